@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 import torch
@@ -44,16 +45,9 @@ class Drafter(ABC):
     draft_samplings: ClassVar[frozenset[DraftSampling]]
     skips: ClassVar[bool] = False
     """Whether it may start after positions that it has not run; see :meth:`skip`."""
-
-    @property
-    def quantization(self) -> Quantization:
-        """How its weights are stored; never ``auto``."""
-        return Quantization.NONE
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
-        return {}
+    quantization: Quantization = Quantization.NONE  # how its weights are stored; never `auto`
+    graph_counts: Mapping[str, int] = MappingProxyType({})
+    """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
 
     def observe(self, request: Request, features: Tensor) -> None:  # noqa: B027
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.
@@ -76,7 +70,7 @@ class Drafter(ABC):
         """Propose one tree per request.
 
         The tokens are drawn from exactly the distributions the tree carries, with the numbers of
-        each request's own stream at its own step.
+        each request's own rng at its own step.
 
         Args:
             requests: Requests with at least one committed token each.
@@ -101,10 +95,7 @@ class Drafter(ABC):
         return 0
 
     def behind(self, request: Request) -> int:
-        """Return how many committed positions :meth:`catch_up` would run.
-
-        Automatic plans weigh what that costs.
-        """
+        """Return how many positions :meth:`catch_up` would run; plans weigh what that costs."""
         return request.context - self.shareable(request)
 
     def skip(self, request: Request, *, keep: int) -> None:  # noqa: B027
@@ -121,8 +112,7 @@ class TextDrafter(Drafter):
     """A drafter whose logits are a function of the text, and that keeps nothing."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
-    order: int | None = None
-    """Number of a text's last tokens that :meth:`logits` is given; None for all."""
+    order: int | None = None  # number of a text's last tokens that `logits` is given; None for all
 
     @abstractmethod
     def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
@@ -164,8 +154,8 @@ class TextDrafter(Drafter):
 class DraftReplay(ABC):
     """Replays the distributions from which an earlier step would have drawn after other tokens.
 
-    Rules that keep state over steps need the distributions of the *very step* that a debt comes
-    from. Those are not the current ones: by now the drafter knows true features where that step
+    Rules that keep state over steps need the distributions of the *very step* that modified the
+    target. Those are not the current ones: by now the drafter knows true features where that step
     continued from its own output, and its draft temperature may have changed.
     """
 
@@ -209,29 +199,55 @@ class ReplayingDrafter(Drafter, DraftReplay):
 
 @dataclass(frozen=True, slots=True)
 class RowSnapshot(DraftSnapshot):
-    """A step of a drafter with KV rows: its root, and the tokens appended since.
+    """A step of a drafter with KV rows: its root, and the tokens appended since."""
 
-    Attributes:
-        context: Positions whose rows are in the request's own slots.
-        rows: ``[tokens]`` int64, KV slots of the rows appended since.
-        settings: The step's draft settings.
-    """
-
-    context: int
-    rows: Tensor
-    settings: ProbsSettings
+    context: int  # positions whose rows are in the request's own slots
+    rows: Tensor  # [tokens] int64, KV slots of the rows appended since
+    last: Tensor  # [size], the drafter's output at the last row
+    settings: ProbsSettings  # the step's draft settings
 
 
-def next_rows(
-    requests: Sequence[Request], snapshots: Sequence[RowSnapshot], tokens: Tensor, slots: Tensor
-) -> list[Segment]:
-    """Return segments that append one token each, for :meth:`DraftReplay.advance`."""
-    return [
-        Segment.causal(token, torch.cat((request.slots[: s.context], s.rows)), slot)
-        for request, s, token, slot in zip(
-            requests, snapshots, tokens.split(1), slots.split(1), strict=True
-        )
-    ]
+class RowDrafter(ReplayingDrafter):
+    """A drafter that has rows in a KV pool, and goes on from its output at the last of them."""
+
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+
+    @abstractmethod
+    def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:
+        """Run one row behind each of ``last`` ``[rows, size]``, and return its output like that."""
+
+    @abstractmethod
+    def probs_after(self, last: Tensor, settings: Sequence[ProbsSettings]) -> DraftProbs:
+        """Return the distributions after such outputs, by the settings of their steps."""
+
+    @torch.inference_mode()
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row for each; see :meth:`DraftReplay.advance`."""
+        own, each = own_snapshots(snapshots, RowSnapshot), slots.split(1)
+        contexts = [
+            torch.cat((request.slots[: s.context], s.rows))
+            for request, s in zip(requests, own, strict=True)
+        ]
+        segments = [
+            Segment.causal(*row) for row in zip(tokens.split(1), contexts, each, strict=True)
+        ]
+        outputs = self.next_outputs(segments, torch.stack([s.last for s in own]))
+        return [
+            replace(s, rows=torch.cat((s.rows, slot)), last=row)
+            for s, slot, row in zip(own, each, outputs, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
+        own = own_snapshots(snapshots, RowSnapshot)
+        return self.probs_after(torch.stack([s.last for s in own]), [s.settings for s in own])
 
 
 def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:

@@ -55,17 +55,10 @@ _ROUNDING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Settings):
-    """A head as stored in a folder, checked against its own configuration.
-
-    Attributes:
-        folder: The folder.
-        files: Its files with weights.
-        format: Its format.
-        named: The tensors.
-    """
+    """A head as stored in a folder, checked against its own configuration."""
 
     folder: Path
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # its files with weights
     format: FormatName
     named: NamedTensors
 
@@ -80,17 +73,11 @@ class Checkpoint(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A checkpoint checked against its target.
+    """A checkpoint checked against its target."""
 
-    Attributes:
-        config: The head's configuration, its layer numbers resolved.
-        layers: EAGLE-3: the target layers whose inputs it reads, and why.
-        remarks: The checkpoint's, and those that the target adds.
-    """
-
-    config: EagleHeadConfig
-    layers: FeatureLayers | None
-    remarks: tuple[Remark, ...]
+    config: EagleHeadConfig  # the head's configuration, its layer numbers resolved
+    layers: FeatureLayers | None  # EAGLE-3: the target layers whose inputs it reads, and why
+    remarks: tuple[Remark, ...]  # the checkpoint's, and those that the target adds
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -265,9 +252,7 @@ def _with_vocabulary(
     remarks = []
     if MEMBERS not in named.tensors:  # NVIDIA's ModelOpt writes none
         named = named.with_tensor(MEMBERS, members)
-        text = (
-            f"{MEMBERS} follows from {OFFSETS}, as it is not there; the EAGLE repository needs it"
-        )
+        text = f"{MEMBERS} follows from {OFFSETS}, being absent; the EAGLE repository needs it"
         remarks.append(Remark(RemarkKind.NOTE, text))
     if not torch.equal(_check(named, MEMBERS, (config.vocab_size,), torch.bool), members):
         found = int(named.tensors[MEMBERS].sum())
@@ -304,13 +289,8 @@ def _embedding(checkpoint: Checkpoint, target_embedding: Tensor, dtype: torch.dt
         if distance < _ROUNDING:
             logger.info("%s is the target's, which is shared", EMBEDDING)
             return target_embedding
-        logger.warning(
-            "%s: %s is not the target's (relative distance %.2g) and the head keeps it; "
-            "was it made for this target?",
-            checkpoint.folder,
-            EMBEDDING,
-            distance,
-        )
+        told = "%s: %s is not the target's (relative distance %.2g); was it made for this target?"
+        logger.warning(told, checkpoint.folder, EMBEDDING, distance)
     return own.to(dtype)
 
 
@@ -330,13 +310,8 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
     captured = "the final hidden state"
     if fitted.layers is not None:
         captured = f"the inputs of layers {list(fitted.layers.inputs)} ({fitted.layers.reason})"
-    logger.info(
-        "%s head of %s, format %s, reads %s",
-        fitted.config.arch,
-        checkpoint.folder,
-        checkpoint.format,
-        captured,
-    )
+    told, arch = "%s head of %s, format %s, reads %s", fitted.config.arch
+    logger.info(told, arch, checkpoint.folder, checkpoint.format, captured)
     for name, reason in checkpoint.named.left_aside.items():
         logger.info("left aside: %s (%s)", name, reason)
     for remark in fitted.remarks:
@@ -355,12 +330,9 @@ def _expect(key: str, value: object, expected: object) -> None:
 class Kind(StrEnum):
     """Kinds of drafters that are stored in folders."""
 
-    EAGLE = "eagle"
-    """A head that reads the target's features."""
-    LANGUAGE_MODEL = "language model"
-    """A whole transformers model with the target's tokenizer."""
-    TABLE = "table"
-    """A table of distributions, looked up by the last tokens."""
+    EAGLE = "eagle"  # A head that reads the target's features
+    LANGUAGE_MODEL = "language model"  # A whole transformers model with the target's tokenizer
+    TABLE = "table"  # A table of distributions, looked up by the last tokens
 
 
 def kind_of(folder: Path) -> Kind:
@@ -375,10 +347,7 @@ def kind_of(folder: Path) -> Kind:
 
 
 def _is_head(names: Iterable[str]) -> bool:
-    """Return whether ``names`` are a head's.
-
-    Only a head fuses features, maps vocabularies, or names its layer without ``model.``.
-    """
+    """Return whether names are a head's: none else fuses features or drops ``model.``."""
     plain = {name.removeprefix("model.") for name in names}
     if plain & {"fc.weight", "d2t", "t2d"}:
         return True
@@ -388,10 +357,7 @@ def _is_head(names: Iterable[str]) -> bool:
 # What a head's files say, what was assumed, and where engines would disagree about them.
 
 
-_KINDS = {
-    Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)",
-    Arch.EAGLE3: "EAGLE-3",
-}
+_KINDS = {Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)", Arch.EAGLE3: "EAGLE-3"}
 _WORDS = {
     RemarkKind.NOTE: "Notes",
     RemarkKind.ASSUMED: "Assumed, as the files leave it open",
@@ -435,9 +401,8 @@ def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, st
     vocabulary = f"{config.vocab_size}, all of which can be drafted"
     if config.draft_vocab_size < config.vocab_size:
         share = config.draft_vocab_size / config.vocab_size
-        vocabulary = (
-            f"{config.draft_vocab_size} of {config.vocab_size} can be drafted ({share:.0%})"
-        )
+        drafted = f"{config.draft_vocab_size} of {config.vocab_size}"
+        vocabulary = f"{drafted} can be drafted ({share:.0%})"
     captures = "the final hidden state, after the last norm"
     if layers is not None:
         captures = f"the inputs of layers {_list(map(str, layers.inputs))} ({layers.reason})"
@@ -470,19 +435,12 @@ def _list(words: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """The target a head is exported for.
+    """The target a head is exported for."""
 
-    Attributes:
-        name: Name or path, written where the format has a place for it.
-        architectures: Its class names.
-        num_layers: Its decoder layers.
-        read_embedding: Returns its token embedding, ``[vocab, hidden]``.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    num_layers: int
-    read_embedding: Callable[[], Tensor]
+    name: str  # name or path, written where the format has a place for it
+    architectures: tuple[str, ...]  # its class names
+    num_layers: int  # its decoder layers
+    read_embedding: Callable[[], Tensor]  # returns its token embedding, [vocab, hidden]
 
 
 def export_head(

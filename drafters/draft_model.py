@@ -15,22 +15,15 @@ their own slots, in the same forward as the next root.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import (
-    ReplayingDrafter,
-    RowSnapshot,
-    next_rows,
-    own_snapshots,
-    own_state,
-)
+from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
 from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
     DraftedRows,
     DraftProbs,
     NewRows,
@@ -38,7 +31,7 @@ from eaglegbv.drafters.tree_growth import (
     draft_trees,
     replayed_probs,
 )
-from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
@@ -62,35 +55,15 @@ class LanguageModel(Protocol):
 
 @dataclass(slots=True)
 class StandaloneState(DraftState):
-    """The model's memory of one request.
+    """The model's memory of one request."""
 
-    Attributes:
-        context: Committed tokens whose rows are in their own slots.
-        logits: ``[vocab]``, of what follows the root of the last tree; None before the first.
-    """
-
-    context: int = 0
+    context: int = 0  # committed tokens whose rows are in their own slots
+    # [vocab], of what follows the root of the last tree; None before the first.
     logits: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StandaloneSnapshot(RowSnapshot):
-    """A step's root and the tokens appended since.
-
-    Its context includes the root, which has since been committed, and was run at its own slot
-    before the next tree was drawn.
-
-    Attributes:
-        logits: ``[vocab]``, of what follows.
-    """
-
-    logits: Tensor
-
-
-class StandaloneDrafter(ReplayingDrafter):
+class StandaloneDrafter(RowDrafter):
     """Drafts with a language model."""
-
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
 
     def __init__(self, model: LanguageModel, *, vocab_size: int) -> None:
         """Wrap a model.
@@ -152,40 +125,26 @@ class StandaloneDrafter(ReplayingDrafter):
 
         return draft_trees(requests, plan, draft_sampling, self._ids, logits, follow)
 
-    def snapshot(self, request: Request) -> StandaloneSnapshot:
-        """Remember the last tree's root; see :meth:`DraftReplay.snapshot`."""
+    def snapshot(self, request: Request) -> RowSnapshot:
+        """Remember the last tree's root; see :meth:`DraftReplay.snapshot`.
+
+        The root is within its context: since committed, it is run at its own slot before the next
+        tree is drawn.
+        """
         state = _state(request)
         if state.logits is None:
             raise RuntimeError(f"request {request.number} has drafted no tree")
-        return StandaloneSnapshot(
-            context=state.context + 1,
-            rows=request.slots[:0],
-            # A copy, as the row would keep the output of its whole batch alive.
-            logits=state.logits.clone(),
-            settings=ProbsSettings.of(request, len(self._ids)),
-        )
+        # A copy, as the row would keep the output of its whole batch alive.
+        settings, logits = ProbsSettings.of(request, len(self._ids)), state.logits.clone()
+        return RowSnapshot(state.context + 1, request.slots[:0], logits, settings)
 
-    @torch.inference_mode()
-    def advance(
-        self,
-        requests: Sequence[Request],
-        snapshots: Sequence[DraftSnapshot],
-        tokens: Tensor,
-        slots: Tensor,
-    ) -> list[DraftSnapshot]:
-        """Run one more row for each; see :meth:`DraftReplay.advance`."""
-        own = own_snapshots(snapshots, StandaloneSnapshot)
-        logits = self._run(next_rows(requests, own, tokens, slots), None)
-        return [
-            replace(s, rows=torch.cat((s.rows, slot)), logits=row)
-            for s, slot, row in zip(own, slots.split(1), logits, strict=True)
-        ]
+    def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the logits ``[rows, vocab]`` of what follows."""
+        return self._run(segments, None)
 
-    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
-        own = own_snapshots(snapshots, StandaloneSnapshot)
-        logits = torch.stack([s.logits for s in own])
-        return replayed_probs(logits, [s.settings for s in own], self._ids)
+    def probs_after(self, last: Tensor, settings: Sequence[ProbsSettings]) -> DraftProbs:
+        """See :meth:`RowDrafter.probs_after`."""
+        return replayed_probs(last, settings, self._ids)
 
     def _committed(self, request: Request, slots: Tensor) -> Segment:
         """Return the rows of the tokens from the last one run to the last one with a slot."""

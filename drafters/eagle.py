@@ -15,8 +15,8 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
@@ -27,17 +27,10 @@ from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
 from eaglegbv.devices import send
-from eaglegbv.drafters.base import (
-    ReplayingDrafter,
-    RowSnapshot,
-    next_rows,
-    own_snapshots,
-    own_state,
-)
+from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.graph_drafting import DeviceDrafting, Roots
 from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
     DraftedRows,
     DraftProbs,
     NewRows,
@@ -45,26 +38,22 @@ from eaglegbv.drafters.tree_growth import (
     draft_trees,
     replayed_probs,
 )
-from eaglegbv.fused_linears import Quantization, settled
-from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.fused_linears import Quantization, resolve
+from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
 @dataclass(slots=True)
 class EagleState(DraftState):
-    """The head's memory of one request.
+    """The head's memory of one request."""
 
-    Attributes:
-        context: Positions whose true features have been run so far, or were skipped.
-        pending: ``[tokens, feature_size]`` each: true features of the following positions, not run
-            yet, in the parts in which they came. A request that decodes without drafts has many.
-        hidden: ``[hidden]``, the head's output at the last true position; the root's children are
-            drawn from its logits.
-    """
-
-    context: int = 0
+    context: int = 0  # positions whose true features have been run so far, or were skipped
+    # [tokens, feature_size] each: true features of the following positions, not run yet, in the
+    # parts in which they came. A request that decodes without drafts has many.
     pending: list[Tensor] = field(default_factory=list)
+    # [hidden], the head's output at the last true position; the root's children are drawn from its
+    # logits.
     hidden: Tensor | None = None
 
     def rows(self, request: Request) -> Tensor:
@@ -72,23 +61,9 @@ class EagleState(DraftState):
         return request.slots[request.skipped : self.context]
 
 
-@dataclass(frozen=True, slots=True)
-class EagleSnapshot(RowSnapshot):
-    """A step's root and the tokens that the head has appended since, on its own features.
-
-    Its context is the positions before the root, which have been run on true features.
-
-    Attributes:
-        hidden: ``[hidden]``, the head's output at the last row.
-    """
-
-    hidden: Tensor
-
-
-class EagleDrafter(ReplayingDrafter):
+class EagleDrafter(RowDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head."""
 
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
     skips: ClassVar[bool] = True
 
     def __init__(
@@ -119,14 +94,14 @@ class EagleDrafter(ReplayingDrafter):
                 no such backend.
         """
         kind = head.embedding
-        self._quantization = settled(quantization, dtype=kind.dtype, device=kind.device)
+        self.quantization = resolve(quantization, dtype=kind.dtype, device=kind.device)
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
         self._forward = HeadForward(
             head,
             attention,
-            quantization=self._quantization,
+            quantization=self.quantization,
             compile_backend=compile_backend,
             recorded=recorder is not None,
         )
@@ -134,22 +109,9 @@ class EagleDrafter(ReplayingDrafter):
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
             self._on_device = DeviceDrafting(
-                head,
-                self._forward,
-                recorder,
-                max_context=most,
-                compile_backend=compile_backend,
+                head, self._forward, recorder, max_context=most, compile_backend=compile_backend
             )
-
-    @property
-    def quantization(self) -> Quantization:
-        """See :attr:`Drafter.quantization`."""
-        return self._quantization
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """See :meth:`Drafter.graph_counts`."""
-        return {} if self._on_device is None else self._on_device.counts
+            self.graph_counts = self._on_device.counts
 
     def record(
         self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
@@ -242,8 +204,8 @@ class EagleDrafter(ReplayingDrafter):
             requests, plan, draft_sampling, self.head.draft_to_target, logits, follow
         )
 
-    def snapshot(self, request: Request) -> EagleSnapshot:
-        """Remember the last tree's root; see :meth:`DraftReplay.snapshot`.
+    def snapshot(self, request: Request) -> RowSnapshot:
+        """Remember the last tree's root, behind the positions run on true features.
 
         Raises:
             RuntimeError: The head skipped the text's beginning, and would find other distributions
@@ -251,37 +213,18 @@ class EagleDrafter(ReplayingDrafter):
         """
         if request.skipped:
             raise RuntimeError(f"request {request.number} is recalled, its beginning skipped")
-        return EagleSnapshot(
-            context=self._state(request).context,
-            rows=request.slots[:0],
-            # A copy, as the row would keep the output of its whole batch alive.
-            hidden=self._root_hidden(request).clone(),
-            settings=ProbsSettings.of(request, self.head.config.draft_vocab_size),
-        )
+        settings = ProbsSettings.of(request, self.head.config.draft_vocab_size)
+        # A copy, as the row would keep the output of its whole batch alive.
+        hidden = self._root_hidden(request).clone()
+        return RowSnapshot(self._state(request).context, request.slots[:0], hidden, settings)
 
-    @torch.inference_mode()
-    def advance(
-        self,
-        requests: Sequence[Request],
-        snapshots: Sequence[DraftSnapshot],
-        tokens: Tensor,
-        slots: Tensor,
-    ) -> list[DraftSnapshot]:
-        """Run one more row of the head for each; see :meth:`DraftReplay.advance`."""
-        own = own_snapshots(snapshots, EagleSnapshot)
-        segments = next_rows(requests, own, tokens, slots)
-        hidden = self._forward.step(segments, torch.stack([s.hidden for s in own]))
-        return [
-            replace(s, rows=torch.cat((s.rows, slot)), hidden=row)
-            for s, slot, row in zip(own, slots.split(1), hidden, strict=True)
-        ]
+    def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:
+        """Run the head on its own features ``[rows, hidden]``."""
+        return self._forward.step(segments, last)
 
-    @torch.inference_mode()
-    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
-        """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
-        own = own_snapshots(snapshots, EagleSnapshot)
-        logits = self.head.logits(torch.stack([s.hidden for s in own]))
-        return replayed_probs(logits, [s.settings for s in own], self.head.draft_to_target)
+    def probs_after(self, last: Tensor, settings: Sequence[ProbsSettings]) -> DraftProbs:
+        """See :meth:`RowDrafter.probs_after`."""
+        return replayed_probs(self.head.logits(last), settings, self.head.draft_to_target)
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""

@@ -7,7 +7,6 @@ EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -21,22 +20,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eaglegbv.attention.base import (
     AttentionCall,
-    PackedBatch,
     PagedAttention,
     Segment,
     attend_opaque,
     attending,
     pack,
 )
-from eaglegbv.compiling import (
-    can_generate,
-    check_backend,
-    compile_graph,
-    generating_products,
-    making_graphs,
-)
+from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.errors import DrafterMismatch, one_of
-from eaglegbv.fused_linears import PackedProduct, Product, Quantization, in_use, prepare, product_of
+from eaglegbv.fused_linears import Product, Quantization, prepare, product_of
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -44,61 +36,42 @@ _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 class Arch(StrEnum):
     """Which published head."""
 
-    EAGLE1 = "eagle1"
-    """EAGLE-1 and EAGLE-2, whose weights are the same."""
+    EAGLE1 = "eagle1"  # EAGLE-1 and EAGLE-2, whose weights are the same
     EAGLE3 = "eagle3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleHeadConfig:
-    """Sizes and settings of a head.
+    """Sizes and settings of a head."""
 
-    Attributes:
-        arch: Which published head.
-        hidden_size: Width of the head's residual stream.
-        target_hidden_size: Width of the target's; EAGLE-1 needs both to be equal.
-        intermediate_size: Width of the feed-forward layer.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        vocab_size: Tokens of the target.
-        draft_vocab_size: Tokens the head can draft; EAGLE-1 drafts all.
-        feature_layers: EAGLE-3: the target layers whose inputs are the features, low to high.
-            EAGLE-1: empty, the feature being the hidden state after the final norm.
-        rms_norm_eps: Added to the mean square in norms.
-        rope_parameters: Rotary embedding settings, as in transformers' configurations.
-        fc_bias: Whether ``fc`` has a bias.
-        qkv_bias: Whether the query, key and value projections have biases.
-        o_bias: Whether the output projection of attention has a bias.
-        qk_norm: Whether queries and keys are normed before they are rotated, as in Qwen3.
-        norm_before_fc: EAGLE-3: the features are normed together before ``fc`` (``input_norm``).
-        fc_norm: EAGLE-3: each layer's features are normed on their own before ``fc``.
-        norm_before_residual: EAGLE-3: the residual stream starts at the normed state.
-        norm_output: EAGLE-3: the recurrent state is the one the output layer reads, after the last
-            norm, and not the one before it.
-    """
-
-    arch: Arch
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
+    arch: Arch  # which published head
+    hidden_size: int  # width of the head's residual stream
+    target_hidden_size: int  # width of the target's; EAGLE-1 needs both to be equal
+    intermediate_size: int  # width of the feed-forward layer
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads
+    head_dim: int  # width of a head
+    vocab_size: int  # tokens of the target
+    draft_vocab_size: int  # tokens the head can draft; EAGLE-1 drafts all
+    # EAGLE-3: the target layers whose inputs are the features, low to high. EAGLE-1: empty, the
+    # feature being the hidden state after the final norm.
     feature_layers: tuple[int, ...] = ()
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6  # added to the mean square in norms
+    # Rotary embedding settings, as in transformers' configurations.
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
-    fc_bias: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
+    fc_bias: bool = False  # whether `fc` has a bias
+    qkv_bias: bool = False  # whether the query, key and value projections have biases
+    o_bias: bool = False  # whether the output projection of attention has a bias
+    # Whether queries and keys are normed before they are rotated, as in Qwen3.
     qk_norm: bool = False
+    # EAGLE-3: the features are normed together before `fc` (`input_norm`).
     norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
+    fc_norm: bool = False  # EAGLE-3: each layer's features are normed on their own before `fc`
+    norm_before_residual: bool = False  # EAGLE-3: the residual stream starts at the normed state
+    # EAGLE-3: the recurrent state is the one the output layer reads, after the last norm, and not
+    # the one before it.
     norm_output: bool = False
 
     def __post_init__(self) -> None:
@@ -150,23 +123,15 @@ class Rotation:
 
     It has no equality, and so no hash of its fields, because PyTorch before 2.13 hashes what is
     called while it traces.
-
-    Attributes:
-        cos: ``[..., 1, head_dim]``, the cosines, twice.
-        sin: ``[..., 1, head_dim]``, the sines, negative and then positive.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [..., 1, head_dim], the cosines, twice
+    sin: Tensor  # [..., 1, head_dim], the sines, negative and then positive
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``."""
         first, second = x.chunk(2, dim=-1)
         return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
-
-    def at(self, positions: Tensor) -> "Rotation":
-        """Return the rows of these angles that ``positions`` ``[rows]`` int64 select."""
-        return Rotation(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
 class RotaryEmbedding(nn.Module):
@@ -313,21 +278,12 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(
-        self, quantization: Quantization, *, generated: bool = False
-    ) -> list[PackedProduct]:
+    def prepare_products(self, quantization: Quantization, *, compiled: bool = False) -> None:
         """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
 
         Call it once, on the head's final device and in its final dtype; do not train it afterwards.
-
-        Args:
-            quantization: Quantization of the weights; not ``auto``.
-            generated: Whether the products will be generated instead of packed.
-
-        Returns:
-            The packed products, which a compiled head calls back by number.
         """
-        return prepare(self, self._run_once, quantization, generated=self if generated else None)
+        prepare(self, self._run_once, quantization, compiled=self if compiled else None)
 
     def _run_once(self) -> None:
         """Run every layer once, on one row."""
@@ -396,15 +352,10 @@ class Eagle1Head(EagleHead):
             return self._output(hidden)
         return functional.linear(hidden, self.target_lm_head)
 
-    def prepare_products(
-        self, quantization: Quantization, *, generated: bool = False
-    ) -> list[PackedProduct]:
+    def prepare_products(self, quantization: Quantization, *, compiled: bool = False) -> None:
         """See :meth:`EagleHead.prepare_products`."""
-        packed = super().prepare_products(quantization, generated=generated)
-        weight = self.target_lm_head
-        output = product_of(weight, None, quantization, generated=generated, index=len(packed))
-        self._output = output
-        return [*packed, output] if isinstance(output, PackedProduct) else packed
+        super().prepare_products(quantization, compiled=compiled)
+        self._output = product_of(self.target_lm_head, None, quantization, compiled=compiled)
 
 
 class Eagle3Head(EagleHead):
@@ -466,31 +417,20 @@ class Eagle3Head(EagleHead):
 
 
 class Drafted(NamedTuple):
-    """Result of rows that continue the head's own output.
+    """Result of rows that continue the head's own output."""
 
-    Attributes:
-        hidden: ``[rows, hidden]``.
-        logits: ``[rows, draft_vocab]``, of the token after next.
-    """
-
-    hidden: Tensor
-    logits: Tensor
+    hidden: Tensor  # [rows, hidden]
+    logits: Tensor  # [rows, draft_vocab], of the token after next
 
 
 class Rows(NamedTuple):
-    """Rows of a forward, apart from the states they continue.
+    """Rows of a forward, apart from the states they continue."""
 
-    Attributes:
-        token_ids: ``[rows]`` int64.
-        rotation: Their rotary angles.
-    """
-
-    token_ids: Tensor
-    rotation: Rotation
+    token_ids: Tensor  # [rows] int64
+    rotation: Rotation  # their rotary angles
 
 
 Result = TypeVar("Result")
-
 Forward = Callable[[EagleHead, Attend, Rows, Tensor], Result]
 """A forward of a head over rows, given its attention and the states that the rows continue."""
 
@@ -513,10 +453,6 @@ def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> D
 
 
 # Forwards of an EAGLE head over packed rows and a pool.
-
-
-_FIRST_ANGLES = 1024
-"""Positions whose angles are known from the start."""
 
 
 class HeadForward:
@@ -544,30 +480,24 @@ class HeadForward:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of four slots or more, none of them in use.
             quantization: Quantization of its weights; not ``auto``.
-            compile_backend: A backend of ``torch.compile``; None for no compilation.
+            compile_backend: A known backend of ``torch.compile``; None for no compilation.
             recorded: Whether drafts come from a recorded loop over :meth:`level`.
-
-        Raises:
-            InvalidArgument: There is no such backend.
         """
-        kind, backend = head.embedding, compile_backend
-        generates = can_generate(backend, dtype=kind.dtype, device=kind.device)
-        self._products = head.prepare_products(quantization, generated=generates)
+        backend, like = compile_backend, head.embedding
+        head.prepare_products(quantization, compiled=backend is not None)
         self._head = head
         self.attention = attention
         self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
-        self._angles = self._angles_of(_FIRST_ANGLES)
         self._recorded = recorded
         self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {}
         if backend is not None:
-            check_backend(backend)
             attend = partial(attend_opaque, self._call)
             self._graphs = {
                 forward: compile_graph(partial(forward, head, attend), backend)
                 for forward in (read_rows, go_on_rows)
             }
             self._graphs[EagleHead.logits] = compile_graph(head.logits, backend)
-            with making_graphs(), generating_products() if generates else nullcontext():
+            with making_graphs(backend, dtype=like.dtype, device=like.device):
                 self._warm_up()
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
@@ -590,7 +520,7 @@ class HeadForward:
         def attend_rows(_call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v)
 
-        with in_use(self._products), attending(attend_rows):
+        with attending(attend_rows):
             found: Drafted = self._graphs[go_on_rows](rows, hidden)
             return found
 
@@ -598,9 +528,8 @@ class HeadForward:
         """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
         if self._recorded or not self._graphs:
             return self._head.logits(hidden)
-        with in_use(self._products):
-            found: Tensor = self._graphs[EagleHead.logits](hidden)
-            return found
+        found: Tensor = self._graphs[EagleHead.logits](hidden)
+        return found
 
     def _run(
         self,
@@ -613,29 +542,15 @@ class HeadForward:
         """Run a forward, by its graph if it has one."""
         batch = pack(segments, self._head.embedding.device)
         attend = partial(self.attention.attend, batch=batch)
-        rows = self._rows(batch)
+        rows = Rows(batch.token_ids, self._head.rotary(batch.positions, self._head.embedding.dtype))
         graph = self._graphs.get(forward) if compiled else None
         if graph is None:
             return forward(self._head, partial(attend, self._call), rows, above)
         # Graphs are made for tensors of inference mode; these may have been made outside it.
         rows = rows._replace(token_ids=rows.token_ids.clone())
-        with in_use(self._products), attending(attend):
+        with attending(attend):
             found: Result = graph(rows, above)
             return found
-
-    def _rows(self, batch: PackedBatch) -> Rows:
-        """Return the rows of a batch; angles are computed once, then kept."""
-        longest, known = max(s.num_keys for s in batch.segments), len(self._angles.cos)
-        if known < longest:
-            self._angles = self._angles_of(max(longest, 2 * known))
-        return Rows(batch.token_ids, self._angles.at(batch.positions))
-
-    @torch.inference_mode()
-    def _angles_of(self, count: int) -> Rotation:
-        embedding = self._head.embedding
-        positions = torch.arange(count, device=embedding.device)
-        angles: Rotation = self._head.rotary(positions, embedding.dtype)
-        return angles
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

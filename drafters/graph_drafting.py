@@ -3,9 +3,8 @@
 Generated code has fewer operations to launch, and a recording launches them all at once.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -14,15 +13,9 @@ from torch import Tensor
 
 from eaglegbv.attention.base import BranchAttention, BranchShape
 from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Recorder, Work
+from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Outcomes, Recorder, Work
 from eaglegbv.devices import send
-from eaglegbv.drafters.eagle_model import (
-    Drafted,
-    EagleHead,
-    HeadForward,
-    Rotation,
-    Rows,
-)
+from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
 from eaglegbv.drafters.tree_growth import (
     DraftProbs,
     DrawPaths,
@@ -50,41 +43,24 @@ from eaglegbv.tree import DraftSampling, DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What the drafts of some requests continue.
+    """What the drafts of some requests continue."""
 
-    Attributes:
-        contexts: For each request ``[rows]`` int64, the slots of its true rows.
-        hidden: ``[requests, hidden]``, the drafter's output at the last of them.
-        tree_slots: For each request, KV slots it may overwrite.
-    """
-
-    contexts: Sequence[Tensor]
-    hidden: Tensor
-    tree_slots: Sequence[Tensor]
+    contexts: Sequence[Tensor]  # for each request [rows] int64, the slots of its true rows
+    hidden: Tensor  # [requests, hidden], the drafter's output at the last of them
+    tree_slots: Sequence[Tensor]  # for each request, KV slots it may overwrite
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The settings a recording is made for.
+    """The settings a recording is made for."""
 
-    Attributes:
-        requests: Number of requests, padded.
-        plan: Their plan.
-        draft_sampling: How children arise.
-        greedy: Whether any warping has temperature 0.
-        limit: A bound on top-k limits: a power of two, or all candidates of a row but one; None
-            where nothing is limited.
-        top_p: Whether any warping uses top-p.
-        min_p: Whether any warping uses min-p.
-    """
-
-    requests: int
-    plan: Plan
-    draft_sampling: DraftSampling
-    greedy: bool = False
+    requests: int  # number of requests, padded
+    plan: Plan  # their plan
+    draft_sampling: DraftSampling  # how children arise
+    warping: frozenset[str] = frozenset()  # the settings that any request uses
+    # A bound on top-k limits: a power of two, or all candidates of a row but one; None where
+    # nothing is limited.
     limit: int | None = None
-    top_p: bool = False
-    min_p: bool = False
 
     @classmethod
     def of(
@@ -94,15 +70,9 @@ class _Kind:
         requests = len(settings.temperature)
         if draft_sampling is DraftSampling.FIXED:
             return cls(requests, plan, draft_sampling)
-        return cls(
-            requests,
-            plan,
-            draft_sampling,
-            greedy=settings.greedy is not None,
-            limit=_limit(settings.limits, support(plan, draft_sampling, draft_vocab)),
-            top_p=settings.top_p is not None,
-            min_p=settings.min_p is not None,
-        )
+        limit = _limit(settings.limits, support(plan, draft_sampling, draft_vocab))
+        used = frozenset(settings.columns) - ({"top_k"} if limit is None else set())
+        return cls(requests, plan, draft_sampling, used, limit)
 
 
 class DeviceDrafting:
@@ -128,13 +98,10 @@ class DeviceDrafting:
             forward: Its forwards, over a pool whose last slot nobody owns.
             recorder: Makes work repeatable.
             max_context: Most positions of a text.
-            compile_backend: A backend of ``torch.compile``, which compiles the growth of drawn
-                trees now; None runs it uncompiled.
-
-        Raises:
-            InvalidArgument: There is no such backend.
+            compile_backend: A known backend of ``torch.compile``, which compiles the growth of
+                drawn trees now; None runs it uncompiled.
         """
-        self.counts: Counter[str] = Counter()
+        self.counts = Outcomes()
         self._head = head
         self._forward = forward
         self._recorder = recorder
@@ -146,26 +113,15 @@ class DeviceDrafting:
         self._refused: dict[_Kind, str] = {}
 
     def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        roots: Roots,
+        self, requests: Sequence[Request], plan: Plan, draft_sampling: DraftSampling, roots: Roots
     ) -> DraftTree | None:
-        """Draft one tree per request; return None where that has to be done on the host.
-
-        Args:
-            requests: The requests.
-            plan: The plan they share.
-            draft_sampling: How children arise.
-            roots: What the drafts continue.
-        """
+        """Draft one tree per request; return None where that has to be done on the host."""
         try:
             tree = self._replay(requests, plan, draft_sampling, roots)
         except NotRecordable as obstacle:
-            self.counts[obstacle.reason] += 1
+            self.counts.note("drafts", obstacle.reason)
             return None
-        self.counts[REPLAYED] += 1
+        self.counts.note("drafts", REPLAYED)
         return tree
 
     def record(
@@ -188,17 +144,11 @@ class DeviceDrafting:
         self.counts.update(counts)
 
     def _replay(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        roots: Roots,
+        self, requests: Sequence[Request], plan: Plan, draft_sampling: DraftSampling, roots: Roots
     ) -> DraftTree:
         """Draft one tree per request.
 
-        Raises:
-            NotRecordable: The texts are too long, or drafts of this kind cannot be recorded, as was
-                found now or before.
+        Raises NotRecordable where texts are too long, or as was found now or before.
         """
         padded = 1 << (len(requests) - 1).bit_length()
         if draft_sampling is DraftSampling.FIXED and plan.shape:
@@ -212,7 +162,7 @@ class DeviceDrafting:
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
-        drafting = known or self._make(kind)
+        drafting = known or self._make(kind, settings)
         drafting.load(requests, settings, roots)
         if known is None:
             try:
@@ -236,6 +186,7 @@ class _Drafting:
     def __init__(
         self,
         kind: _Kind,
+        settings: WarpSettings,
         *,
         head: EagleHead,
         forward: HeadForward,
@@ -243,7 +194,7 @@ class _Drafting:
         max_context: int,
     ) -> None:
         plan, config, batch = kind.plan, head.config, kind.requests
-        pool = forward.attention.pool
+        pool, device = forward.attention.pool, forward.attention.pool.keys.device
         self._kind = kind
         self._head = head
         self._forward = forward
@@ -264,27 +215,19 @@ class _Drafting:
         with torch.inference_mode(mode=False):
 
             def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-                return torch.zeros(shape, dtype=dtype, device=pool.keys.device)
+                return torch.zeros(shape, dtype=dtype, device=device)
 
             self._roots = room(batch)
             self._contexts = room(batch)
             self._hidden = room(batch, config.hidden_size, dtype=pool.keys.dtype)
             self._uniforms = room(batch, plan.paths, plan.depth, dtype=torch.float64)
-            self._settings = WarpSettings(
-                temperature=room(batch, dtype=torch.float32),
-                greedy=room(batch, dtype=torch.bool) if kind.greedy else None,
-                top_k=room(batch) if kind.limit else None,
-                limits=frozenset(() if kind.limit is None else (kind.limit,)),
-                top_p=room(batch, dtype=torch.float64) if kind.top_p else None,
-                min_p=room(batch, dtype=torch.float64) if kind.min_p else None,
-            )
+            limits = frozenset(() if kind.limit is None else (kind.limit,))
+            top_k = None if kind.limit is None else settings.top_k
+            own = replace(settings, top_k=top_k, limits=limits, tempered=True)
+            self._settings = own.mapped(lambda column: torch.zeros_like(column, device=device))
 
     def load(self, requests: Sequence[Request], settings: WarpSettings, roots: Roots) -> None:
-        """Copy a step's numbers into the buffers, and plan its attention.
-
-        Raises:
-            NotRecordable: Attention cannot list the keys of all rows.
-        """
+        """Copy a step's numbers into the buffers, and plan; NotRecordable for too many keys."""
         kind, real = self._kind, len(requests)
         missing = kind.requests - real  # with one key each
         contexts = [*roots.contexts, *[torch.tensor([self._scratch_slot])] * missing]
@@ -302,11 +245,9 @@ class _Drafting:
         _fill(self._roots, torch.tensor([*tokens, *[0] * missing]))
         _fill(self._contexts, torch.tensor(lengths))
         self._hidden[:real].copy_(roots.hidden)
-        for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
-            buffer, value = getattr(self._settings, name), getattr(settings, name)
-            if buffer is not None:
-                _fill(buffer, value)
         if kind.draft_sampling is not DraftSampling.FIXED:
+            for name, buffer in self._settings.columns.items():
+                _fill(buffer, settings.columns[name])
             _fill(self._uniforms[:real], draft_numbers(requests, kind.plan))
 
     def work(self) -> tuple[Tensor, ...]:
@@ -334,10 +275,7 @@ class _Drafting:
         return tuple(growth.finish().tensors.values())
 
     def _chains(self, above: Tensor | None, frontier: Frontier) -> Tensor | None:
-        """Return the branches of each row's path, given those of the level above.
-
-        None means that each row continues the branch of its own number.
-        """
+        """Return the branches of each row's path; None if each continues that of its own number."""
         if frontier.parents is None:
             return None
         own = torch.arange(self._rows, device=frontier.parents.device)
@@ -370,19 +308,7 @@ class _Drafting:
         width = support(kind.plan, kind.draft_sampling, len(ids))
         if kind.draft_sampling is DraftSampling.FIXED:
             return log_probs(logits, width=width, draft_to_target=ids)
-        own = self._settings
-
-        def each(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.repeat_interleave(rows)
-
-        settings = WarpSettings(
-            temperature=own.temperature.repeat_interleave(rows),
-            greedy=each(own.greedy),
-            top_k=each(own.top_k),
-            limits=own.limits,
-            top_p=each(own.top_p),
-            min_p=each(own.min_p),
-        )
+        settings = self._settings.mapped(lambda column: column.repeat_interleave(rows))
         return draft_probs(logits, settings, width=width, draft_to_target=ids)
 
 

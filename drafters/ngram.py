@@ -17,23 +17,18 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftSampling, DraftTree
 
-_LOOK_BACK = 64
-"""How many of the latest places of an n-gram are looked at."""
-
-LONGEST_MATCH = 16
-"""Most tokens that are compared to find how much of a text's end occurred before."""
+_SIZES = range(4, 0, -1)  # tokens of the n-grams that are looked up, the longest first
+_LOOK_BACK = 64  # how many of the latest places of an n-gram are looked at
+LONGEST_MATCH = 16  # most tokens that are compared to find how much of a text's end occurred before
 
 
 @dataclass(slots=True)
 class NgramState(DraftState):
-    """The places of a text's n-grams.
+    """The places of a text's n-grams."""
 
-    Attributes:
-        text: The indexed tokens, kept so that a request's text is not copied at every step.
-        places: For each n-gram the positions of the tokens that followed it, in order.
-    """
-
+    # The indexed tokens, kept so that a request's text is not copied at every step.
     text: list[int] = field(default_factory=list)
+    # For each n-gram the positions of the tokens that followed it, in order.
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 
@@ -41,20 +36,6 @@ class NgramDrafter(Drafter):
     """Drafts the continuations of earlier occurrences of the text's last tokens."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.FIXED})
-
-    def __init__(self, *, longest: int = 4, shortest: int = 1) -> None:
-        """Set which n-grams are looked up.
-
-        Args:
-            longest: Tokens of the longest n-gram, which is looked for first.
-            shortest: Tokens of the shortest.
-
-        Raises:
-            InvalidArgument: They are not 1 <= shortest <= longest.
-        """
-        if not 1 <= shortest <= longest:
-            raise InvalidArgument("shortest", shortest, f"an integer in [1, longest = {longest}]")
-        self._sizes = range(longest, shortest - 1, -1)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Index the new tokens of the texts."""
@@ -85,9 +66,8 @@ class NgramDrafter(Drafter):
             InvalidArgument: ``draft_sampling`` is not ``fixed``.
         """
         if draft_sampling is not DraftSampling.FIXED:
-            raise InvalidArgument(
-                "draft_sampling", str(draft_sampling), "'fixed': a lookup draws nothing"
-            )
+            expected = "'fixed': a lookup draws nothing"
+            raise InvalidArgument("draft_sampling", str(draft_sampling), expected)
         trees = [self._tree(request, plan) for request in requests]
         return given_trees(trees, paths=plan.paths, length=plan.depth)
 
@@ -133,7 +113,7 @@ class NgramDrafter(Drafter):
 
     def _places(self, state: NgramState) -> Iterator[int]:
         """Yield the places just after earlier occurrences of the text's end, the best first."""
-        for size in self._sizes:
+        for size in _SIZES:
             if size <= len(state.text):
                 places = state.places.get(tuple(state.text[-size:]), [])
                 yield from reversed(places[-_LOOK_BACK:])
@@ -144,7 +124,7 @@ class NgramDrafter(Drafter):
         known, text = len(state.text), state.text
         text += request.tokens_from(known)
         for place in range(known, len(text)):
-            for size in self._sizes:
+            for size in _SIZES:
                 if size <= place:
                     state.places.setdefault(tuple(text[place - size : place]), []).append(place)
         return state

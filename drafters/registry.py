@@ -14,7 +14,6 @@ from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument, one_of
 
 OwnDrafter = TypeVar("OwnDrafter", bound=type[Drafter])
-
 _CLASSES: dict[str, type[Drafter]] = {"ngram": NgramDrafter}
 
 
@@ -53,11 +52,7 @@ def registered_drafter(name: str) -> type[Drafter]:
 
 
 def make_drafter(name: str, vocab_size: int, device: torch.device) -> Drafter:
-    """Make the drafter of that name; lookups need to know nothing of the target.
-
-    Raises:
-        InvalidArgument: There is none.
-    """
+    """Make the drafter of that name; lookups need to know nothing of the target."""
     drafter: Any = registered_drafter(name)
     made: Drafter = drafter() if drafter is NgramDrafter else drafter(vocab_size, device)
     return made

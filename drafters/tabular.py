@@ -20,9 +20,7 @@ from eaglegbv.drafters.tree_growth import DraftProbs, ProbsSettings, replayed_pr
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
 
-TABULAR = "eaglegbv-tabular"
-"""The ``model_type`` of a table's configuration."""
-
+TABULAR = "eaglegbv-tabular"  # the `model_type` of a table's configuration
 _WEIGHTS = "model.safetensors"
 
 
@@ -32,18 +30,13 @@ class Table:
 
     The latest token is the least significant digit. In a text shorter than ``order``, token
     ``vocab_size`` stands for each missing one.
-
-    Attributes:
-        vocab_size: Number of tokens, V.
-        order: Tokens of a state.
-        ids: ``[(V + 1) ** order, width]`` int64.
-        log_probs: ``[(V + 1) ** order, width]`` float32, logarithms of probabilities or of weights;
-            -inf at padding. Ids that are not listed count as -inf.
     """
 
-    vocab_size: int
-    order: int
-    ids: Tensor
+    vocab_size: int  # number of tokens, V
+    order: int  # tokens of a state
+    ids: Tensor  # [(V + 1) ** order, width] int64
+    # [(V + 1) ** order, width] float32, logarithms of probabilities or of weights; -inf at padding.
+    # Ids that are not listed count as -inf.
     log_probs: Tensor
 
     def __post_init__(self) -> None:

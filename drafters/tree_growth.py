@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compile_graph, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, compile_graph, making_graphs
 from eaglegbv.config import Plan, Shape
-from eaglegbv.devices import fetch, first_place, most_likely_first, send, upload
+from eaglegbv.devices import fetch, first_true, most_likely_first, send, upload
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
@@ -51,16 +51,13 @@ GROWN_SAMPLINGS = frozenset(DraftSampling)
 
 @dataclass(frozen=True, slots=True)
 class DraftProbs:
-    """Distributions of the next drafted token, one per row.
+    """Distributions of the next drafted token, one per row."""
 
-    Attributes:
-        ids: ``[rows, width]`` int64 target token ids: the most likely ones, in an order that
-            depends on the row alone, or the whole draft vocabulary in its order.
-        probs: ``[rows, width]`` float64, normalised once; these very numbers are sampled from and
-            passed to the verifier.
-    """
-
+    # [rows, width] int64 target token ids: the most likely ones, in an order that depends on the
+    # row alone, or the whole draft vocabulary in its order.
     ids: Tensor
+    # [rows, width] float64, normalised once; these very numbers are sampled from and passed to the
+    # verifier.
     probs: Tensor
 
 
@@ -121,8 +118,7 @@ def frontier_rows(plan: Plan, draft_sampling: DraftSampling) -> int:
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
     """Return a request's own warping at the plan's draft temperature, a multiple of its own.
 
-    The temperature keeps to :data:`eaglegbv.sampling.COLDEST` and
-    :data:`eaglegbv.sampling.HOTTEST`. Drafts may follow any distribution, so nothing is lost.
+    It keeps within what logits can be divided by. Drafts may follow any distribution.
     """
     temperature = params.temperature * plan.draft_temperature
     return SamplingParams(
@@ -135,15 +131,10 @@ def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ProbsSettings:
-    """What turns the logits of a step into its draft distributions.
+    """What turns the logits of a step into its draft distributions."""
 
-    Attributes:
-        params: The request's own warping at the plan's draft temperature.
-        width: Candidates kept.
-    """
-
-    params: SamplingParams
-    width: int
+    params: SamplingParams  # the request's own warping at the plan's draft temperature
+    width: int  # candidates kept
 
     @classmethod
     def of(cls, request: Request, vocab: int) -> Self:
@@ -154,12 +145,10 @@ class ProbsSettings:
 def replayed_probs(
     logits: Tensor, settings: Sequence[ProbsSettings], draft_to_target: Tensor
 ) -> DraftProbs:
-    """Return the distributions of rows of different steps, padded with probability 0 to the widest.
+    """Return distributions of rows of different steps, padded with probability 0 to the widest.
 
-    Args:
-        logits: ``[rows, draft_vocab]``.
-        settings: The settings of each row's step.
-        draft_to_target: ``[draft_vocab]`` int64.
+    ``logits`` are ``[rows, draft_vocab]``, each row with its step's settings; ``draft_to_target``
+    is ``[draft_vocab]`` int64.
     """
     widest = max(s.width for s in settings)
     ids = logits.new_zeros((len(settings), widest), dtype=torch.int64)
@@ -178,24 +167,16 @@ def replayed_probs(
 # Plans affect only the sizes of tensors here, so one compiled function serves all of them.
 # Compiling fuses some forty small kernels into a handful.
 
-_LAST = 1 << 62
-"""Sorts after every real key."""
+_LAST = 1 << 62  # sorts after every real key
 
 
 class Rows(NamedTuple):
-    """The rows of a frontier, or the children of one, of a batch of trees.
+    """The rows of a frontier, or the children of one, of a batch of trees."""
 
-    Attributes:
-        node: ``[batch, rows]`` int64, the node of each; its parent's for a child yet to be drawn.
-        leader: ``[batch, rows]`` int64, the first row of the frontier at the same node.
-        alive: ``[batch, rows]`` bool, False where there is no such row, or its path has ended.
-        nodes: ``[batch]`` int64, nodes of each tree.
-    """
-
-    node: Tensor
-    leader: Tensor
-    alive: Tensor
-    nodes: Tensor
+    node: Tensor  # [batch, rows] int64, the node of each; its parent's for a child yet to be drawn
+    leader: Tensor  # [batch, rows] int64, the first row of the frontier at the same node
+    alive: Tensor  # [batch, rows] bool, False where there is no such row, or its path has ended
+    nodes: Tensor  # [batch] int64, nodes of each tree
 
     @classmethod
     def at_root(cls, roots: Tensor) -> Self:
@@ -215,23 +196,15 @@ class Rows(NamedTuple):
 
 
 class Children(NamedTuple):
-    """What a level adds to a batch of trees.
+    """What a level adds to a batch of trees."""
 
-    Attributes:
-        rows: The children as rows; all that were alive still are.
-        token_ids: ``[batch, children]`` int64.
-        leads: ``[batch, children]`` bool, True where a child is the first at a new node.
-        values: ``[batch, children]`` float64, their probabilities, or log-probabilities.
-    """
-
-    rows: Rows
-    token_ids: Tensor
-    leads: Tensor
-    values: Tensor
+    rows: Rows  # the children as rows; all that were alive still are
+    token_ids: Tensor  # [batch, children] int64
+    leads: Tensor  # [batch, children] bool, True where a child is the first at a new node
+    values: Tensor  # [batch, children] float64, their probabilities, or log-probabilities
 
 
-DrawPaths: TypeAlias = Callable[[Rows, Tensor, Tensor, Tensor], Children]
-"""See :func:`draw_paths`."""
+DrawPaths: TypeAlias = Callable[[Rows, Tensor, Tensor, Tensor], Children]  # see `draw_paths`
 
 
 def draw_paths(rows: Rows, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Children:
@@ -249,7 +222,7 @@ def draw_paths(rows: Rows, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Chil
     tokens, values = ids.gather(2, places).squeeze(2), probs.gather(2, places).squeeze(2)
     alive, parent, count = rows.alive, rows.node, rows.node.shape[1]
     same = (parent.unsqueeze(2) == parent.unsqueeze(1)) & alive.unsqueeze(1)
-    first = first_place(same & (tokens.unsqueeze(2) == tokens.unsqueeze(1)))
+    first = first_true(same & (tokens.unsqueeze(2) == tokens.unsqueeze(1)))
     numbers = torch.arange(count, device=parent.device)
     leads = alive & (first == numbers)
     # New nodes are numbered by their parents, then by their first rows.
@@ -275,7 +248,7 @@ def pick_places(probs: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative.amax(dim=-1)
     threshold = uniforms * total
     limit = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    return first_place(cumulative > limit.unsqueeze(-1))
+    return first_true(cumulative > limit.unsqueeze(-1))
 
 
 _SIZES = (1, 1), (1, 3), (7, 1), (7, 3)
@@ -293,7 +266,6 @@ def compiled_draw_paths(backend: str | None, device: torch.device) -> DrawPaths:
     """
     if backend is None:
         return draw_paths
-    check_backend(backend)
     compiled = compile_graph(draw_paths, backend)
 
     def draw(rows: Rows, ids: Tensor, probs: Tensor, uniforms: Tensor) -> Children:
@@ -323,12 +295,10 @@ Siblings: TypeAlias = tuple[Tensor, Tensor]
 
 
 def _without_replacement(probs: Tensor, numbers: Tensor, kept: Sequence[Tensor]) -> Siblings:
-    """Return the places ``kept``, then drawn ones; ``probs`` ``[batch, rows, width]``.
+    """Return the places ``kept`` (``[batch, rows]`` each), then places drawn from ``probs``.
 
-    Args:
-        probs: The distributions.
-        numbers: ``[batch, rows, children]`` float64, the first of which are used.
-        kept: ``[batch, rows]`` each, the first children, which are not drawn.
+    ``probs`` are ``[batch, rows, width]``; of ``numbers`` ``[batch, rows, children]`` float64, the
+    first are used.
     """
     places, there = [], []
     for child in range(numbers.shape[2]):
@@ -342,14 +312,9 @@ def _without_replacement(probs: Tensor, numbers: Tensor, kept: Sequence[Tensor])
 def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> Siblings:
     """Return pairs: a drawn token and the hub; where that was drawn, it and one of the rest.
 
-    A row uses one number, or two where the hub was drawn and there is a rest; the next row uses
-    those that follow.
-
-    Args:
-        probs: ``[batch, rows, width]``.
-        numbers: ``[batch, K]`` float64.
-        hubs: ``[batch, rows]`` int64, places of the most likely tokens.
-        alive: ``[batch, rows]`` bool; others use no numbers.
+    A row of ``probs`` ``[batch, rows, width]`` uses one of its tree's ``numbers`` ``[batch, K]``,
+    or two where its hub (``hubs`` ``[batch, rows]``) was drawn and there is a rest; the next row
+    uses those that follow, and rows that are not ``alive`` use none.
     """
     rest = probs.scatter(2, hubs.unsqueeze(2), 0.0)
     more = (rest > 0).any(dim=2)
@@ -371,20 +336,14 @@ def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> S
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """What the drafter continues: a fixed number of rows per request, some of them meaningless.
+    """What the drafter continues: a fixed number of rows per request, some of them meaningless."""
 
-    Attributes:
-        token_ids: ``[batch, rows]`` int64.
-        parents: ``[batch, rows]`` int64, the row of the previous frontier that each continues; None
-            where each continues the row of its own number, or the root.
-        leaders: ``[batch, rows]`` int64, the first row at the same node.
-        alive: ``[batch, rows]`` bool, whether the row goes on.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # [batch, rows] int64
+    # [batch, rows] int64, the row of the previous frontier that each continues; None where each
+    # continues the row of its own number, or the root.
     parents: Tensor | None
-    leaders: Tensor
-    alive: Tensor
+    leaders: Tensor  # [batch, rows] int64, the first row at the same node
+    alive: Tensor  # [batch, rows] bool, whether the row goes on
 
 
 class _Level(NamedTuple):
@@ -473,11 +432,7 @@ class TreeGrowth:
         return 1 if self._levels else self._plan.paths
 
     def _numbers_of(self, width: int) -> Tensor:
-        """Return the numbers of children that are drawn: each has its own, in the order of rows.
-
-        Siblings without replacement are numbered among those that are there: rows that have ended
-        use none.
-        """
+        """Return the numbers of children, in the order of rows; ended rows use none."""
         numbers, alive = self._numbers[len(self._levels)], self._rows.alive
         if self._sampling is DraftSampling.IID:
             return numbers
@@ -539,10 +494,7 @@ class TreeGrowth:
         return Frontier(tokens, parents, rows.leader, rows.alive)
 
     def _chosen(self, real: Tensor, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the places ``[batch, rows]`` of the next frontier, in order, and which there are.
-
-        None if every child is part of it.
-        """
+        """Return places ``[batch, rows]`` of the next rows, and which exist; None for all."""
         if self._shape:
             going = self._shape[len(self._levels) - 1].going
             places = upload(going, dtype=torch.int64, device=real.device).expand(len(real), -1)
@@ -608,14 +560,10 @@ class _ShapeLevel(NamedTuple):
     A node of the shape is named by the ranks of the children that lead to it: (1, 0) is the most
     likely child of the root's second most likely one. A node whose rank the vocabulary does not
     have is left out, with all below it.
-
-    Attributes:
-        ranks: The ranks of each row's children, padded with -1 to the same number.
-        going: The places of the children that have children.
     """
 
-    ranks: list[list[int]]
-    going: list[int]
+    ranks: list[list[int]]  # the ranks of each row's children, padded with -1 to the same number
+    going: list[int]  # the places of the children that have children
 
     @classmethod
     def of(cls, shape: Shape) -> list[Self]:
@@ -673,13 +621,9 @@ def _scattered(places: Tensor, parts: Sequence[Tensor], most: int) -> Tensor:
 
 
 def _depth_first(parents: Tensor, depth: Tensor, siblings: Tensor, length: int) -> Tensor:
-    """Return ``[batch, nodes]`` int64, by which nodes sort depth first.
+    """Return ``[batch, nodes]`` int64, by which nodes sort depth first, at most 39 deep.
 
-    Args:
-        parents: ``[batch, nodes]``.
-        depth: ``[batch, nodes]``.
-        siblings: ``[batch, nodes]`` int64, 0 or 1: which of its siblings each node is.
-        length: The greatest depth, at most 39.
+    ``siblings``, 0 or 1, says which of its siblings each node is; all are ``[batch, nodes]``.
     """
     own = torch.where(depth > 0, (1 + siblings) * 3 ** (length - depth), 0)
     key, above = own, parents
@@ -697,19 +641,11 @@ def _leaf_paths(
     length: int,
     order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the paths to all leaves, and their lengths.
+    """Return the paths to all leaves, ``[batch, count, length]``, and their lengths, both int64.
 
-    Args:
-        parents: ``[batch, nodes]`` int64.
-        depth: ``[batch, nodes]`` int64.
-        number: ``[batch]`` int64, nodes that are real.
-        count: Number of paths to pad to.
-        length: Length of a path to pad to. A verifier finds its random numbers by the place of a
-            path, so these two must depend on the plan alone and not on the batch.
-        order: ``[batch, nodes]`` int64, by which the leaves are sorted; None for their numbers.
-
-    Returns:
-        ``[batch, count, length]`` and ``[batch, count]`` int64.
+    The leaves are sorted by ``order`` ``[batch, nodes]``, by default by their numbers. A verifier
+    finds its random numbers by the place of a path, so ``count`` and ``length`` must depend on the
+    plan alone and not on the batch.
     """
     nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     inner = torch.zeros_like(parents, dtype=torch.bool).scatter(1, parents, value=True)
@@ -745,13 +681,7 @@ def _fixed_tree(
 def given_trees(
     trees: Sequence[tuple[Sequence[int], Sequence[int]]], *, paths: int, length: int
 ) -> DraftTree:
-    """Return trees of given tokens, of draft sampling ``fixed``, on the host.
-
-    Args:
-        trees: For each request the token of every node, the root first, and its parent.
-        paths: Most leaves of a tree.
-        length: Most tokens of a path.
-    """
+    """Return ``fixed`` trees on the host, of each request's tokens, root first, and parents."""
     nodes = max(len(tokens) for tokens, _ in trees)
     numbers = np.zeros((3, len(trees), nodes), dtype=np.int64)
     for b, (tokens, above) in enumerate(trees):
@@ -768,17 +698,12 @@ def given_trees(
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """The new nodes of one level that a forward runs, request after request.
+    """The new nodes of one level that a forward runs, request after request."""
 
-    Attributes:
-        counts: Rows of each request.
-        token_ids: ``[rows]`` int64, on the host.
-        parents: ``[rows]`` int64, on the host: the row of the level before that each continues; on
-            the first level, the number of its request.
-    """
-
-    counts: list[int]
-    token_ids: Tensor
+    counts: list[int]  # rows of each request
+    token_ids: Tensor  # [rows] int64, on the host
+    # [rows] int64, on the host: the row of the level before that each continues; on the first
+    # level, the number of its request.
     parents: Tensor
 
 
@@ -844,7 +769,7 @@ def draft_trees(
 def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
     """Return ``[requests, paths, depth]`` float64 on the host: each request's own numbers."""
     count = plan.paths * plan.depth
-    rows = [request.stream.draw(request.step, Purpose.DRAFT, count) for request in requests]
+    rows = [request.rng.draw(request.step, Purpose.DRAFT, count) for request in requests]
     return torch.from_numpy(np.stack(rows)).view(len(requests), plan.paths, plan.depth)
 
 
@@ -869,10 +794,8 @@ class DraftedRows:
     def __init__(self, contexts: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
         """Start without rows.
 
-        Args:
-            contexts: For each request ``[c]`` int64, slots of what all its rows see, positions 0
-                ... c - 1.
-            slots: For each request, the slots that its rows take, in order.
+        ``contexts`` are the slots of what all rows of a request see, positions 0 ... c - 1;
+        ``slots`` are those that its rows take, in order.
         """
         self._contexts = contexts
         self._slots = slots

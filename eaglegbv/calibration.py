@@ -33,23 +33,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CostCache:
-    """The file of one setting: models, device, threads, and whatever else affects step costs.
+    """The file of one setting: models, device, threads, and whatever else affects step costs."""
 
-    Attributes:
-        path: The file; it need not exist.
-    """
-
-    path: Path
+    path: Path  # the file; it need not exist
 
     @classmethod
     def of(cls, *facts: object, device: torch.device, dtype: torch.dtype) -> Self:
-        """Return the cache of a setting.
-
-        Args:
-            facts: Other values that affect costs: models, plans, options.
-            device: Device of the target.
-            dtype: Dtype in which the target computes.
-        """
+        """Return the cache of a target's device and dtype, and other ``facts`` of its costs."""
         # A folder may be shared by machines, so the processor counts too.
         names = {"cuda": torch.cuda.get_device_name, "cpu": lambda _: processor_name()}
         name = names.get(device.type, str)(device)
@@ -116,17 +106,9 @@ def calibrate(
     """Run made-up requests by several plans in batches of several sizes, and time their steps.
 
     Everything is measured twice, and the faster time counts. If the times differ much, or the
-    processor was taken away meanwhile, it is measured once more, and a warning says so.
-
-    Args:
-        pair: Target and drafter; nothing of the requests remains in their pools.
-        auto: The plans to choose from later.
-        config: Configuration of the later engine.
-        seconds: Time after which no further kind of steps is begun.
-        compile_backend: See :class:`Engine`.
-
-    Returns:
-        The measured costs; empty if the pool or the context is too small for such requests.
+    processor was taken away meanwhile, it is measured once more, and a warning says so. Nothing of
+    the requests remains in the pools of the ``pair``. After so many ``seconds`` no further kind of
+    steps is begun. The result is empty if the pool or the context is too small for such requests.
 
     Raises:
         InvalidArgument: The pair cannot run the plans.

@@ -3,7 +3,7 @@
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -18,16 +18,11 @@ from torch.backends.mkldnn import set_flags as set_onednn_flags
 
 from eaglegbv.errors import InvalidArgument
 
-EXAMPLE_WIDTH = 251
-"""Approximate number of tokens of a draft distribution for which code is tuned."""
+EXAMPLE_WIDTH = 251  # approximate number of tokens of a draft distribution for which code is tuned
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless ``torch.compile`` knows ``backend``.
-
-    Raises:
-        InvalidArgument: ``torch.compile`` does not know it.
-    """
+    """Raise InvalidArgument unless ``torch.compile`` knows ``backend``."""
     if backend not in torch.compiler.list_backends(exclude_tags=None):
         others = sorted({*torch.compiler.list_backends()} - {"inductor"})  # none for debugging
         expected = f"'inductor', or another of torch.compile's: {', '.join(others)}"
@@ -35,8 +30,16 @@ def check_backend(backend: str) -> None:
 
 
 @contextmanager
-def making_graphs() -> Iterator[None]:
+def making_graphs(
+    backend: str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Iterator[None]:
     """Make the first calls of compiled functions in this context.
+
+    For ``inductor`` and weights in float32 on a CPU, products are generated code; see
+    :func:`generating_products`.
 
     Graphs made in it have a module's floats built in (and constants that are computed once and
     kept). Graphs made elsewhere receive those floats as arguments, each turned into a tensor in
@@ -44,14 +47,12 @@ def making_graphs() -> Iterator[None]:
     the first call are assumed to be equal in every call, so sizes that may differ must differ in
     the first.
     """
-    with patch(specialize_float=True), warnings.catch_warnings():
+    on_cpu = device is not None and device.type == "cpu"
+    generates = backend == "inductor" and on_cpu and dtype is torch.float32
+    products = generating_products() if generates else nullcontext()
+    with patch(specialize_float=True), warnings.catch_warnings(), products:
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
-
-
-def can_generate(backend: str | None, *, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether :func:`generating_products` supports such graphs: float32 on a CPU."""
-    return backend == "inductor" and device.type == "cpu" and dtype is torch.float32
 
 
 _INLINED = "max-inline-insns-single=2000", "large-function-growth=1000", "inline-unit-growth=1000"
@@ -107,17 +108,17 @@ def generating_products() -> Iterator[None]:
 
 
 def compile_graph(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Return ``forward`` compiled as a single graph for any sizes.
+    """Return a function or a module's bound forward, compiled as a single graph for any sizes.
 
     A compiled graph is usually guarded by thousands of checks of the module it was made from, which
     take a tenth of a small forward. Here only the inputs are checked, so the module must not
     change, and must not share its graphs. See :func:`making_graphs`.
 
-    Args:
-        forward: A function, or a module's bound forward.
-        backend: A backend of ``torch.compile``. If it cannot make a single graph of ``forward``,
+    Raises:
+        InvalidArgument: There is no such backend. If it cannot make a single graph of ``forward``,
             the first call raises ``torch._dynamo.exc.Unsupported``.
     """
+    check_backend(backend)
 
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,6 @@ MAX_DEPTH = 32
 MAX_WIDTH = 1 << 18
 MAX_BEAM = 64
 MAX_NODES = 512
-
 Shape: TypeAlias = tuple[tuple[int, ...], ...]
 """A static tree: each entry is a node, as the ranks of the children on its path from the root."""
 
@@ -38,8 +37,7 @@ EAGLE1_SHAPE: Shape = (
 class Source(StrEnum):
     """The source of a plan's drafts."""
 
-    DRAFTER = "drafter"
-    """The engine's drafter."""
+    DRAFTER = "drafter"  # the engine's drafter
     LOOKUP = "lookup"
     """The text itself: what followed earlier occurrences of its last few tokens (prompt lookup).
     Such drafts are not drawn; their distribution is ``fixed``."""
@@ -113,10 +111,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             _make_member(self, "draft_sampling", DraftSampling)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
-        if self.beam is not None:
-            require_integer("beam", self.beam, 1, MAX_BEAM)
-        if self.nodes is not None:
-            require_integer("nodes", self.nodes, 1, MAX_NODES)
+        require_integer("beam", 1 if self.beam is None else self.beam, 1, MAX_BEAM)
+        require_integer("nodes", 1 if self.nodes is None else self.nodes, 1, MAX_NODES)
         shape = _shape(self.shape)
         msgspec.structs.force_setattr(self, "shape", shape)
         if shape:
@@ -261,8 +257,7 @@ def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:
         raise InvalidArgument("depth", depth, f"{deepest}, the depth of the shape")
 
 
-PLAIN = Plan(verifier="none", paths=1, depth=1)
-"""Plain autoregressive decoding."""
+PLAIN = Plan(verifier="none", paths=1, depth=1)  # plain autoregressive decoding
 
 # Settings of a user who leaves the choice of plans to the engine.
 
@@ -271,7 +266,6 @@ _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LOOKUP_DEPTHS = (2, 4, 8, 16)
 _MAX_TEMPERATURES = 4
-
 _WHOLE_VOCAB = 8192
 """Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
@@ -318,16 +312,14 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
             require_integer(name, value, low, high)
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
-        if not isinstance(self.draft_temperatures, Sequence):
-            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
-            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
-        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(self.draft_temperatures))
-        for temperature in self.draft_temperatures:
+        given = self.draft_temperatures
+        for temperature in given if isinstance(given, Sequence) else ():
             require_number("draft_temperatures", temperature, 0.05, 20)
-        count = len(self.draft_temperatures)
-        if not 1 <= count <= _MAX_TEMPERATURES or len(set(self.draft_temperatures)) < count:
-            expected = f"1 to {_MAX_TEMPERATURES} different numbers"
-            raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        several = isinstance(given, Sequence) and 1 <= len(given) <= _MAX_TEMPERATURES
+        if not several or len(set(given)) < len(given):
+            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
+            raise InvalidArgument("draft_temperatures", given, expected)
+        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(given))
         # The plans themselves check the rest.
         _ = self.candidates
 
@@ -376,22 +368,13 @@ def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
     return [value for value in grid if value < largest] + [largest]
 
 
-Planning: TypeAlias = Plan | AutoPlan
-"""One plan for all steps, or the engine's own choice."""
-
-PlanName: TypeAlias = Literal["auto"]
-"""``"auto"`` stands for :data:`AUTO`."""
-
-AUTO = AutoPlan()
-"""The engine's own choice, with its usual limits."""
+Planning: TypeAlias = Plan | AutoPlan  # one plan for all steps, or the engine's own choice
+PlanName: TypeAlias = Literal["auto"]  # `"auto"` stands for `AUTO`
+AUTO = AutoPlan()  # the engine's own choice, with its usual limits
 
 
 def named_planning(plan: Planning | str) -> Planning:
-    """Return the planning that a user's ``plan`` stands for.
-
-    Raises:
-        InvalidArgument: ``plan`` is neither a planning nor ``"auto"``.
-    """
+    """Return what a user's ``plan`` stands for: InvalidArgument if it is no planning."""
     if plan == "auto":
         return AUTO
     if not isinstance(plan, Plan | AutoPlan):
@@ -401,53 +384,28 @@ def named_planning(plan: Planning | str) -> Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """A user's choices for a plan; None and default values choose nothing.
+    """A user's choices for a plan; None and default values choose nothing."""
 
-    Attributes:
-        verifier: See :class:`eaglegbv.config.Plan` for this and the others.
-        paths: Number of drafted paths.
-        depth: Length of a drafted path.
-        draft_sampling: How a tree's children arise.
-        draft_width: Draft width of the plan, or of those the engine chooses from.
-        draft_temperature: Draft temperature of the same plans, as a multiple of the request's.
-    """
-
-    verifier: str | None = None
-    paths: int | None = None
-    depth: int | None = None
-    draft_sampling: DraftSampling | str | None = None
-    draft_width: int = DRAFT_WIDTH
+    verifier: str | None = None  # see `Plan` for this and the others
+    paths: int | None = None  # number of drafted paths
+    depth: int | None = None  # length of a drafted path
+    draft_sampling: DraftSampling | str | None = None  # how a tree's children arise
+    draft_width: int = DRAFT_WIDTH  # draft width of the plan, or of those the engine chooses from
+    # Draft temperature of the same plans, as a multiple of the request's.
     draft_temperature: float = 1.0
 
     @property
     def fixed(self) -> bool:
         """Whether any of the first four is given, so that one plan holds for all steps."""
-        return any(
-            c is not None for c in (self.verifier, self.paths, self.depth, self.draft_sampling)
-        )
+        return (self.verifier, self.paths, self.depth, self.draft_sampling) != (None,) * 4
 
     def plan(self) -> Plan:
-        """Return the plan with these choices, and defaults for those that are None.
-
-        Raises:
-            InvalidArgument: A choice is out of range.
-        """
-        usual = Plan()
-        return Plan(
-            verifier=usual.verifier if self.verifier is None else self.verifier,
-            paths=usual.paths if self.paths is None else self.paths,
-            depth=usual.depth if self.depth is None else self.depth,
-            draft_sampling=cast("DraftSampling | None", self.draft_sampling),
-            draft_width=self.draft_width,
-            draft_temperature=self.draft_temperature,
-        )
+        """Return the plan with these choices, and defaults for those that are None."""
+        chosen: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
+        return Plan(**chosen)
 
     def planning(self) -> Planning:
-        """Return such a plan, or the engine's own choice if nothing fixes a plan.
-
-        Raises:
-            InvalidArgument: A choice is out of range.
-        """
+        """Return such a plan, or the engine's own choice if nothing fixes a plan."""
         if self.fixed:
             return self.plan()
         return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))

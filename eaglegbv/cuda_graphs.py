@@ -4,15 +4,15 @@ A forward of few rows launches over a thousand kernels that take longer to launc
 CUDA graph launches them all at once, with the sizes and addresses at the time of recording. So a
 function without arguments over *static buffers* is recorded. Before every replay, new numbers are
 copied into the buffers, padded up to the sizes for which they were made (a *bucket*). With
-:class:`EagerRecorder`, which runs the function again over the same padded buffers, everything but
+:class:`Recorder` itself, which runs the function again over the same padded buffers, everything but
 the recording itself is the same.
 """
 
 import gc
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,11 +48,9 @@ class GraphMode(StrEnum):
 
     AUTO = "auto"
     """On a CUDA device whose attention can be recorded (FlashInfer's), and nowhere else."""
-    ON = "on"
-    """Like ``auto``, but an error where it is impossible."""
+    ON = "on"  # like `auto`, but an error where it is impossible
     OFF = "off"
-    EAGER = "eager"
-    """The same padded work without recording, on any device, for debugging."""
+    EAGER = "eager"  # the same padded work without recording, on any device, for debugging
 
 
 class NotRecordable(Exception):
@@ -67,35 +65,30 @@ class NotRecordable(Exception):
         self.reason = reason
 
 
-class Recorder(ABC):
-    """Makes work replayable."""
+class Outcomes(Counter[str]):
+    """Counts of work that was ``replayed``, or by why it was not, which is logged once."""
 
-    needs_device: bool
-    """Whether work must not use the host: it may not plan, or read shapes or numbers there."""
+    def note(self, what: str, outcome: str) -> None:
+        """Count an outcome of ``what``; prompts are never replayed, and not logged."""
+        if outcome not in (*self, REPLAYED, "prefill"):
+            _log.warning("%s run eagerly: %s", what, outcome)
+        self[outcome] += 1
 
-    @abstractmethod
+
+class Recorder:
+    """Makes work replayable; this one runs the work itself each time."""
+
     def record(self, work: Work) -> Work:
         """Return a function that replays ``work``; its static buffers hold numbers of a real step.
 
         Raises:
             NotRecordable: The work needs the host.
         """
-
-
-class EagerRecorder(Recorder):
-    """Runs the work itself each time."""
-
-    needs_device = False
-
-    def record(self, work: Work) -> Work:
-        """See :meth:`Recorder.record`."""
         return work
 
 
 class CudaRecorder(Recorder):
     """Records CUDA graphs, which share the memory of their intermediate results."""
-
-    needs_device = True
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -104,12 +97,7 @@ class CudaRecorder(Recorder):
         self._told: set[str] = set()
 
     def record(self, work: Work) -> Work:
-        """See :meth:`Recorder.record`; the work runs a few times, so it must be repeatable.
-
-        Raises:
-            NotRecordable: It reads numbers on the host, for example in layers of experts. The
-                reason names the operation.
-        """
+        """See :meth:`Recorder.record`; the work runs a few times. A refusal names the operation."""
         try:
             return self._record(work)
         except RuntimeError as error:
@@ -150,13 +138,13 @@ class CudaRecorder(Recorder):
         return replay
 
 
-class _LastOperation(TorchDispatchMode):
-    """Notes the operation that runs."""
+class OperationWatch(TorchDispatchMode):
+    """Counts the tensor operations dispatched within it, views too, and notes the last one."""
 
     def __init__(self) -> None:
         parent: Any = super()
         parent.__init__()
-        self.name = "an operation of compiled code"
+        self.name, self.count = "an operation of compiled code", 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -171,13 +159,13 @@ class _LastOperation(TorchDispatchMode):
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         del types
-        self.name = str(func)
+        self.name, self.count = str(func), self.count + 1
         return func(*args, **(kwargs or {}))
 
 
 def failing_operation(work: Work) -> str:
     """Run work that failed once more, and return the name of the operation in which it fails."""
-    last = _LastOperation()
+    last = OperationWatch()
     try:
         with last:
             work()
@@ -219,12 +207,9 @@ def _never_waiting() -> Iterator[None]:
 
 
 def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -> Recorder | None:
-    """Return the recorder for ``mode``, or None if nothing is recorded.
+    """Return the recorder for the user's ``mode``, or None if nothing is recorded.
 
-    Args:
-        mode: The user's choice, or a recorder.
-        cuda: Whether the device is a CUDA device.
-        recordable: Whether the attention can be recorded.
+    ``recordable`` says whether the attention can be.
 
     Raises:
         InvalidArgument: Graphs are requested where they are impossible.
@@ -232,7 +217,7 @@ def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -
     if isinstance(mode, Recorder):
         return mode
     if mode is GraphMode.EAGER:
-        return EagerRecorder()
+        return Recorder()
     if mode is GraphMode.ON and not (cuda and recordable):
         expected = "'auto', 'off' or 'eager' on a CPU: CUDA graphs need a CUDA device"
         if cuda:
@@ -249,15 +234,10 @@ def spare_slots(mode: GraphMode | Recorder, *, cuda: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes for which work is recorded.
+    """Sizes for which work is recorded."""
 
-    Attributes:
-        requests: Most requests served. The work has at least one more after them, for padding.
-        rows: Packed rows, including those of padding.
-    """
-
-    requests: int
-    rows: int
+    requests: int  # most requests served. The work has at least one more after them, for padding.
+    rows: int  # packed rows, including those of padding
 
     @classmethod
     def holding(cls, requests: int, rows: int) -> Self | None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, one_of
 
-CPU_INFO = Path("/proc/cpuinfo")
-"""File in which Linux describes the processor."""
+CPU_INFO = Path("/proc/cpuinfo")  # file in which Linux describes the processor
 
 _DTYPES = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,11 +23,7 @@ _DTYPES = MappingProxyType(
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype with a name such as ``"bfloat16"``; a dtype is returned unchanged.
-
-    Raises:
-        InvalidArgument: No supported dtype has this name.
-    """
+    """Return the dtype of a name such as ``"bfloat16"``, or a dtype itself; or InvalidArgument."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
@@ -82,11 +77,9 @@ def _listing(present: dict[str, int]) -> str:
 def place_of(
     device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Return the device and the dtype to compute with.
+    """Return the device (by default, CUDA if there is one) and the dtype to compute with.
 
-    Args:
-        device: By default, CUDA if there is a CUDA device, otherwise the CPU.
-        dtype: By default, bfloat16 on CUDA and float32 elsewhere.
+    The dtype is by default bfloat16 on CUDA and float32 elsewhere.
 
     Raises:
         InvalidArgument: This machine has no such device, or there is no such dtype.
@@ -105,8 +98,7 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-_STAGED_BY_CUDA = 1 << 16
-"""Most bytes of pageable memory for which CUDA stages a copy by itself."""
+_STAGED_BY_CUDA = 1 << 16  # most bytes of pageable memory for which CUDA stages a copy by itself
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -140,7 +132,7 @@ def _wait_for(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-def first_place(found: Tensor) -> Tensor:
+def first_true(found: Tensor) -> Tensor:
     """Return the first index where ``found`` ``[..., entries]`` bool is true; 0 if there is none.
 
     The result is ``[...]`` int64. Both implementations agree. Generated code computes a minimum
@@ -158,14 +150,7 @@ def most_likely_first(ids: Tensor, probs: Tensor) -> Tensor:
     """Return the order that sorts tokens by probability, most likely first, ties by token id.
 
     Drafters and verifiers must agree on it, because some draft samplings fix a node's most likely
-    children.
-
-    Args:
-        ids: ``[..., width]`` int64, token ids.
-        probs: ``[..., width]``, their probabilities.
-
-    Returns:
-        ``[..., width]`` int64, indices along the last dimension.
+    children. All are ``[..., width]``; ids and the order, indices along the last dimension, int64.
     """
     by_id = ids.argsort(dim=-1)
     by_probability = probs.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices

@@ -28,40 +28,26 @@ class Drafting:
 
     Attributes:
         drafter: The engine's own drafter; None if it has none, so that drafts are only looked up.
+        skips: Whether it may begin after positions that it has not run.
+        graph_counts: Number of drafts that replayed a recording, or by why not.
     """
 
     def __init__(self, drafter: Drafter | None) -> None:
         """Take the engine's drafter; another one does all lookups."""
         self.drafter = drafter
+        self.skips = drafter is not None and drafter.skips
+        self.graph_counts: Mapping[str, int] = {} if drafter is None else drafter.graph_counts
         self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
 
-    @property
-    def skips(self) -> bool:
-        """Whether the engine's drafter may begin after positions that it has not run."""
-        return self.drafter is not None and self.drafter.skips
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """Number of drafts that replayed a recording, or by why not."""
-        return {} if self.drafter is None else self.drafter.graph_counts
-
     def by(self, plan: Plan) -> Drafter:
-        """Return the drafter of a plan that was checked.
-
-        Raises:
-            RuntimeError: There is none.
-        """
+        """Return the drafter of a plan that was checked; RuntimeError where there is none."""
         drafter = self._lookup if plan.source is Source.LOOKUP else self.drafter
         if drafter is None:
             raise RuntimeError(f"no drafter for {plan_name(plan)}")
         return drafter
 
     def recalling(self, plan: Plan) -> ReplayingDrafter:
-        """Return the drafter of a plan whose verifier keeps state, and that was checked.
-
-        Raises:
-            TypeError: It recalls no draft distributions.
-        """
+        """Return the drafter of a checked plan whose verifier keeps state; TypeError for others."""
         drafter = self.by(plan)
         if not isinstance(drafter, ReplayingDrafter):
             name = type(drafter).__name__
@@ -71,12 +57,9 @@ class Drafting:
     def draft(
         self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]
     ) -> DraftTree:
-        """Propose a tree for each request.
+        """Propose a tree for each request, all with the same plan, which speculates.
 
-        Args:
-            requests: Requests with the same plan, which speculates.
-            draft_sampling: How children arise.
-            slots: For each request ``[plan.tree_slots]``, its KV slots of this step.
+        ``slots`` are, for each request, ``[plan.tree_slots]``: its KV slots of this step.
         """
         plan = requests[0].plan
         return self.by(plan).draft(requests, plan, draft_sampling, [own[:-1] for own in slots])
@@ -146,10 +129,7 @@ class Drafting:
                 self.drafter.skip(request, keep=_MOST_KEPT)
 
     def shareable(self, request: Request) -> int | None:
-        """Return the number of leading positions whose rows in the drafter are final.
-
-        The result is None if the drafter does not follow the request and so has no such rows.
-        """
+        """Return how many leading positions are final in the drafter; None if it has none."""
         if self.drafter is None or not request.drafted:
             return None
         return self.drafter.shareable(request)

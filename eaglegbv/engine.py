@@ -148,7 +148,7 @@ class Engine:
             params=params,
             plan=plans[0] if auto is None else PLAIN,
             auto=auto,
-            stream=RequestRng(seed),
+            rng=RequestRng(seed),
             max_tokens=max_tokens,
             step_slots=step_slots,
             drafted=drafted,
@@ -214,7 +214,7 @@ class Engine:
             for group, own in zip(verified, decided, strict=True):
                 outputs += self._commit(group, own, output.features)
             self._keep_chunks(forward, output.features)
-        if batch.reading:
+        if batch.prefilling:
             self._end_prefill(batch, watch)
         batch.share_seconds(watch.seconds, sum(s.num_new for s in forward.segments))
         self._planner.observe_step(watch.elapsed)
@@ -324,7 +324,7 @@ class Engine:
         self._drafting.skip(batch.requests)
         self._planner.assign(
             batch.decoding,
-            others=len(batch.reading),
+            others=len(batch.prefilling),
             behind=self._drafting.behind,
             matched=self._drafting.matched,
         )
@@ -345,7 +345,7 @@ class Engine:
 
     def _last_chunks(self, batch: StepBatch) -> list[Group]:
         """Prefill the last parts of prompts, which yield first tokens."""
-        last = {id(c.request): c for c in batch.reading if c.brings_first_token}
+        last = {id(c.request): c for c in batch.prefilling if c.brings_first_token}
         groups = []
         for members in by_plan(chunk.request for chunk in last.values()):
             slots = [self._kv.allocate(r, last[id(r)].count) for r in members]
@@ -356,7 +356,7 @@ class Engine:
         """Prefill parts that yield no token."""
         return [
             Chunk.of(chunk.request, self._kv.allocate(chunk.request, chunk.count))
-            for chunk in batch.reading
+            for chunk in batch.prefilling
             if not chunk.brings_first_token
         ]
 
@@ -423,7 +423,7 @@ class Engine:
 
         Where running the engine's drafter does not pay at present it waits.
         """
-        running = [chunk.request for chunk in batch.reading if not chunk.request.finished]
+        running = [chunk.request for chunk in batch.prefilling if not chunk.request.finished]
         with watch.phase(Phase.PREFILL):
             self._drafting.index(running)
         with watch.phase(Phase.PREFILL):
@@ -433,7 +433,7 @@ class Engine:
             self._drafting.skip(running)
             self._drafting.set_aside(running)
             for request in running:
-                if not request.unread:
+                if not request.to_prefill:
                     _share(self._cache, self._drafting, request)
         self._planner.observe_reading(missed, watch.spans[-1].seconds)
 
@@ -441,13 +441,13 @@ class Engine:
         """Return whether the drafter may run over a prefill when somebody drafts."""
         if self._cache.enabled and not request.skips:
             return False  # what it has not run could not be shared
-        if request.unread and request.skipped > request.shared:
+        if request.to_prefill and request.skipped > request.shared:
             return True  # it has skipped an earlier part already, and will get the prompt's end
         # Those that wait will decode with it.
         batch = len(self._scheduler.running) + self._scheduler.num_waiting
         return not self._planner.worth_reading(
             request,
-            rows=request.unread + self._drafting.behind(request),
+            rows=request.to_prefill + self._drafting.behind(request),
             batch=min(batch, self._config.max_batch),
         )
 
@@ -465,7 +465,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """End the requests of a step that broke off which it has not served."""
         self.metrics.add(FAILED_STEPS)
-        prefilling = {id(chunk.request) for chunk in batch.reading}
+        prefilling = {id(chunk.request) for chunk in batch.prefilling}
         served = {id(own.request) for own in outputs} - prefilling
         failed = [r for r in batch.requests if not r.finished and id(r) not in served]
         for request in failed:
@@ -490,8 +490,8 @@ class Engine:
             started=watch.started,
             seconds=watch.elapsed,
             spans=tuple(watch.spans),
-            requests=len(batch.decoding) + len(batch.reading),
-            prefilling=len(batch.reading),
+            requests=len(batch.decoding) + len(batch.prefilling),
+            prefilling=len(batch.prefilling),
             waiting=self._scheduler.num_waiting,
             nodes=sum(own.drafted for own in outputs),
             accepted=sum(len(own.nodes) for own in outputs),

@@ -5,7 +5,10 @@ from difflib import get_close_matches
 
 
 class EagleGBVError(Exception):
-    """Base of every error that this package raises deliberately."""
+    """Base of every error that this package raises deliberately; each keeps its arguments."""
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (*vars(self).values(),) or self.args
 
 
 class InvalidArgument(EagleGBVError, ValueError):
@@ -16,9 +19,6 @@ class InvalidArgument(EagleGBVError, ValueError):
         self.argument = argument
         self.value = value
         self.expected = expected
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.argument, self.value, self.expected)
 
 
 def one_of(names: Iterable[str], given: object = None) -> str:
@@ -47,9 +47,6 @@ class NotInstalled(EagleGBVError):
         self.package = package
         self.extra = extra
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.package, self.extra)
-
 
 class ModelNotSupported(InvalidArgument):
     """The engine cannot drive the target model, for example because it ignores our attention."""
@@ -76,9 +73,6 @@ class OutOfSlots(EagleGBVError):
         self.free = free
         self.total = total
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.wanted, self.free, self.total)
-
 
 class EngineBusy(EagleGBVError):
     """The engine was asked for a step within a step, for example by an observer or a finaliser."""
@@ -91,6 +85,3 @@ class StepFailed(EagleGBVError):
         super().__init__(f"request {request}: a step broke off: {cause}")
         self.request = request
         self.cause = cause
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.request, self.cause)

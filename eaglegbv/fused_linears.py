@@ -3,15 +3,10 @@
 Weights of 8 bits change a drafter's distributions, and the verifier gets exactly those.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,15 +20,13 @@ _FAST_INT8 = frozenset({"AVX2", "AVX512"})
 class Quantization(StrEnum):
     """How a drafter's weights are held."""
 
-    AUTO = "auto"
-    """As ``int8`` where that is fast, otherwise as ``none``."""
+    AUTO = "auto"  # as `int8` where that is fast, otherwise as `none`
     INT8 = "int8"
     """8-bit integers with a scale for each row; rows to multiply are rounded to bfloat16."""
-    NONE = "none"
-    """Unchanged."""
+    NONE = "none"  # unchanged
 
 
-def settled(
+def resolve(
     quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> Quantization:
     """Resolve ``auto`` for weights of a dtype on a device; return other values unchanged.
@@ -51,62 +44,27 @@ def settled(
     return quantization
 
 
-# Operations for graphs that run Python: compilers call them by name instead of tracing them.
-
-
-def define(
-    name: str, signature: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]
-) -> None:
-    """Define ``torch.ops.eaglegbv.<name>``.
-
-    Args:
-        name: Name of the operation.
-        signature: Its arguments and result, as in torch's schemas.
-        run: Computes the result.
-        shape: Returns a tensor like the result, from the same arguments.
-    """
-    full = f"eaglegbv::{name}"
-    torch.library.define(full, signature)
-    torch.library.impl(full, "default", run)
-    torch.library.register_fake(full, shape)
-
-
 # Products of a few rows with a matrix of weights, which take most of the time of a decoding step.
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
 # every call: seven rows of a draft tree then cost little more than one. A packed product takes
-# longer to start, so small matrices are timed. Often packing is faster for several rows and slower
-# for one; such a matrix is kept in both forms. This changes nothing but rounding.
-#
-# *Quantised* weights of 8 bits are read from memory in a quarter of the time, and change the
-# numbers.
+# longer to start, so small matrices are not packed, and larger ones are kept in both forms: one row
+# takes the unpacked one. This changes nothing but rounding. *Quantised* weights of 8 bits are read
+# from memory in a quarter of the time, and change the numbers.
 
 
-_PACKED_FOR = 16
-"""Number of rows for which packed weights are laid out; kernels take any number."""
-
-_LARGE = 1 << 20
-"""Entries from which a matrix takes so long to read that packing pays without being timed."""
-
-_LONE, _SEVERAL = (1,), (4, 8)
-"""Rows of the products that are timed: one for a token, several for draft trees."""
-
-_TIMED_ROUNDS, _TIMED_COPIES = 5, 64
-"""Number of rounds, of which the fastest counts, and of calls in a round.
-
-Each call uses another copy of the matrix. In a forward, too, every matrix is read once, after all
-others, and few are still in a cache."""
+_PACKED_FOR = 16  # number of rows for which packed weights are laid out; kernels take any number
+_PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 20
+"""Entries from which packing pays for four rows or more, and for one row too (measured on an EPYC:
+at 331,776 entries 4 rows take 0.97 of the time, 8 rows 0.81, 1 row 1.5; at 1,769,472 0.54, 0.42
+and 1.07)."""
 
 _INT8 = torch.iinfo(torch.int8)
-
 _BLOCK = 16
 """Columns that the kernel takes at once; with fewer, it would read past the end of the matrix."""
 
-_LEAST_SCALE = 1e-30
-"""Scale for a row of zeros."""
-
-Product = Callable[[Tensor], Tensor]
-"""Maps ``[..., in_features]`` to ``[..., out_features]``."""
+_LEAST_SCALE = 1e-30  # scale for a row of zeros
+Product = Callable[[Tensor], Tensor]  # maps `[..., in_features]` to `[..., out_features]`
 
 
 def _constant(weight: Tensor) -> nn.Parameter:
@@ -119,8 +77,7 @@ def product_of(
     bias: Tensor | None,
     quantization: Quantization,
     *,
-    generated: bool = False,
-    index: int = 0,
+    compiled: bool = False,
 ) -> "DenseProduct | PackedProduct | QuantisedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
@@ -128,55 +85,15 @@ def product_of(
         weight: The matrix.
         bias: ``[out_features]``, or None.
         quantization: Any but ``auto``.
-        generated: Whether its code will be generated; see :func:`eaglegbv.fused_linears.prepare`.
-        index: Its index among the packed products of a module that may be compiled.
+        compiled: Whether it will be part of a compiled graph, which cannot hold packed weights.
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
-    if generated:
+    if compiled:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
-    if can_pack(weight) and packing_pays(*weight.shape, weight.dtype, _SEVERAL):
-        lone = packing_pays(*weight.shape, weight.dtype, _LONE)
-        return PackedProduct(weight, bias, index=index, lone=lone)
+    if can_pack(weight) and weight.numel() >= _PACKED_FROM:
+        return PackedProduct(weight, bias, lone=weight.numel() >= _PACKED_ALONE_FROM)
     return DenseProduct(weight, bias)
-
-
-@lru_cache(maxsize=256)
-@torch.no_grad()
-def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, rows: tuple[int, ...]) -> bool:
-    """Return whether packing makes products of ``rows`` with such a matrix faster on this machine.
-
-    The products are timed once in a process, with all its threads, so that all its models compute
-    alike.
-
-    Args:
-        outputs: Rows of the matrix.
-        inputs: Columns of the matrix.
-        dtype: A dtype that :func:`can_pack` accepts.
-        rows: Numbers of rows, whose times are added up.
-    """
-    if outputs * inputs >= _LARGE:
-        return True
-    weight = torch.zeros((outputs, inputs), dtype=dtype, device="cpu")
-    copies = range(_TIMED_COPIES)
-    ways = (
-        [PackedProduct(weight, None) for _ in copies],
-        [DenseProduct(weight.clone(), None) for _ in copies],
-    )
-    times = [
-        [[_time(products, x) for products in ways] for _ in range(_TIMED_ROUNDS)]
-        for x in (weight.new_zeros((count, inputs)) for count in rows)
-    ]
-    packed, dense = np.min(times, axis=1).sum(axis=0)
-    return bool(packed < dense)
-
-
-def _time(products: Sequence["Product"], x: Tensor) -> float:
-    """Return the seconds that this thread takes to call each product once."""
-    start = time.thread_time()
-    for product in products:
-        product(x)
-    return time.thread_time() - start
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -204,35 +121,16 @@ class DenseProduct:
 class PackedProduct:
     """A product with a packed matrix; for a single row, with the unpacked one if that is faster."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, index: int = 0, lone: bool = True
-    ) -> None:
-        """Pack ``weight`` ``[out_features, in_features]``.
-
-        Args:
-            weight: A matrix that :func:`can_pack` accepts.
-            bias: ``[out_features]``, or None.
-            index: Its index among the products of a module that may be compiled.
-            lone: Whether the packed matrix is used for a single row too; if not, ``weight`` is kept
-                for it.
-        """
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, lone: bool = True) -> None:
+        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it for one row."""
         self._lone = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
         self._bias = bias
-        self._index = index
-        self._out_features = weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
         if self._lone is not None and x.numel() == x.shape[-1]:
             return self._lone(x)
-        if torch.compiler.is_compiling():  # the compiler does not know packed tensors
-            opaque: Tensor = torch.ops.eaglegbv.product(x, self._index, self._out_features)
-            return opaque
-        return self.run(x)
-
-    def run(self, x: Tensor) -> Tensor:
-        """Return the product with the packed matrix, for any number of rows."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -267,32 +165,6 @@ class QuantisedProduct:
         return out.view(*x.shape[:-1], len(self._weight))
 
 
-# Packed tensors cannot be part of a compiled graph, so the graph calls products by number. The
-# products to which the numbers refer are set around the call.
-
-_IN_USE: ContextVar[Sequence[PackedProduct]] = ContextVar("eaglegbv_products", default=())
-
-
-@contextmanager
-def in_use(products: Sequence[PackedProduct]) -> Iterator[None]:
-    """Let compiled code find its products here within this context."""
-    token = _IN_USE.set(products)
-    try:
-        yield
-    finally:
-        _IN_USE.reset(token)
-
-
-def _run_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: ARG001
-    return _IN_USE.get()[index].run(x)
-
-
-def _shape_opaque(x: Tensor, index: int, out_features: int) -> Tensor:  # noqa: ARG001
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-define("product", "(Tensor x, int index, int out_features) -> Tensor", _run_opaque, _shape_opaque)
-
 # Fused linears: layers that read the same tensor become one product.
 #
 # The first of them to run (of queries, keys and values; of gate and up) computes the product for
@@ -305,8 +177,8 @@ def prepare(
     run: Callable[[], object],
     quantization: Quantization = Quantization.NONE,
     *,
-    generated: nn.Module | None = None,
-) -> list[PackedProduct]:
+    compiled: nn.Module | None = None,
+) -> None:
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
     Weights loaded later are not used. The weights of replaced layers are removed from their modules
@@ -316,103 +188,47 @@ def prepare(
         module: Its linear layers are replaced, under their names.
         run: Runs the module once, on any input, calling each layer as often as a real forward does.
         quantization: Any but ``auto``.
-        generated: A part of the module whose products will be generated (see
-            :func:`eaglegbv.compiling.generating_products`): its layers are joined but not packed.
-
-    Returns:
-        The packed products, in order, without quantised ones.
+        compiled: A part of the module that will be compiled: its layers are joined but not packed.
     """
     groups = _groups(module, run)[::-1]
-    places = _places(module)
-    # Layers are listed by id, so that nothing keeps the layers themselves alive.
-    as_they_are = set() if generated is None else {id(part) for part in generated.modules()}
-    looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
-    packed: list[PackedProduct] = []
-    computed = Computed()
-    while groups:  # free each matrix before making the next: models may fit in memory only once
-        group = groups.pop()
-        ours = id(group[0]) in as_they_are
-        product = _product_of_all(group, quantization, generated=ours, index=len(packed))
-        if isinstance(product, PackedProduct):
-            packed.append(product)
-        elif isinstance(product, DenseProduct) and len(group) == 1:
-            continue
-        sizes = [len(layer.weight) for layer in group]
-        parts = [product] if len(group) == 1 else Joint(product, sizes, computed).parts
-        kept = group[0].weight in looked_up or not groups
-        _replace(group, parts, places, kept=kept)
-    return packed
-
-
-def _product_of_all(
-    group: Sequence[nn.Linear], quantization: Quantization, *, generated: bool, index: int
-) -> DenseProduct | PackedProduct | QuantisedProduct:
-    """Return one product for all layers of a group; see :func:`product_of`."""
-    weights = [layer.weight.data for layer in group]
-    joint = weights[0] if len(group) == 1 else torch.cat(weights)
-    biases = [layer.bias.data for layer in group if layer.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    return product_of(joint, bias, quantization, generated=generated, index=index)
-
-
-def _replace(
-    group: Sequence[nn.Linear],
-    parts: Sequence[Product],
-    places: dict[nn.Linear, list[tuple[nn.Module, str]]],
-    *,
-    kept: bool,
-) -> None:
-    """Replace the layers of a group by layers that compute ``parts``.
-
-    Args:
-        group: The layers.
-        parts: The product of each layer.
-        places: Modules and names of the layers; those of the group are removed.
-        kept: Whether their weights stay in their modules.
-    """
-    for layer, own in zip(group, parts, strict=True):
-        weight = layer.weight.data if kept else layer.weight.data.to("meta")
-        prepared = _Prepared(layer, own, weight)
-        for parent, name in places.pop(layer):
-            setattr(parent, name, prepared)
-
-
-def _places(module: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each linear layer, and its names in them."""
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
                 places.setdefault(child, []).append((parent, name))
-    return places
-
-
-@dataclass(slots=True)
-class Computed:
-    """Result of the most recent joint product, held until its last layer has taken its part.
-
-    All joint products of a module share one object: what a compiled forward changes in an object is
-    set again after its graph, which took 4% of a small forward with two objects in every layer.
-
-    Attributes:
-        of: The product.
-        input: The tensor it read, kept alive so that no other tensor can be mistaken for it.
-        parts: The layers' parts of the result.
-    """
-
-    of: "Joint | None" = None
-    input: Tensor | None = None
-    parts: tuple[Tensor, ...] = ()
+    # Layers are listed by id, so that nothing keeps the layers themselves alive.
+    of_graph = set() if compiled is None else {id(part) for part in compiled.modules()}
+    looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    while groups:  # free each matrix before making the next: models may fit in memory only once
+        group = groups.pop()
+        weights = [layer.weight.data for layer in group]
+        joint = weights[0] if len(group) == 1 else torch.cat(weights)
+        biases = [layer.bias.data for layer in group if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        product = product_of(joint, bias, quantization, compiled=id(group[0]) in of_graph)
+        del weights, joint
+        if isinstance(product, DenseProduct) and len(group) == 1:
+            continue
+        sizes = [len(layer.weight) for layer in group]
+        parts = [product] if len(group) == 1 else Joint(product, sizes).parts
+        kept = group[0].weight in looked_up or not groups
+        for layer, own in zip(group, parts, strict=True):
+            weight = layer.weight.data if kept else layer.weight.data.to("meta")
+            prepared = _Prepared(layer, own, weight)
+            for parent, name in places.pop(layer):
+                setattr(parent, name, prepared)
 
 
 class Joint:
     """Layers that read the same tensor, as one product."""
 
-    def __init__(self, product: Product, sizes: Sequence[int], computed: Computed) -> None:
-        """Take the product of all layers, their sizes in it, and where to keep its result."""
-        self._sizes = list(sizes)
-        self._product = product
-        self._computed = computed
+    def __init__(self, product: Product, sizes: Sequence[int]) -> None:
+        """Take the product of all layers, and their sizes in it."""
+        self._sizes, self._product = list(sizes), product
+        # What was computed last is held until the last layer has taken its part, and so is what it
+        # was computed of: no other tensor can be mistaken for it.
+        self._input: Tensor | None = None
+        self._found: tuple[Tensor, ...] = ()
 
     @property
     def parts(self) -> list[Product]:
@@ -421,14 +237,13 @@ class Joint:
 
     def _of(self, x: Tensor, place: int) -> Tensor:
         """Return a layer's part: the first layer that reads ``x`` computes it, others find it."""
-        computed = self._computed
-        if computed.of is not self or computed.input is not x:
-            computed.of, computed.input = self, x
+        if self._input is not x:
             # torch.split would take 2% of a small forward with its Python code.
-            computed.parts = self._product(x).split_with_sizes(self._sizes, dim=-1)
-        found = computed.parts[place]
+            self._input, parts = x, self._product(x).split_with_sizes(self._sizes, dim=-1)
+            self._found = tuple(parts)
+        found = self._found[place]
         if place == len(self._sizes) - 1:
-            computed.of, computed.input, computed.parts = None, None, ()
+            self._input, self._found = None, ()
         return found
 
 
@@ -448,10 +263,7 @@ class _Prepared(nn.Linear):
 
 
 def _groups(module: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Return the linear layers in the order they ran, grouping successive ones with one input.
-
-    A layer that ran twice, or not at all, is left out.
-    """
+    """Return the layers that ran once, in order, successive ones with one input together."""
     calls: list[tuple[nn.Linear, Tensor]] = []  # inputs are kept so that they outlive the run
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from eaglegbv.errors import InvalidArgument, NotInstalled, first_line
 from eaglegbv.utils import cache_folder
 
-SMOLLM2 = "smollm2"
-"""Name of SmolLM2-135M-Instruct, from wherever its weights are."""
+SMOLLM2 = "smollm2"  # name of SmolLM2-135M-Instruct, from wherever its weights are
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens: their names in transformers, and in a GGUF file."""
@@ -82,13 +81,12 @@ def _cached(file: Path) -> Path:
     return out
 
 
-def convert(file: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model in a GGUF file as a transformers folder, whole or not at all.
+def convert(file: Path, out: Path) -> None:
+    """Write the model in a GGUF file as a transformers folder, whole or not at all, in float32.
 
     Args:
         file: The GGUF file.
         out: The folder, which must not exist.
-        dtype: Type of the weights, which are dequantised; float32 holds them exactly.
 
     Raises:
         InvalidArgument: ``out`` exists, or ``file`` is no model that transformers knows.
@@ -102,19 +100,19 @@ def convert(file: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
     try:
-        _write(file, partial, dtype)
+        _write(file, partial)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
+def _write(file: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         facts = _facts(file)
         tokenizer: Any = AutoTokenizer.from_pretrained(**source)
-        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except Exception as error:  # its readers raise as they like
         expected = "a GGUF file of a language model that transformers knows"
         expected += f" ({first_line(error)})"

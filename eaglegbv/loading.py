@@ -32,14 +32,10 @@ from eaglegbv.models.target import FeatureSpec, Target
 TINY = Path(__file__).parent / "assets" / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
-"""Name of the drafter that needs no files: prompt lookup."""
-
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of a model's name; some old models of the hub have no owner."""
 _DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-_TIMEOUT = 10.0
-"""Seconds within which the hub must answer."""
+_TIMEOUT = 10.0  # seconds within which the hub must answer
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -65,17 +61,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
-    """The models that a user's choice comes to.
+    """The models that a user's choice comes to."""
 
-    Attributes:
-        name: What reports call the target.
-        target: Its folder or hub name.
-        drafter: As :func:`load_pair` takes it.
-    """
-
-    name: str
-    target: str | Path
-    drafter: str | Path | None
+    name: str  # what reports call the target
+    target: str | Path  # its folder or hub name
+    drafter: str | Path | None  # as `load_pair` takes it
 
     @property
     def drafter_name(self) -> str | None:
@@ -136,14 +126,14 @@ def load_pair(
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
 
     def open_model(
-        model: str | Path, size: PoolSize, features: FeatureSpec, graphs: GraphMode
+        model: str | Path,
+        max_slots: int | PoolSize,
+        features: FeatureSpec | None = None,
+        graphs: GraphMode = GraphMode.OFF,
     ) -> HFTarget:
+        own, backend = load_model(model, dtype=dtype, device=place), compile_backend
         return HFTarget(
-            load_model(model, dtype=dtype, device=place),
-            max_slots=size,
-            features=features,
-            compile_backend=compile_backend,
-            graphs=graphs,
+            own, max_slots=max_slots, features=features, compile_backend=backend, graphs=graphs
         )
 
     folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
@@ -151,7 +141,7 @@ def load_pair(
     if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
         expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
         raise InvalidArgument("draft_quantization", str(quantization), expected)
-    features, beside = FeatureSpec.none(), 0  # bytes of a slot in the drafter's pool
+    features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
         head_config = read_head_config(folder, load_config(model))
         features = feature_spec(head_config)
@@ -187,15 +177,10 @@ def load_pair(
         table = Table.load(folder, vocab_size=target.vocab_size, device=place)
         return Pair(target, TabularDrafter(table))
     # Its trees grow level by level on the host; only the target's forwards are replayed.
-    size = PoolSize(slots=target.max_slots)
-    small = open_model(folder, size, FeatureSpec.none(), GraphMode.OFF)
+    small = open_model(folder, target.max_slots)
     if small.max_context < target.max_context:
-        _log.warning(
-            "texts end at %d tokens, the context of drafter %s; the target's is %d",
-            small.max_context,
-            folder,
-            target.max_context,
-        )
+        told = "texts end at %d tokens, the context of drafter %s; the target's is %d"
+        _log.warning(told, small.max_context, folder, target.max_context)
         target.max_context = small.max_context
     return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
 
@@ -210,8 +195,7 @@ def head_drafter(
     compile_backend: str | None = None,
 ) -> EagleDrafter:
     """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
-    weight = next(head.parameters())
-    config = head.config
+    weight, config = next(head.parameters()), head.config
     # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
     rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
     pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
@@ -282,11 +266,6 @@ def _slot_bytes(model: Path, dtype: torch.dtype) -> int:
     return slot_bytes(int(config.num_hidden_layers), kv_heads, head_dim, dtype)
 
 
-def named_folder(drafter: str | Path) -> Path:
-    """Return the folder of a packaged head, or the path that ``drafter`` is."""
-    return TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
-
-
 def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | None = None) -> Path:
     """Return the folder of a drafter; one that the hub has is fetched, unless it was before.
 
@@ -298,7 +277,7 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
     Raises:
         InvalidArgument: There is no such folder, and the hub gives no such repository.
     """
-    folder = named_folder(drafter)
+    folder = TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
     if folder.is_dir():
         return folder
     own = () if head else drafter_names()
@@ -343,11 +322,7 @@ def check_model(model: str | Path, argument: str = "model") -> None:
 
 
 def ask_hub(repository: str, kind: str = "model") -> None:
-    """Ask the hub, once, whether it has a repository.
-
-    Args:
-        repository: Name of the repository.
-        kind: ``"model"`` or ``"dataset"``.
+    """Ask the hub, once, whether it has a repository of a ``kind``, ``"model"`` or ``"dataset"``.
 
     Raises:
         OSError: The hub has no such repository, or does not answer; see :func:`hub_refusal`.

@@ -18,17 +18,13 @@ from eaglegbv.errors import InvalidArgument, one_of
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A quantity that an engine counts or measures.
+    """A quantity that an engine counts or measures."""
 
-    Attributes:
-        name: Unique name. One that ends in ``_total`` is a counter's, which only increases; others
-            are gauges'.
-        help: Description in one line.
-        label: Label that distinguishes its values, such as ``phase``; None if it has a single one.
-    """
-
+    # Unique name. One that ends in `_total` is a counter's, which only increases; others are
+    # gauges'.
     name: str
-    help: str
+    help: str  # description in one line
+    # Label that distinguishes its values, such as `phase`; None if it has a single one.
     label: str | None = None
 
     @property
@@ -83,15 +79,7 @@ KV_USED = Metric("eaglegbv_kv_slots_used", "KV slots in use.")
 KV_SLOTS = Metric("eaglegbv_kv_slots", "KV slots in the pool.")
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        metric.name: metric
-        for metric in (
-            *(STEPS, STEP_SECONDS, PHASE_SECONDS, FAILED_STEPS, FAILED_OBSERVERS),
-            *(COMMITTED, ACCEPTED, DRAFTED, FORWARDS, REASONS, FINISHED),
-            *(PREEMPTIONS, CACHED, ATTENTION_FALLBACKS, GRAPH_FORWARDS, GRAPH_DRAFTS),
-            *(RUNNING, WAITING, KV_USED, KV_SLOTS),
-        )
-    }
+    {metric.name: metric for metric in tuple(vars().values()) if isinstance(metric, Metric)}
 )
 """Every metric by its name."""
 
@@ -110,29 +98,18 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time spent in one phase.
-
-    Attributes:
-        phase: The phase.
-        start: Seconds since the stopwatch started.
-        seconds: Duration.
-    """
+    """A stretch of time spent in one phase."""
 
     phase: Phase
-    start: float
-    seconds: float
+    start: float  # seconds since the stopwatch started
+    seconds: float  # duration
 
 
 class Stopwatch:
     """Wall time of one step, by phase."""
 
     def __init__(self, barrier: Callable[[], None] | None = None) -> None:
-        """Start the stopwatch.
-
-        Args:
-            barrier: Waits for the device at the end of every phase; by default nothing is waited
-                for.
-        """
+        """Start; ``barrier`` waits for the device at the end of every phase, or nothing does."""
         self._barrier = barrier
         self.started = time.perf_counter()
         self.spans: list[Span] = []
@@ -174,92 +151,57 @@ class TreeRecord:
 
     Sequences with one entry per node begin with the root, the last committed token. A value that a
     node does not have is None.
-
-    Attributes:
-        request: Running number of the request.
-        start: Number of tokens of the answer before the step.
-        prompt_ids: The prompt, in the record of the step that ended its prefill and drew the first
-            token of the answer; empty in all others.
-        plan: The request's plan, such as ``otbv 3x4``.
-        verifier: Name of the rule that judged.
-        draft_sampling: How the children of a node arose.
-        paths: Number of drafted paths.
-        token_ids: Tokens of the nodes.
-        parents: Parents of the nodes; the root is its own.
-        multiplicity: How many of the paths run through each node.
-        target_probs: p of each node's token after its parent, with the request's settings, as the
-            verifier saw it.
-        draft_probs: q of each node's token after its parent, from which it was drawn; None where
-            the distribution draws nothing.
-        node_stats: Other numbers on which the rule based its verdict, by the symbols of its
-            documentation.
-        accepted: The accepted nodes, from the root's child downwards.
-        next_token: The token after them: the correction or bonus token.
-        next_target_prob: p of that token after the last accepted node.
-        committed: The tokens that were kept of the accepted ones and the next: all of them, unless
-            one of them ended the text.
-        finish_reason: Why the request ended with this step, or None.
     """
 
-    request: int
-    start: int
+    request: int  # running number of the request
+    start: int  # number of tokens of the answer before the step
+    # The prompt, in the record of the step that ended its prefill and drew the first token of the
+    # answer; empty in all others.
     prompt_ids: tuple[int, ...]
-    plan: str
-    verifier: str
-    draft_sampling: str
-    paths: int
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    multiplicity: tuple[int, ...]
+    plan: str  # the request's plan, such as `otbv 3x4`
+    verifier: str  # name of the rule that judged
+    draft_sampling: str  # how the children of a node arose
+    paths: int  # number of drafted paths
+    token_ids: tuple[int, ...]  # tokens of the nodes
+    parents: tuple[int, ...]  # parents of the nodes; the root is its own
+    multiplicity: tuple[int, ...]  # how many of the paths run through each node
+    # P of each node's token after its parent, with the request's settings, as the verifier saw it.
     target_probs: tuple[float | None, ...]
+    # Q of each node's token after its parent, from which it was drawn; None where the distribution
+    # draws nothing.
     draft_probs: tuple[float | None, ...]
+    # Other numbers on which the rule based its verdict, by the symbols of its documentation.
     node_stats: Mapping[str, tuple[float | None, ...]]
-    accepted: tuple[int, ...]
-    next_token: int
-    next_target_prob: float
+    accepted: tuple[int, ...]  # the accepted nodes, from the root's child downwards
+    next_token: int  # the token after them: the correction or bonus token
+    next_target_prob: float  # p of that token after the last accepted node
+    # The tokens that were kept of the accepted ones and the next: all of them, unless one of them
+    # ended the text.
     committed: tuple[int, ...]
-    finish_reason: str | None
+    finish_reason: str | None  # why the request ended with this step, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The record of one step of an engine.
+    """The record of one step of an engine."""
 
-    Attributes:
-        number: Running number of the step.
-        started: ``time.perf_counter()`` at its start.
-        seconds: Duration of the step.
-        spans: Its phases in order.
-        requests: Number of requests that took part.
-        prefilling: Number of those whose prompt, or a part of it, was prefilled.
-        waiting: Number of requests waiting for admission.
-        nodes: Tree nodes drafted, without roots.
-        accepted: Drafted tokens accepted.
-        committed: Tokens committed by decoding requests.
-        plans: Decoding requests by plan.
-        reasons: Decoding requests by the reason for the choice of their plan.
-        kv_used: KV slots in use after the step.
-        kv_slots: KV slots in the pool.
-        trees: Each request's draft tree and its verdict; empty unless an observer requested trees.
-        why: Why plans were chosen, in words; empty if the user fixed them.
-    """
-
-    number: int
-    started: float
-    seconds: float
-    spans: tuple[Span, ...]
-    requests: int
-    prefilling: int
-    waiting: int
-    nodes: int
-    accepted: int
-    committed: int
-    plans: Mapping[str, int]
-    reasons: Mapping[str, int]
-    kv_used: int
-    kv_slots: int
+    number: int  # running number of the step
+    started: float  # `time.perf_counter()` at its start
+    seconds: float  # duration of the step
+    spans: tuple[Span, ...]  # its phases in order
+    requests: int  # number of requests that took part
+    prefilling: int  # number of those whose prompt, or a part of it, was prefilled
+    waiting: int  # number of requests waiting for admission
+    nodes: int  # tree nodes drafted, without roots
+    accepted: int  # drafted tokens accepted
+    committed: int  # tokens committed by decoding requests
+    plans: Mapping[str, int]  # decoding requests by plan
+    reasons: Mapping[str, int]  # decoding requests by the reason for the choice of their plan
+    kv_used: int  # KV slots in use after the step
+    kv_slots: int  # KV slots in the pool
+    # Each request's draft tree and its verdict; empty unless an observer requested trees.
     trees: Sequence[TreeRecord] = ()
-    why: str = ""
+    why: str = ""  # why plans were chosen, in words; empty if the user fixed them
 
 
 class StepObserver(Protocol):
@@ -277,34 +219,26 @@ class RequestMetrics(msgspec.Struct):
 
     The first token comes from the prompt's own forward (prefill) and counts in neither
     ``target_forwards`` nor ``committed_tokens``. A text cut at a stop counts only the tokens kept.
-
-    Attributes:
-        prompt_tokens: Length of the prompt.
-        cached_tokens: Tokens served from the prefix cache instead of being prefilled; after a
-            pre-emption, also tokens of the answer.
-        preemptions: How often the request was pre-empted.
-        target_forwards: Decoding forwards of the target this request took part in.
-        committed_tokens: Tokens those forwards committed (accepted, corrections and bonuses).
-        accepted_tokens: Drafted tokens among them.
-        drafted_nodes: Tree nodes drafted, without roots.
-        offered_by_depth: Entry d - 1 is the number of forwards whose tree reached depth d.
-        accepted_by_depth: Entry d - 1 is the number of forwards that accepted a node at depth d.
-        plans: Decoding forwards by plan, such as ``{"otbv 3x4": 20, "none": 2}``.
-        seconds: Wall time by phase. A batch's time is shared among its requests: that of forwards
-            that also read prompts by the number of tokens each request reads, the rest equally. All
-            time of a step in which a request reads its text is prefill.
     """
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # length of the prompt
+    # Tokens served from the prefix cache instead of being prefilled; after a pre-emption, also
+    # tokens of the answer.
     cached_tokens: int = 0
-    preemptions: int = 0
-    target_forwards: int = 0
-    committed_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_nodes: int = 0
+    preemptions: int = 0  # how often the request was pre-empted
+    target_forwards: int = 0  # decoding forwards of the target this request took part in
+    committed_tokens: int = 0  # tokens those forwards committed (accepted, corrections and bonuses)
+    accepted_tokens: int = 0  # drafted tokens among them
+    drafted_nodes: int = 0  # tree nodes drafted, without roots
+    # Entry d - 1 is the number of forwards whose tree reached depth d.
     offered_by_depth: list[int] = msgspec.field(default_factory=list)
+    # Entry d - 1 is the number of forwards that accepted a node at depth d.
     accepted_by_depth: list[int] = msgspec.field(default_factory=list)
+    # Decoding forwards by plan, such as `{"otbv 3x4": 20, "none": 2}`.
     plans: dict[str, int] = msgspec.field(default_factory=dict)
+    # Wall time by phase. A batch's time is shared among its requests: that of forwards that also
+    # read prompts by the number of tokens each request reads, the rest equally. All time of a step
+    # in which a request reads its text is prefill.
     seconds: dict[Phase, float] = msgspec.field(default_factory=dict)
 
     @property
@@ -354,12 +288,9 @@ class RequestMetrics(msgspec.Struct):
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters and gauges of an engine.
+    """Counters and gauges of an engine."""
 
-    Attributes:
-        values: Values by metric, then by the value of its label (``""`` if it has none).
-    """
-
+    # Values by metric, then by the value of its label (`""` if it has none).
     values: dict[Metric, dict[str, float]] = field(default_factory=dict)
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
@@ -372,11 +303,7 @@ class EngineMetrics:
         self.values.setdefault(metric, {})[label] = value
 
     def value(self, metric: Metric | str, label: str = "") -> float:
-        """Return the value of a metric, given itself or its name; 0 before it has one.
-
-        Raises:
-            InvalidArgument: No metric has that name.
-        """
+        """Return the value of a metric or of its name (InvalidArgument if unknown), at first 0."""
         if isinstance(metric, str):
             if metric not in METRICS:
                 raise InvalidArgument("metric", metric, one_of(sorted(METRICS), metric))

@@ -78,7 +78,7 @@ class Request:
         params: Sampling settings.
         plan: How to speculate in the next step. It may change between steps, to plans that need no
             more than ``step_slots``.
-        stream: The request's random numbers.
+        rng: The request's random numbers.
         max_tokens: Most tokens to generate: the user's limit, or what the context leaves.
         auto: The plans from which the engine chooses before every step; None if the user fixed
             ``plan``.
@@ -107,7 +107,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     plan: Plan
-    stream: RequestRng
+    rng: RequestRng
     max_tokens: int
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED
@@ -144,7 +144,7 @@ class Request:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
-    def length_to_read(self) -> int:
+    def prefill_length(self) -> int:
         """Tokens to prefill before decoding: the prompt, or all but the last of a longer sequence.
 
         The last token of a prompt yields the first one of the answer; the last token of an answer
@@ -153,9 +153,9 @@ class Request:
         return len(self.prompt_ids) + max(0, len(self.token_ids) - 1)
 
     @property
-    def unread(self) -> int:
+    def to_prefill(self) -> int:
         """Number of tokens to prefill before decoding; 0 if a tree comes next."""
-        return self.length_to_read - self.context
+        return self.prefill_length - self.context
 
     @property
     def prefilled(self) -> bool:

@@ -1,6 +1,6 @@
 """Counter-based random numbers: every number is a pure function of (seed, step, purpose).
 
-A request's stream never depends on what else runs, and a number is never used twice: numbers are
+A request's numbers never depend on what else runs, and a number is never used twice: numbers are
 keyed by the request's *step counter*, not by token positions. If they were keyed by position, the
 next step would reuse the numbers drawn for rejected positions, which biases the output.
 """
@@ -27,13 +27,9 @@ _EMPTY = np.zeros(4, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class RequestRng:
-    """The random numbers of one request.
+    """The random numbers of one request."""
 
-    Attributes:
-        seed: Key of the request, 64 bits.
-    """
-
-    seed: int
+    seed: int  # key of the request, 64 bits
     # The generator is made once, as that takes longer than a draw; every draw sets all its state.
     _generator: np.random.Generator = field(init=False, repr=False, compare=False)
 

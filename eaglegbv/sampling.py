@@ -5,10 +5,10 @@ target over its whole vocabulary and the drafter over its short list of candidat
 may hold any list of tokens.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -18,8 +18,7 @@ from eaglegbv.devices import upload
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import require_integer, require_number
 
-HOTTEST = 100.0
-"""The highest temperature of a distribution, a request's or a draft's."""
+HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
 """Logits divided by less overflow."""
 
@@ -110,11 +109,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature == 0.0
 
     @property
-    def excludes_tokens(self) -> bool:
-        """Whether some tokens may be left out, by top-k, top-p or min-p."""
-        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
-
-    @property
     def penalised(self) -> bool:
         """Whether any penalty changes the logits."""
         return (
@@ -126,25 +120,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True)
 class WarpSettings:
-    """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped.
+    """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped."""
 
-    Attributes:
-        temperature: ``[rows]`` float32; 0 keeps only the most likely token.
-        greedy: ``[rows]`` bool, where the temperature is 0, or None.
-        top_k: ``[rows]`` int64, or None.
-        limits: The finite values of ``top_k``, known on the host.
-        top_p: ``[rows]`` float64, or None.
-        min_p: ``[rows]`` float64, or None.
-        tempered: Whether some temperature may differ from 1, known on the host.
-    """
+    temperature: Tensor  # [rows] float32; 0 keeps only the most likely token
+    greedy: Tensor | None  # [rows] bool, where the temperature is 0, or None
+    top_k: Tensor | None  # [rows] int64, or None
+    limits: frozenset[int]  # the finite values of `top_k`, known on the host
+    top_p: Tensor | None  # [rows] float64, or None
+    min_p: Tensor | None  # [rows] float64, or None
+    tempered: bool = True  # whether some temperature may differ from 1, known on the host
 
-    temperature: Tensor
-    greedy: Tensor | None
-    top_k: Tensor | None
-    limits: frozenset[int]
-    top_p: Tensor | None
-    min_p: Tensor | None
-    tempered: bool = True
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Its tensors by their names: the settings that some row uses."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the settings with ``change`` applied to every tensor."""
+        changed: dict[str, Any] = {name: change(column) for name, column in self.columns.items()}
+        return replace(self, **changed)
 
     @staticmethod
     def of(
@@ -164,7 +159,7 @@ class WarpSettings:
 def _settings_of(
     params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
 ) -> WarpSettings:
-    def column(values: Sequence[float], dtype: torch.dtype, *, used: bool = True) -> Tensor | None:
+    def column(values: Sequence[float], dtype: torch.dtype, *, used: bool) -> Tensor | None:
         return _column(values, rows_each, dtype, device) if used else None
 
     no_limit = 2**31
@@ -225,14 +220,11 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 
-_SORTED = 4096
-"""Most tokens of rows that top-p sorts whole."""
-
+_SORTED = 4096  # most tokens of rows that top-p sorts whole
 _LARGEST = 1024
 """Number of the largest logits of a longer row that hold ``top_p`` of its mass in most cases."""
 
-_LEAST = 0x44400000
-"""Bits of float32 768: the exponential of its negative is 0 in float64."""
+_LEAST = 0x44400000  # bits of float32 768: the exponential of its negative is 0 in float64
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
@@ -268,10 +260,8 @@ def _edge_among(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the edge and its ties, and which rows have it beyond their largest ``values``.
 
-    Args:
-        values: ``[rows, largest]``, descending.
-        top_p: ``[rows]``.
-        mass: ``[rows, 1]``, sum of the exponentials of a whole row; None if ``values`` is whole.
+    These are ``[rows, largest]``, descending; ``mass`` ``[rows, 1]`` is the sum of a whole row's
+    exponentials, None if ``values`` is whole.
     """
     probs = values.double().softmax(dim=1) if mass is None else values.double().exp_() / mass
     totals = probs.cumsum(dim=1)

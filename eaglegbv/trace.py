@@ -19,15 +19,10 @@ from eaglegbv.metrics import StepRecord, TreeRecord
 
 Event: TypeAlias = dict[str, object]
 Decode: TypeAlias = Callable[[list[int]], str]
-
-PROMPT_TOKENS = 512
-"""Most tokens of a prompt, counted from its end, whose text a trace contains."""
-
+PROMPT_TOKENS = 512  # most tokens of a prompt, counted from its end, whose text a trace contains
 _STEPS, _PHASES = 1, 2
 _REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 4
-"""Most bytes of a character in UTF-8, and so most tokens that may form one."""
-
+_LONGEST_CHARACTER = 4  # most bytes of a character in UTF-8, and so most tokens that may form one
 _MOST_TAILS = 4096
 """Number of requests whose last tokens are remembered; more than any engine runs at a time."""
 
@@ -41,12 +36,7 @@ class Tracer:
     """
 
     def __init__(self, path: str | Path, *, decode: Decode | None = None) -> None:
-        """Start a file, replacing an existing one.
-
-        Args:
-            path: The file.
-            decode: Turns token ids into text, such as ``llm.decode``; without it, trees show the
-                ids.
+        """Start a file, replacing one; ``decode``, such as ``llm.decode``, makes text of ids.
 
         Raises:
             InvalidArgument: The file cannot be written.
@@ -75,11 +65,7 @@ class Tracer:
         self._write("".join(",\n" + _line(event) for event in _events(record, start, trees)))
 
     def close(self) -> None:
-        """Complete the file; a second call does nothing.
-
-        Raises:
-            InvalidArgument: A step could not be written.
-        """
+        """Complete the file, once; InvalidArgument where a step could not be written."""
         if self._file.closed:
             return
         if not self._fault:
@@ -163,26 +149,21 @@ class _Texts:
         return both.removeprefix(first) if both.startswith(first) else self.decode(tokens)
 
 
+_AS_THEY_ARE = (
+    *("request", "start", "plan", "verifier", "draft_sampling", "paths", "token_ids", "parents"),
+    *("multiplicity", "accepted", "next_token", "committed", "finish_reason"),
+)
+"""Fields of a tree's record that a trace holds under their names."""
+
+
 def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
     """Return a tree in the format of a step's arguments."""
-    event: Event = {
-        "request": tree.request,
-        "start": tree.start,
-        "plan": tree.plan,
-        "verifier": tree.verifier,
-        "draft_sampling": tree.draft_sampling,
-        "paths": tree.paths,
-        "token_ids": tree.token_ids,
-        "parents": tree.parents,
-        "multiplicity": tree.multiplicity,
+    event: Event = {name: getattr(tree, name) for name in _AS_THEY_ARE}
+    event |= {
         "p": _rounded(tree.target_probs),
         "q": _rounded(tree.draft_probs),
         "figures": {name: _rounded(values) for name, values in tree.node_stats.items()},
-        "accepted": tree.accepted,
-        "next_token": tree.next_token,
         "next_p": _rounded([tree.next_target_prob])[0],
-        "committed": tree.committed,
-        "finish_reason": tree.finish_reason,
         "prompt_tokens": len(tree.prompt_ids),
     }
     if texts is not None:

@@ -23,22 +23,17 @@ import torch
 from torch import Tensor
 
 from eaglegbv.devices import send
-from eaglegbv.errors import InvalidArgument
 
 
 class DraftSampling(StrEnum):
     """How the children of a node arise. Losslessness belongs to a verifier and one of these."""
 
-    IID = "iid"
-    """K paths drawn independently from the draft probabilities, with replacement."""
-    WOR = "wor"
-    """The children of a node are drawn from the draft probabilities without replacement."""
+    IID = "iid"  # K paths drawn independently from the draft probabilities, with replacement
+    WOR = "wor"  # the children of a node are drawn from the draft probabilities without replacement
     GREEDY = "greedy"
     """The most likely n - 1 tokens, and one drawn from the rest of the draft probabilities."""
-    HUB = "hub"
-    """SpecHub's pair of drafts."""
-    FIXED = "fixed"
-    """Any function of what the drafter knows before sampling."""
+    HUB = "hub"  # SpecHub's pair of drafts
+    FIXED = "fixed"  # any function of what the drafter knows before sampling
 
     @property
     def min_paths(self) -> int:
@@ -51,34 +46,25 @@ class DraftTree:
     """Draft trees of a batch of requests, padded to the largest.
 
     Padding nodes come after the real ones, with parent 0, depth 0 and token id 0.
-
-    Attributes:
-        draft_sampling: How children arise, the same for every request of the batch.
-        token_ids: ``[batch, nodes]`` int64; node 0 is the root.
-        parents: ``[batch, nodes]`` int64; a parent's index is below its child's; the root is its
-            own parent.
-        depth: ``[batch, nodes]`` int64, 0 at the root.
-        num_nodes: ``[batch]`` int64, number of real nodes of each tree, with the root.
-        path_nodes: ``[batch, paths, length]`` int64, the node of each path at depths 1 ... length,
-            in the order drawn, duplicates kept. Past its end a path repeats its last node.
-        path_lengths: ``[batch, paths]`` int64, number of nodes of each path below the root.
-        draft_ids: ``[batch, nodes, width]`` int64, the tokens from which each node's children were
-            drawn. The width is 0 if nothing is drawn (``fixed``).
-        draft_probs: ``[batch, nodes, width]`` float64, their probabilities, normalised once;
-            padding entries are 0. These are exactly the numbers that were sampled from.
-        forks: Upper bound on the nodes of one tree at which paths part; None if they were not
-            counted.
     """
 
-    draft_sampling: DraftSampling
-    token_ids: Tensor
+    draft_sampling: DraftSampling  # how children arise, the same for every request of the batch
+    token_ids: Tensor  # [batch, nodes] int64; node 0 is the root
+    # [batch, nodes] int64; a parent's index is below its child's; the root is its own parent.
     parents: Tensor
-    depth: Tensor
-    num_nodes: Tensor
+    depth: Tensor  # [batch, nodes] int64, 0 at the root
+    num_nodes: Tensor  # [batch] int64, number of real nodes of each tree, with the root
+    # [batch, paths, length] int64, the node of each path at depths 1 ... length, in the order
+    # drawn, duplicates kept. Past its end a path repeats its last node.
     path_nodes: Tensor
-    path_lengths: Tensor
+    path_lengths: Tensor  # [batch, paths] int64, number of nodes of each path below the root
+    # [batch, nodes, width] int64, the tokens from which each node's children were drawn. The width
+    # is 0 if nothing is drawn (`fixed`).
     draft_ids: Tensor
+    # [batch, nodes, width] float64, their probabilities, normalised once; padding entries are 0.
+    # These are exactly the numbers that were sampled from.
     draft_probs: Tensor
+    # Upper bound on the nodes of one tree at which paths part; None if they were not counted.
     forks: int | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
@@ -163,62 +149,6 @@ class DraftTree:
         return mask
 
 
-def check_tree(tree: DraftTree) -> None:
-    """Check the structure of ``tree``; a debugging and testing aid that reads it on the host.
-
-    Raises:
-        InvalidArgument: A parent does not precede its child, a depth is not its parent's plus one,
-            siblings share a token, or a path is not a chain of real nodes from the root.
-    """
-    for b in range(tree.batch):
-        _check_nodes(tree, b)
-        _check_paths(tree, b)
-
-
-def _check_nodes(tree: DraftTree, b: int) -> None:
-    count = int(tree.num_nodes[b])
-    tokens, parents, depth = (
-        x[b, :count].tolist() for x in (tree.token_ids, tree.parents, tree.depth)
-    )
-    if not 1 <= count <= tree.nodes:
-        raise InvalidArgument(f"num_nodes[{b}]", count, f"an integer in [1, {tree.nodes}]")
-    if parents[0] != 0 or depth[0] != 0:
-        raise InvalidArgument(f"parents[{b}, 0]", parents[0], "the root: its own parent, depth 0")
-    seen: set[tuple[int, int]] = set()
-    for node in range(1, count):
-        if not 0 <= parents[node] < node:
-            raise InvalidArgument(f"parents[{b}, {node}]", parents[node], "an earlier node")
-        if depth[node] != depth[parents[node]] + 1:
-            raise InvalidArgument(f"depth[{b}, {node}]", depth[node], "its parent's depth + 1")
-        if (parents[node], tokens[node]) in seen:
-            raise InvalidArgument(
-                f"token_ids[{b}, {node}]", tokens[node], "siblings with different tokens"
-            )
-        seen.add((parents[node], tokens[node]))
-
-
-def _check_paths(tree: DraftTree, b: int) -> None:
-    parents, count = tree.parents[b].tolist(), int(tree.num_nodes[b])
-    for k, (nodes, length) in enumerate(
-        zip(tree.path_nodes[b].tolist(), tree.path_lengths[b].tolist(), strict=True)
-    ):
-        if not 0 <= length <= tree.length:
-            raise InvalidArgument(
-                f"path_lengths[{b}, {k}]", length, f"an integer in [0, {tree.length}]"
-            )
-        if not all(0 <= node < count for node in nodes):
-            raise InvalidArgument(f"path_nodes[{b}, {k}]", nodes, f"real nodes, below {count}")
-        previous = 0
-        for node in nodes[:length]:
-            if node == 0 or parents[node] != previous:
-                raise InvalidArgument(f"path_nodes[{b}, {k}]", nodes, "a chain from the root")
-            previous = node
-        if any(node != previous for node in nodes[length:]):
-            raise InvalidArgument(
-                f"path_nodes[{b}, {k}]", nodes, "its last node repeated past its end"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class TargetProbs:
     """Next-token distributions p(. | node), already warped (see :mod:`eaglegbv.sampling`).
@@ -226,16 +156,11 @@ class TargetProbs:
     Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
     one node per request. So p stays in logits, ``exp(logits - log_normaliser)``. Rows are packed;
     ``rows`` says which row belongs to which node, so a batch of trees is never copied into padding.
-
-    Attributes:
-        logits: ``[rows, vocab]`` float32 or float64, -inf where warping excluded a token.
-        log_normaliser: ``[rows]`` float64, logsumexp of each row.
-        rows: ``[batch, nodes]`` int64, the row of each node; padding nodes repeat the root's.
     """
 
-    logits: Tensor
-    log_normaliser: Tensor
-    rows: Tensor
+    logits: Tensor  # [rows, vocab] float32 or float64, -inf where warping excluded a token
+    log_normaliser: Tensor  # [rows] float64, logsumexp of each row
+    rows: Tensor  # [batch, nodes] int64, the row of each node; padding nodes repeat the root's
 
     @classmethod
     def of_logits(cls, logits: Tensor, rows: Tensor) -> Self:
@@ -268,11 +193,7 @@ class TargetProbs:
         return self._normalised(self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids), rows)
 
     def probs_of(self, nodes: Tensor) -> Tensor:
-        """Return the whole distribution at one node per request, ``[batch, vocab]`` float64.
-
-        Args:
-            nodes: ``[batch]`` int64.
-        """
+        """Return ``[batch, vocab]`` float64, the distributions at ``nodes`` ``[batch]``."""
         rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
         return self._normalised(self.logits.index_select(0, rows), rows)
 

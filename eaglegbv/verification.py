@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -62,25 +61,16 @@ from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifie
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """What was decided about a group's trees.
+    """What was decided about a group's trees."""
 
-    Attributes:
-        group: The trees, on the device of the logits.
-        layout: Positions of their nodes in the forward.
-        verdict: What is accepted, and the token after it; meaningless where there are faults.
-        faults: ``[batch]`` int64, faults of the probabilities on which the verdict rests, or 0.
-        target_layers: For each request, what it leaves to the target of the next tokens.
-        target: p at the nodes; None unless trees are recorded.
-        node_stats: Returns the other numbers on which the verdict rests, if trees are recorded.
-    """
-
-    group: Group
-    layout: Layout
-    verdict: Verdict
-    faults: Tensor
+    group: Group  # the trees, on the device of the logits
+    layout: Layout  # positions of their nodes in the forward
+    verdict: Verdict  # what is accepted, and the token after it; meaningless where there are faults
+    faults: Tensor  # [batch] int64, faults of the probabilities on which the verdict rests, or 0
+    # For each request, what it leaves to the target of the next tokens.
     target_layers: list[tuple[TargetLayer, ...]]
-    target: TargetProbs | None
-    node_stats: Callable[[], NodeStats]
+    target: TargetProbs | None  # p at the nodes; None unless trees are recorded
+    node_stats: Callable[[], NodeStats]  # returns the other numbers on which the verdict rests
 
 
 class Verification:
@@ -89,13 +79,10 @@ class Verification:
     def __init__(
         self, target: Target, drafting: Drafting, *, compile_backend: str | None = None
     ) -> None:
-        """Put the parts together.
+        """Put the parts together; stateful verifiers ask drafters for what earlier steps drew from.
 
-        Args:
-            target: The model whose distribution is kept.
-            drafting: The drafters; stateful verifiers ask them for distributions of earlier steps.
-            compile_backend: Compile the verifiers of plans, when first checked, by this backend of
-                ``torch.compile``; None runs them as they are.
+        By ``compile_backend`` of ``torch.compile``, the verifiers of plans are compiled when first
+        checked; None runs them as they are.
         """
         self._target, self._drafting = target, drafting
         self._compile_backend = compile_backend
@@ -103,12 +90,7 @@ class Verification:
         self._sound_plans: set[Planning] = set()
 
     def check(self, plan: Planning) -> None:
-        """Raise unless the engine can run ``plan``, once for each.
-
-        Raises:
-            InvalidArgument: There is no such verifier, nobody drafts, or not as the plan asks.
-            SamplingMismatch: The verifier is not lossless for the plan's draft sampling.
-        """
+        """Raise unless the engine can run ``plan``, once for each; see :func:`check_plan`."""
         if plan in self._sound_plans:
             return
         drafter = self._drafting.drafter
@@ -137,10 +119,8 @@ class Verification:
     def verify(self, forward: Forward, logits: Tensor, *, record: bool) -> list[VerifyOutput]:
         """Verify the trees of each group by the verifier of its plan, waiting for nothing.
 
-        Args:
-            forward: The groups, and where their nodes are among the logits.
-            logits: ``[rows, vocab]``, those of the whole forward.
-            record: Keep what :func:`tree_records` needs.
+        ``logits`` ``[rows, vocab]`` are those of the whole forward; ``record`` keeps what
+        :func:`tree_records` needs.
         """
         return [
             self._verify(group.on(logits.device), layout, logits, record=record)
@@ -166,7 +146,7 @@ class Verification:
             faults = find_faults(tree, target) | unsound
         else:
             uniforms = VerifyUniforms.draw(
-                [request.stream for request in requests],
+                [request.rng for request in requests],
                 [request.step for request in requests],
                 paths=tree.paths,
                 length=tree.length,
@@ -175,9 +155,8 @@ class Verification:
             checked = self._checked(verifier, tree.draft_sampling)
             verdict, faults = checked.verify(tree, target, uniforms)
             stats = partial(verifier.stats, tree, target, uniforms)
-        if not record:
-            return VerifyOutput(group, layout, verdict, faults, layers, None, dict)
-        return VerifyOutput(group, layout, verdict, faults, layers, target, stats)
+        kept = target if record else None
+        return VerifyOutput(group, layout, verdict, faults, layers, kept, stats)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
@@ -211,10 +190,10 @@ def check_plan(
     drafter: type[Drafter] | None,
     quantization: Quantization = Quantization.NONE,
 ) -> None:
-    """Raise unless an engine can run ``planning``.
+    """Raise unless an engine can run ``planning``, any plan or limits within which it chooses.
 
     Args:
-        planning: Any plan, or limits within which the engine chooses.
+        planning: The plan.
         drafter: What the engine's drafter is, None without one.
         quantization: How its weights are held.
 
@@ -294,46 +273,29 @@ def sampling_of(
     return usual
 
 
-_COLUMNS = 5
-
-
 def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
     """Return the decision for every request of every group, with one copy to the host."""
     if not outputs:  # the step only read parts of prompts
         return []
-    tables = [_table(output) for output in outputs]
+    tables = []  # [batch, 5 + 2 length] int64: five columns, the path's nodes, and their tokens
+    for output in outputs:
+        tree, verdict = output.group.tree, output.verdict
+        depth, tokens = tree.depth.amax(dim=1), tree.token_ids.gather(1, verdict.path_nodes)
+        columns = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
+        tables.append(torch.cat((torch.stack(columns, dim=1), verdict.path_nodes, tokens), dim=1))
     [fetched] = fetch(torch.cat([table.flatten() for table in tables]))
-    numbers = iter(fetched.tolist())
-    return [
-        [
-            _request_output(request, list(islice(numbers, table.shape[1])))
-            for request in output.group.requests
-        ]
-        for output, table in zip(outputs, tables, strict=True)
-    ]
-
-
-def _table(output: VerifyOutput) -> Tensor:
-    """Return ``[batch, 5 + 2 length]`` int64: five columns, the path's nodes, and their tokens."""
-    tree, verdict = output.group.tree, output.verdict
-    depth = tree.depth.amax(dim=1)
-    columns = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
-    tokens = tree.token_ids.gather(1, verdict.path_nodes)
-    return torch.cat((*(c.unsqueeze(1) for c in columns), verdict.path_nodes, tokens), dim=1)
+    decided = []
+    parts = fetched.split([table.numel() for table in tables])
+    for output, table, own in zip(outputs, tables, parts, strict=True):
+        rows = zip(output.group.requests, own.view(table.shape).tolist(), strict=True)
+        decided.append([_request_output(request, row) for request, row in rows])
+    return decided
 
 
 def _request_output(request: Request, row: list[int]) -> RequestOutput:
-    accepted, token, fault, depth, nodes = row[:_COLUMNS]
-    length = (len(row) - _COLUMNS) // 2
-    path, tokens = row[_COLUMNS:][:length], row[_COLUMNS:][length:]
-    return RequestOutput(
-        request=request,
-        token_ids=[*tokens[:accepted], token],
-        nodes=path[:accepted],
-        depth=depth,
-        drafted=nodes - 1,
-        fault=fault,
-    )
+    accepted, token, fault, depth, nodes, *path = row
+    drafted = path[len(path) // 2 :][:accepted]
+    return RequestOutput(request, [*drafted, token], path[:accepted], depth, nodes - 1, fault)
 
 
 # The target's probabilities at the nodes: logits, penalised and warped.
@@ -342,10 +304,7 @@ def _request_output(request: Request, row: list[int]) -> RequestOutput:
 def probs_of_nodes(group: Group, layout: Layout, logits: Tensor) -> TargetProbs:
     """Warp the logits of a group's nodes, each with its request's settings and its own path.
 
-    Args:
-        group: The trees.
-        layout: Positions of their nodes among the logits.
-        logits: ``[rows, vocab]``, those of the whole forward.
+    ``logits`` ``[rows, vocab]`` are those of the whole forward, and ``layout`` says whose they are.
     """
     params = [request.params for request in group.requests]
     counts = group.counts
@@ -416,7 +375,7 @@ def verify_stateful(
     """
     device = tree.token_ids.device
     uniforms = StatefulUniforms.draw(
-        [request.stream for request in requests],
+        [request.rng for request in requests],
         [request.step for request in requests],
         [len(request.target_layers) for request in requests],
         paths=tree.paths,
@@ -436,21 +395,13 @@ def verify_stateful(
 
 @dataclass(slots=True)
 class _Trail:
-    """An earlier step, continued along tokens that later steps committed.
+    """An earlier step, continued along tokens that later steps committed."""
 
-    Attributes:
-        row: Index of the request in the batch.
-        column: Index of the step's layer among the request's.
-        request: The request.
-        layer: What the step left.
-        place: The step's snapshot, advanced by the tokens so far.
-    """
-
-    row: int
-    column: int
-    request: Request
-    layer: TargetLayer
-    place: DraftSnapshot
+    row: int  # index of the request in the batch
+    column: int  # index of the step's layer among the request's
+    request: Request  # the request
+    layer: TargetLayer  # what the step left
+    place: DraftSnapshot  # the step's snapshot, advanced by the tokens so far
 
     @property
     def committed(self) -> list[int]:
@@ -540,15 +491,17 @@ def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
     """Return the requests' layers as columns, padded with columns without effect."""
     columns = max(len(request.target_layers) for request in requests)
 
-    def table(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+    layers = [request.target_layers for request in requests]
+
+    def table(name: str, dtype: torch.dtype) -> Tensor:
+        values = [[getattr(layer, name) for layer in own] for own in layers]
         padded = [[*row, *[0] * (columns - len(row))] for row in values]
         return torch.tensor(padded, dtype=dtype, device=device).view(len(requests), columns)
 
-    layers = [request.target_layers for request in requests]
     return Layers(
-        rho=table([[layer.rho for layer in own] for own in layers], torch.float64),
-        drafts=table([[layer.drafts for layer in own] for own in layers], torch.int64),
-        remaining=table([[layer.remaining for layer in own] for own in layers], torch.int64),
+        rho=table("rho", torch.float64),
+        drafts=table("drafts", torch.int64),
+        remaining=table("remaining", torch.int64),
         most_drafts=max((layer.drafts for own in layers for layer in own), default=1),
     )
 
@@ -578,10 +531,8 @@ def _layers_after(
 def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:
     """Return the records of a group's trees, once they are committed; none unless recorded.
 
-    Args:
-        output: The trees, and what was decided about them.
-        kept: The tokens that each request was given, by its number; requests without any, whose
-            probabilities were faulty, have no record.
+    ``kept`` are the tokens that each request was given, by its number; requests without any, whose
+    probabilities were faulty, have no record.
     """
     target, tree, verdict = output.target, output.group.tree, output.verdict
     if target is None:
@@ -624,10 +575,7 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
 
 
 def draft_of_tokens(tree: DraftTree) -> Tensor:
-    """Return q of each node's token given its parent, ``[batch, nodes]`` float64.
-
-    The value is NaN where nothing is drawn.
-    """
+    """Return q of each node's token, ``[batch, nodes]`` float64; NaN where nothing is drawn."""
     if tree.width == 0:
         return tree.draft_probs.new_full(tree.token_ids.shape, math.nan)
     ids, probs = rows_at(tree.draft_ids, tree.parents), rows_at(tree.draft_probs, tree.parents)

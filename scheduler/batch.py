@@ -1,4 +1,4 @@
-"""Contents of a step's packed forward: trees, ends of prompts, and other parts of texts.
+"""Contents of a step's packed forward: trees, ends of prompts, and other prefill chunks.
 
 packed rows:  [ trees | ends of prompts ]  [ chunks ]
 logits:         nodes   last tokens          none
@@ -18,28 +18,23 @@ from eaglegbv.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests whose trees are judged by one call of one verifier.
+    """Requests whose trees are judged by one call of one verifier."""
 
-    Attributes:
-        requests: The requests.
-        tree: Their trees, ``batch`` = number of requests.
-        counts: Rows of each tree in the forward. Where the trees were drawn on the host these are
-            its nodes. Where they were drawn on a device, padding is included: finding out how many
-            nodes are real would mean waiting for the device.
-        segments: The requests' parts of the target's packed forward. The last rows of a segment
-            are its tree's nodes in order; a prompt's other tokens come before its root.
-        slots: For each request, the KV slots allocated for this step, those of its segment first.
-    """
-
-    requests: list[Request]
-    tree: DraftTree
+    requests: list[Request]  # the requests
+    tree: DraftTree  # their trees, `batch` = number of requests
+    # Rows of each tree in the forward. Where the trees were drawn on the host these are its nodes.
+    # Where they were drawn on a device, padding is included: finding out how many nodes are real
+    # would mean waiting for the device.
     counts: list[int]
+    # The requests' parts of the target's packed forward. The last rows of a segment are its tree's
+    # nodes in order; a prompt's other tokens come before its root.
     segments: list[Segment]
+    # For each request, the KV slots allocated for this step, those of its segment first.
     slots: list[Tensor]
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
-        """Read prompts to their ends; each tree is only a root, the prompt's last token."""
+        """Prefill prompts to their ends; each tree is only a root, the prompt's last token."""
         tree = DraftTree.roots([request.prompt_ids[-1] for request in requests])
         segments = [
             Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
@@ -49,7 +44,7 @@ class Group:
 
     @classmethod
     def decode(cls, requests: list[Request], tree: DraftTree, slots: list[Tensor]) -> Self:
-        """Read one tree for each request."""
+        """Judge one tree for each request."""
         visible = tree.ancestor_mask()
         drawn_on_host = tree.token_ids.device.type == "cpu"
         counts = tree.num_nodes.tolist() if drawn_on_host else [tree.nodes] * tree.batch
@@ -66,44 +61,32 @@ class Group:
 
     @property
     def prefilling(self) -> bool:
-        """Whether the group reads prompts."""
+        """Whether the group prefills prompts."""
         return not self.requests[0].prefilled
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a text that is read only for its keys, values and features.
+    """A part of a sequence, prefilled only for its keys, values and features."""
 
-    Attributes:
-        request: The request whose text it is.
-        segment: The part.
-    """
-
-    request: Request
-    segment: Segment
+    request: Request  # the request whose sequence it is
+    segment: Segment  # the part
 
     @classmethod
     def of(cls, request: Request, slots: Tensor) -> Self:
-        """Read as many tokens as there are ``slots``, starting at the first unread one."""
+        """Prefill as many tokens as there are ``slots``, from the first that is not yet."""
         tokens = request.tokens_from(request.context)[: len(slots)]
         return cls(request, Segment.causal(torch.tensor(tokens), request.slots, slots))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions of a group's tokens and logits in the packed forward.
+    """Positions of a group's tokens and logits in the packed forward."""
 
-    Attributes:
-        first_tokens: For each request, the packed row of its segment's first token.
-        root_tokens: For each request, the packed row of its tree's root.
-        logits: The group's rows of the forward's logits.
-        node_rows: ``[batch, nodes]`` int64, row of each node within ``logits``; padding nodes
-            repeat the root's row.
-    """
-
-    first_tokens: list[int]
-    root_tokens: list[int]
-    logits: slice
+    first_tokens: list[int]  # for each request, the packed row of its segment's first token
+    root_tokens: list[int]  # for each request, the packed row of its tree's root
+    logits: slice  # the group's rows of the forward's logits
+    # [batch, nodes] int64, row of each node within `logits`; padding nodes repeat the root's row.
     node_rows: Tensor
 
     def committed_rows(self, b: int, nodes: Sequence[int]) -> list[int]:
@@ -114,19 +97,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A step's packed forward of the target.
+    """A step's packed forward of the target."""
 
-    Attributes:
-        groups: Trees and ends of prompts.
-        layouts: The layout of each group.
-        chunks: Other parts of texts, after the groups.
-        logit_rows: ``[rows]`` int64, the packed rows whose logits are wanted.
-    """
-
-    groups: list[Group]
-    layouts: list[Layout]
-    chunks: list[Chunk]
-    logit_rows: Tensor
+    groups: list[Group]  # trees and ends of prompts
+    layouts: list[Layout]  # the layout of each group
+    chunks: list[Chunk]  # other prefill chunks, after the groups
+    logit_rows: Tensor  # [rows] int64, the packed rows whose logits are wanted
 
     @classmethod
     def of(cls, groups: list[Group], chunks: list[Chunk]) -> Self:
@@ -151,7 +127,7 @@ class Forward:
 
     @property
     def segments(self) -> list[Segment]:
-        """All segments to read, in order."""
+        """All segments, in order."""
         of_groups = [segment for group in self.groups for segment in group.segments]
         return of_groups + [chunk.segment for chunk in self.chunks]
 
@@ -165,8 +141,7 @@ def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
     """Split requests into lists that share a plan and are either all greedy or all sampled."""
     groups: dict[tuple[object, ...], list[Request]] = {}
     for request in requests:
-        key = (request.plan, request.params.greedy)
-        groups.setdefault(key, []).append(request)
+        groups.setdefault((request.plan, request.params.greedy), []).append(request)
     return list(groups.values())
 
 

@@ -1,6 +1,7 @@
 """KV slots that requests hold: borrowed for a step, owned by their texts, or in shared blocks."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from eaglegbv.request import Request
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 
 
+@dataclass(frozen=True, slots=True)
 class KVSlots:
     """Hands slots to requests and takes them back.
 
@@ -18,23 +20,12 @@ class KVSlots:
                              +------------------- the rest -------------------+
     """
 
-    def __init__(self, allocator: SlotAllocator, cache: PrefixCache) -> None:
-        """Start with nothing held.
-
-        Args:
-            allocator: Owner of the free slots.
-            cache: Owner of the slots that texts share.
-        """
-        self._allocator = allocator
-        self._cache = cache
+    allocator: SlotAllocator  # owner of the free slots
+    cache: PrefixCache  # owner of the slots that sequences share
 
     def allocate(self, request: Request, count: int) -> Tensor:
-        """Lend ``count`` slots for a step, and return them: ``[count]`` int64.
-
-        Raises:
-            OutOfSlots: Fewer than ``count`` slots are free; none is lent then.
-        """
-        request.borrowed = self._allocator.allocate(count)
+        """Lend ``[count]`` int64 slots for a step, or raise OutOfSlots and lend none."""
+        request.borrowed = self.allocator.allocate(count)
         return request.borrowed
 
     def commit(self, request: Request, places: list[int]) -> None:
@@ -53,27 +44,20 @@ class KVSlots:
 
     def free(self, request: Request) -> None:
         """Take back all that a request holds."""
-        self._cache.give_back(request)
+        self.cache.give_back(request)
         self._release(request)
         own, request.slots = request.slots, request.slots[:0]
-        self._allocator.release(own)
+        self.allocator.release(own)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check that every slot has one owner: the pool, a request, or a block in use.
-
-        Args:
-            requests: All requests that hold slots of the pool, which serves one engine.
-
-        Raises:
-            InvalidArgument: A slot has no owner, or two.
-        """
+        """Check that every slot has one owner: the pool, one of all requests, or a block in use."""
         holders = list(requests)
-        self._cache.check(holders)
+        self.cache.check(holders)
         own = [request.slots[request.shared :] for request in holders]
         borrowed = [request.borrowed for request in holders]
-        self._allocator.check([*self._cache.owned(), *own, *borrowed])
+        self.allocator.check([*self.cache.owned(), *own, *borrowed])
 
     def _release(self, request: Request) -> None:
         """Take back the slots lent for a step."""
         lent, request.borrowed = request.borrowed, request.borrowed[:0]
-        self._allocator.release(lent)
+        self.allocator.release(lent)

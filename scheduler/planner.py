@@ -318,10 +318,7 @@ class Acceptance:
         return self
 
     def tokens(self, shift: float = 0.0, limit: int = MAX_DEPTH + 1) -> Array:
-        """Return ``[MAX_PATHS, MAX_DEPTH]`` float64: tokens that a step should commit.
-
-        The request's log-odds are shifted by ``shift``, and it may commit ``limit`` more tokens.
-        """
+        """Return ``[MAX_PATHS, MAX_DEPTH]`` tokens of a step, at log-odds shifted by ``shift``."""
         survival = self.hazards / (self.hazards + (1 - self.hazards) * math.exp(-shift))
         survival = survival.cumprod(axis=1)
         survival[:, max(0, limit - 1) :] = 0.0
@@ -376,23 +373,15 @@ _HORIZON = 256  # Most tokens over which reading missed positions is spread: ans
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What is expected of every plan, plain decoding first, for the requests that decode next.
+    """What is expected of every plan, plain decoding first, for the requests that decode next."""
 
-    Attributes:
-        plans: The plans.
-        batch: Requests of the step: those that choose, and others that will soon decode like them.
-        each: ``[requests, plans]`` float64, tokens of each request in a step.
-        seconds: ``[plans]`` float64, of a step.
-        late: ``[plans]`` float64, seconds in which drafters first read what they missed.
-        spread: ``[plans]`` float64, the same seconds, spread over the tokens to come.
-    """
-
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan, ...]  # the plans
+    # Requests of the step: those that choose, and others that will soon decode like them.
     batch: int
-    each: Array
-    seconds: Array
-    late: Array
-    spread: Array
+    each: Array  # [requests, plans] float64, tokens of each request in a step
+    seconds: Array  # [plans] float64, of a step
+    late: Array  # [plans] float64, seconds in which drafters first read what they missed
+    spread: Array  # [plans] float64, the same seconds, spread over the tokens to come
 
     @property
     def tokens(self) -> Array:

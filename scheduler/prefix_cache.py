@@ -29,37 +29,26 @@ from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
 
-BLOCK = 16
-"""Positions in a block."""
-
+BLOCK = 16  # positions in a block
 _FORGET_SHARE = 16
 """One part in this many of the pool is forgotten at once, so that its slots lie together."""
 
 Key: TypeAlias = tuple[int, bool, tuple[int, ...]]
-
-_ROOT = 0
-"""Number that stands for the parent of a text's first block."""
-
+_ROOT = 0  # number that stands for the parent of a text's first block
 _WORTH_SKIPPING = 64
 """How many positions longer a match of the target's rows alone must be to be preferred."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """KV slots of ``BLOCK`` positions.
+    """KV slots of ``BLOCK`` positions."""
 
-    Attributes:
-        key: Number of the block before, whether the drafter's rows are final too, and the tokens
-            from the first position to the one after the last.
-        number: The block's own number, never used again.
-        slots: ``[BLOCK]`` int64.
-        users: Number of requests whose texts contain the block.
-    """
-
+    # Number of the block before, whether the drafter's rows are final too, and the tokens from the
+    # first position to the one after the last.
     key: Key
-    number: int
-    slots: Tensor
-    users: int = 0
+    number: int  # the block's own number, never used again
+    slots: Tensor  # [BLOCK] int64
+    users: int = 0  # number of requests whose texts contain the block
 
     @property
     def followed(self) -> bool:
@@ -69,34 +58,21 @@ class Block:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a cache has done so far.
+    """What a cache has done so far."""
 
-    Attributes:
-        asked: Tokens that requests had to read when they were admitted.
-        shared: Those of them that were found in the cache, and were not read again.
-        stored: Blocks stored.
-        forgotten: Blocks forgotten because their slots were needed.
-    """
-
-    asked: int = 0
-    shared: int = 0
-    stored: int = 0
-    forgotten: int = 0
+    asked: int = 0  # tokens that requests had to read when they were admitted
+    shared: int = 0  # those of them that were found in the cache, and were not read again
+    stored: int = 0  # blocks stored
+    forgotten: int = 0  # blocks forgotten because their slots were needed
 
 
 @dataclass(slots=True)
 class PrefixCache:
-    """Blocks, found by their tokens.
+    """Blocks, found by their tokens."""
 
-    Attributes:
-        allocator: Owner of the slots.
-        enabled: Whether texts share blocks at all.
-        counts: What the cache has done so far.
-    """
-
-    allocator: SlotAllocator
-    enabled: bool = True
-    counts: CacheCounts = field(default_factory=CacheCounts)
+    allocator: SlotAllocator  # owner of the slots
+    enabled: bool = True  # whether texts share blocks at all
+    counts: CacheCounts = field(default_factory=CacheCounts)  # what the cache has done so far
     _blocks: dict[Key, Block] = field(default_factory=dict)
     _idle: dict[int, Block] = field(default_factory=dict)
     _held: dict[int, list[Block]] = field(default_factory=dict)
@@ -106,10 +82,10 @@ class PrefixCache:
         self.allocator.add_keeper(self._forget)
 
     def match(self, request: Request) -> list[Block]:
-        """Return the blocks that ``request`` need not read; at least one token is left unread."""
+        """Return the blocks that ``request`` need not prefill; at least one token is left."""
         if not self.enabled:
             return []
-        tokens = request.tokens_from(0)[: request.length_to_read]
+        tokens = request.tokens_from(0)[: request.prefill_length]
         if not request.drafted:
             return self._chain(tokens, [], followed=False)
         followed = self._chain(tokens, [], followed=True)
@@ -134,7 +110,7 @@ class PrefixCache:
 
     def lend(self, request: Request, blocks: list[Block]) -> None:
         """Let ``request``, which holds nothing, begin with ``blocks`` found by :meth:`match`."""
-        self.counts.asked += request.length_to_read
+        self.counts.asked += request.prefill_length
         if not blocks:
             return
         for block in blocks:
@@ -207,11 +183,7 @@ class PrefixCache:
         return [block.slots for block in self._blocks.values() if block.users]
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check the users of all blocks, and the slots that requests share with them.
-
-        Raises:
-            InvalidArgument: They are inconsistent.
-        """
+        """Raise InvalidArgument unless users of blocks and shared slots are consistent."""
         users: dict[int, int] = {}
         for request in requests:
             held = self._held.get(request.number, [])

@@ -2,13 +2,13 @@
 
 Requests are served in order of precedence: by priority, a lower number first, then by arrival.
 
-- A waiting request is admitted when the free slots hold its text, and a step and some growth of
-  every request. No waiting request is overtaken.
-- Every running request takes part in every step. A request that has read its text decodes; the
+- A waiting request is admitted when the free slots hold its sequence, and a step and some growth
+  of every request. No waiting request is overtaken.
+- Every running request takes part in every step. A request that is prefilled decodes; the
   others share a budget of tokens, so that a long prompt does not hold up those that decode.
 - Slots are not reserved for whole answers. When they run short, the request last in precedence is
   pre-empted: it gives up its slots, returns to its old place among the waiting requests, and later
-  reads its text again. The first in precedence fits the pool by itself, so it always makes
+  prefills its sequence again. The first in precedence fits the pool by itself, so it always makes
   progress.
 - A waiting request of a better priority pre-empts running ones of a worse priority, if it can be
   admitted then.
@@ -16,9 +16,8 @@ Requests are served in order of precedence: by priority, a lower number first, t
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase
 from eaglegbv.request import Request
@@ -31,43 +30,33 @@ the new request would be pre-empted at once."""
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A part of a text to read.
+    """A part of a sequence to prefill."""
 
-    Attributes:
-        request: The request whose text it is.
-        count: Number of tokens, from ``request.context`` on.
-    """
-
-    request: Request
-    count: int
+    request: Request  # the request whose sequence it is
+    count: int  # number of tokens, from `request.context` on
 
     @property
     def brings_first_token(self) -> bool:
-        """Whether this reads a new prompt to its end, so that the first token follows."""
-        return self.count == self.request.unread and not self.request.prefilled
+        """Whether this prefills a new prompt to its end, so that the first token follows."""
+        return self.count == self.request.to_prefill and not self.request.prefilled
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The requests that take part in a step.
+    """The requests that take part in a step."""
 
-    Attributes:
-        decoding: Requests that have read their texts.
-        reading: Chunks of the texts of others.
-    """
-
-    decoding: list[Request]
-    reading: list[PrefillChunk]
+    decoding: list[Request]  # requests that are prefilled
+    prefilling: list[PrefillChunk]  # chunks of the sequences of others
 
     @property
     def empty(self) -> bool:
         """Whether no request takes part."""
-        return not self.decoding and not self.reading
+        return not self.decoding and not self.prefilling
 
     @property
     def requests(self) -> list[Request]:
         """All requests that take part."""
-        return [*self.decoding, *(chunk.request for chunk in self.reading)]
+        return [*self.decoding, *(chunk.request for chunk in self.prefilling)]
 
     def share_seconds(self, seconds: Mapping[Phase, float], rows: int) -> None:
         """Share a step's time by phase among the requests that took part.
@@ -76,12 +65,12 @@ class StepBatch:
         for these requests, the others for the decoding ones. For a request that still prefills, all
         time counts as prefill.
         """
-        prefilled = sum(chunk.count for chunk in self.reading)
-        share = len(self.reading) / max(1, len(self.requests))
+        prefilled = sum(chunk.count for chunk in self.prefilling)
+        share = len(self.prefilling) / max(1, len(self.requests))
         shares = {Phase.FORWARD: prefilled / rows, Phase.VERIFY: share, Phase.COMMIT: share}
         prefill = {phase: seconds.get(phase, 0.0) * part for phase, part in shares.items()}
         total = seconds.get(Phase.PREFILL, 0.0) + sum(prefill.values())
-        for chunk in self.reading:
+        for chunk in self.prefilling:
             chunk.request.metrics.add_seconds(Phase.PREFILL, total * chunk.count / prefilled)
         for phase in (Phase.DRAFT, *shares):
             own = seconds.get(phase, 0.0) - prefill.get(phase, 0.0)
@@ -89,32 +78,17 @@ class StepBatch:
                 request.metrics.add_seconds(phase, own / len(self.decoding))
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Scheduler:
     """The waiting and the running requests."""
 
-    def __init__(
-        self,
-        *,
-        max_batch: int,
-        prefill_tokens: int,
-        cache: PrefixCache,
-        vacate: Callable[[Request], None],
-    ) -> None:
-        """Start empty.
-
-        Args:
-            max_batch: Most requests that run together.
-            prefill_tokens: Most tokens of texts that a step reads.
-            cache: Blocks of texts read before, in the pool's slots.
-            vacate: Called to make a pre-empted request give back all it holds of the pool.
-        """
-        self.running: list[Request] = []
-        self.preemptions = 0
-        self._waiting: list[Request] = []
-        self._max_batch = max_batch
-        self._prefill_tokens = prefill_tokens
-        self._cache = cache
-        self._vacate = vacate
+    max_batch: int  # most requests that run together
+    prefill_tokens: int  # most tokens that a step prefills
+    cache: PrefixCache  # blocks of sequences prefilled before, in the pool's slots
+    vacate: Callable[[Request], None]  # makes a pre-empted request give back all it holds
+    running: list[Request] = field(default_factory=list)
+    preemptions: int = 0
+    _waiting: list[Request] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
@@ -133,12 +107,8 @@ class Scheduler:
         return min(firsts, key=_precedence, default=None)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidArgument: The request can never fit the KV pool.
-        """
-        slots = self._allocator.num_slots
+        """Queue a request, or raise InvalidArgument where it can never fit the KV pool."""
+        slots = self.cache.allocator.num_slots
         if request.slots_needed > slots:
             raise InvalidArgument(
                 "prompt",
@@ -161,31 +131,22 @@ class Scheduler:
                 del requests[place]
 
     def preempt(self, request: Request) -> None:
-        """Make a running request wait again, without any slots.
-
-        Raises:
-            InvalidArgument: The request is not running.
-        """
+        """Make a running request wait again, without any slots; InvalidArgument for others."""
         if request not in self.running:
             raise InvalidArgument("request", request.number, "one that runs")
         self.running.remove(request)
-        self._vacate(request)
+        self.vacate(request)
         insort(self._waiting, request, key=_precedence)
         request.metrics.preemptions += 1
         self.preemptions += 1
 
-    @property
-    def _allocator(self) -> SlotAllocator:
-        return self._cache.allocator
-
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
-            blocks = self._find_room(request)
-            if blocks is None:
+            if (blocks := self._find_room(request)) is None:
                 return
             self._waiting.pop(0)
-            self._cache.lend(request, blocks)
+            self.cache.lend(request, blocks)
             request.metrics.cached_tokens += request.shared
             insort(self.running, request, key=_precedence)
 
@@ -195,11 +156,11 @@ class Scheduler:
         if worse and not self._fits_among(request, self.running[: -len(worse)]):
             worse = []
         while True:
-            if len(self.running) < self._max_batch:
-                blocks = self._cache.match(request)
+            if len(self.running) < self.max_batch:
+                blocks = self.cache.match(request)
                 # Idle blocks are free slots until they are lent.
                 needed = _outlook(request) - BLOCK * len(blocks) + idle_slots(blocks)
-                if needed + sum(map(_outlook, self.running)) <= self._allocator.num_free:
+                if needed + sum(map(_outlook, self.running)) <= self.cache.allocator.num_free:
                     return blocks
             if not worse:
                 return None
@@ -208,38 +169,37 @@ class Scheduler:
     def _fits_among(self, request: Request, others: list[Request]) -> bool:
         """Return whether ``request`` could run beside ``others`` and no one else."""
         held = sum(other.context + _outlook(other) for other in others)
-        room = held + _outlook(request) <= self._allocator.num_slots
-        return room and len(others) < self._max_batch
+        room = held + _outlook(request) <= self.cache.allocator.num_slots
+        return room and len(others) < self.max_batch
 
     def _grant(self) -> StepBatch:
         """Grant running requests the slots and tokens of a step, in order of precedence."""
-        decoding: list[Request] = []
-        reading: list[PrefillChunk] = []
-        free, budget = self._allocator.num_free, self._prefill_tokens
+        batch = StepBatch([], [])
+        free, budget = self.cache.allocator.num_free, self.prefill_tokens
         place = 0
         while place < len(self.running):
             request = self.running[place]
             place += 1
-            unread = request.unread
-            if unread and not budget:
+            left = request.to_prefill
+            if left and not budget:
                 continue
-            # A text can be read in parts of any size; a tree needs all its slots at once.
-            least = 1 if unread else request.step_slots
+            # A sequence is prefilled in parts of any size; a tree needs all its slots at once.
+            least = 1 if left else request.step_slots
             while free < least and place < len(self.running):
-                before = self._allocator.num_free
+                before = self.cache.allocator.num_free
                 self.preempt(self.running[-1])
-                free += self._allocator.num_free - before
+                free += self.cache.allocator.num_free - before
             if free < least:
                 continue
-            if unread:
-                count = min(unread, budget, free)
-                reading.append(PrefillChunk(request, count))
+            if left:
+                count = min(left, budget, free)
+                batch.prefilling.append(PrefillChunk(request, count))
                 budget -= count
                 free -= count
             else:
-                decoding.append(request)
+                batch.decoding.append(request)
                 free -= request.step_slots
-        return StepBatch(decoding, reading)
+        return batch
 
 
 def _precedence(request: Request) -> tuple[int, int]:
@@ -247,6 +207,6 @@ def _precedence(request: Request) -> tuple[int, int]:
 
 
 def _outlook(request: Request) -> int:
-    """Return the slots a request should find free: to read its text, for a step, and to grow."""
+    """Return the slots a request should find free: to prefill, for a step, and to grow."""
     growth = min(GROWTH, request.max_tokens - len(request.token_ids))
-    return request.unread + request.step_slots + growth
+    return request.to_prefill + request.step_slots + growth

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import first_place, send
+from eaglegbv.devices import first_true, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
@@ -46,19 +46,19 @@ class VerifyUniforms:
     @classmethod
     def draw(
         cls,
-        streams: Sequence[RequestRng],
+        rngs: Sequence[RequestRng],
         steps: Sequence[int],
         *,
         paths: int,
         length: int,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Draw every request's numbers from its own stream at its own step counter."""
+        """Draw every request's numbers from its own rng at its own step counter."""
         counts = 2 * paths * length, paths * length, 1
         wanted = [(p, n) for p, n in zip(_PURPOSES, counts, strict=True) if n > 0]
         drawn = [
             np.concatenate([s.draw(t, purpose, n) for purpose, n in wanted])
-            for s, t in zip(streams, steps, strict=True)
+            for s, t in zip(rngs, steps, strict=True)
         ]
         # One copy to the device for all of them.
         numbers = send(torch.from_numpy(np.array(drawn)), device)
@@ -87,12 +87,10 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
-    draft_samplings: ClassVar[frozenset[DraftSampling]]
-    """Draft samplings the rule is lossless for."""
+    draft_samplings: ClassVar[frozenset[DraftSampling]]  # draft samplings the rule is lossless for
     default_sampling: ClassVar[DraftSampling] = DraftSampling.IID
     """How to draft when the user does not say."""
-    max_paths: ClassVar[int | None] = None
-    """Most paths the rule can use; ``None`` for any number."""
+    max_paths: ClassVar[int | None] = None  # most paths the rule can use; `None` for any number
 
     def fitting_paths(self, paths: int) -> int:
         """Return as many of ``paths`` as the rule can use."""
@@ -146,8 +144,7 @@ class Verifier(Rule):
 # the answer together with the verdict it belongs to, and fails only the requests that are faulty.
 
 
-TOLERANCE = 1e-6
-"""How far the sum of a distribution may be from one."""
+TOLERANCE = 1e-6  # how far the sum of a distribution may be from one
 
 
 class Fault(IntFlag):
@@ -221,7 +218,7 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
         child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == token.unsqueeze(1))
         found = child & drafted
         going = going & found.any(dim=1)
-        node = torch.where(going, first_place(found), node)
+        node = torch.where(going, first_true(found), node)
         accepted = accepted + going
         visited.append(node)
     return Verdict(path_nodes=torch.stack(visited, dim=1), accepted=accepted, token_ids=token)

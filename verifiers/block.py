@@ -116,8 +116,7 @@ class BlockVerifier(BlockRule):
         return DraftedPath.only(tree, target)
 
 
-_LARGEST = math.log(torch.finfo(torch.float64).max)
-"""Logarithm of the largest number."""
+_LARGEST = math.log(torch.finfo(torch.float64).max)  # logarithm of the largest number
 
 
 def prefix_weights(ratios: Tensor) -> Tensor:

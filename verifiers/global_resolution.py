@@ -91,13 +91,8 @@ from eaglegbv.verifiers.transport import exact_transport, select_draft
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
-
-TOLERANCE = 1e-3
-"""Loss of acceptance above which a solver counts as failed."""
-
-MOST_SETS = 1000
-"""Draft sets that ``max_flow`` and ``lp`` take at most: their matrices are dense."""
-
+TOLERANCE = 1e-3  # loss of acceptance above which a solver counts as failed
+MOST_SETS = 1000  # draft sets that `max_flow` and `lp` take at most: their matrices are dense
 UNITS = 1 << 30
 
 
@@ -293,16 +288,13 @@ def _flow(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:
 TRUNCATED = 2.5e-4
 """n times the draft probability of the tokens off T, where the limit on multisets allows it."""
 
-MOST_MULTISETS = 200_000
-"""Draws that are listed at most; T is cut down to it."""
-
+MOST_MULTISETS = 200_000  # draws that are listed at most; T is cut down to it
 MOST_STEPS = 500
 WEIGHT_RANGE, RACE_WEIGHT_RANGE = 30.0, 16.0
 """Bounds on |a|: distributions on the boundary of what selection can reach ask for infinite
 weights."""
 
 GRADIENT_TOLERANCE, RACE_GRADIENT_TOLERANCE = 1e-5, 3e-6
-
 STEP, TAIL = 0.7, 16.0
 """Step and reach of the trapezoidal rule in log t while minimising. Its error is below the
 tolerance."""
@@ -311,7 +303,6 @@ FINE_STEP, FINE_TAIL = 0.17, 40.0
 """Step and reach of the rule that yields the final b, exact to rounding."""
 
 POINTS_AT_ONCE = 16
-
 Objective: TypeAlias = Callable[[Floats], tuple[float, Floats]]
 """Takes a; returns E[log of the sum of exp(a)] and its gradient, the distribution selected."""
 

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import first_place
+from eaglegbv.devices import first_true
 from eaglegbv.tree import DraftTree, TargetProbs
 
 # Draws from unnormalised distributions by inverse CDF, without reading anything on the host. Large
@@ -26,12 +26,12 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     unless a row has no positive weight at all: the caller must rule that out.
 
     Args:
-        weights: ``[rows, entries]`` float64, non-negative.
+        weights: ``[rows, entries]`` float64 or float32, non-negative; summed in float64.
         uniforms: ``[rows]`` float64 in [0, 1).
     """
     entries = weights.shape[1]
     if entries < _LARGE:
-        cumulative = _cumulative(weights)
+        cumulative = _cumulative(weights.double())
         return _first_above(cumulative, uniforms * cumulative.amax(dim=1))
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=1)
@@ -41,7 +41,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     # The last block starts early enough to be whole; what it shares with the one before counts 0.
     start = (block * _BLOCK).clamp(max=entries - _BLOCK)
     columns = start + torch.arange(_BLOCK, device=weights.device)
-    part = weights.gather(1, columns) * (columns >= block * _BLOCK)
+    part = weights.gather(1, columns).double() * (columns >= block * _BLOCK)
     return start.squeeze(1) + _first_above(_cumulative(part), (threshold - before).clamp(min=0))
 
 
@@ -49,10 +49,12 @@ def _block_sums(weights: Tensor) -> Tensor:
     """Return ``[rows, blocks]``: the sums over blocks of ``[rows, entries]``."""
     rows, entries = weights.shape
     blocks, rest = entries // _BLOCK, entries % _BLOCK  # compilable, unlike divmod
-    whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(dim=2)
+    whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK)
+    whole = whole.sum(dim=2, dtype=torch.float64)
     if rest == 0:
         return whole
-    return torch.cat((whole, weights[:, blocks * _BLOCK :].sum(dim=1, keepdim=True)), dim=1)
+    tail = weights[:, blocks * _BLOCK :].sum(dim=1, keepdim=True, dtype=torch.float64)
+    return torch.cat((whole, tail), dim=1)
 
 
 def _cumulative(weights: Tensor) -> Tensor:
@@ -67,13 +69,13 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """
     total = cumulative.amax(dim=1)
     least = torch.minimum(torch.nextafter(threshold, total), total)
-    return first_place(cumulative >= least.unsqueeze(1))
+    return first_true(cumulative >= least.unsqueeze(1))
 
 
 # The correction or bonus token: the one pass over the whole vocabulary a verification needs.
 
 
-_TRACE = 1e-280
+_TRACE = {torch.float64: 1e-280, torch.float32: 1e-30}
 """What a token keeps of p where the residual leaves it nothing: too little ever to be drawn, unless
 no token has any residual left."""
 
@@ -107,14 +109,15 @@ def correction_token(residual: Residual, target: TargetProbs, uniforms: Tensor) 
 
 def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor:
     """Draw from the residual of ``probs`` ``[batch, vocab]``, which may be overwritten."""
-    own = probs.gather(1, residual.ids)
+    trace = _TRACE[probs.dtype]
+    own = probs.gather(1, residual.ids).double()
     weight = residual.weight.unsqueeze(1)
-    left = torch.maximum(weight * own - residual.draft, _TRACE * own)
-    weights = probs.mul_(weight.clamp(min=_TRACE))
+    left = torch.maximum(weight * own - residual.draft, trace * own)
+    weights = probs.mul_(weight.clamp(min=trace))
     # The minimum ignores padding, whose ids are those of other tokens.
-    weights.scatter_reduce_(1, residual.ids, left, "amin")
+    weights.scatter_reduce_(1, residual.ids, left.to(probs.dtype), "amin")
     # A uniform of exactly 0 must not find a trace.
-    return draw(weights, uniforms.clamp(min=_TRACE**0.5))
+    return draw(weights, uniforms.clamp(min=trace**0.5))
 
 
 # Rows and places in the lists that nodes have: token ids, and a probability of each.
@@ -130,7 +133,7 @@ def place_of(tokens: Tensor, ids: Tensor, draft: Tensor) -> Tensor:
 
     The lists are ``ids`` ``[..., width]`` with ``draft``, which is 0 at padding entries.
     """
-    return first_place((ids == tokens.unsqueeze(-1)) & (draft > 0))
+    return first_true((ids == tokens.unsqueeze(-1)) & (draft > 0))
 
 
 def places_of_tokens(tree: DraftTree, ids: Tensor, draft: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.compiling import EXAMPLE_WIDTH, check_backend, compile_graph, making_graphs
+from eaglegbv.compiling import EXAMPLE_WIDTH, compile_graph, making_graphs
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.rng import RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
@@ -147,7 +147,6 @@ class CheckedVerifier:
         self.verifier = verifier
         self._compiled: Callable[..., Checked] | None = None
         if compile_backend is not None and verifier.one_graph:
-            check_backend(compile_backend)
             self._compiled = compile_graph(self._verify, compile_backend)
             # Graphs are made for tensors of inference mode, in which an engine runs.
             with making_graphs(), torch.inference_mode():
@@ -208,6 +207,6 @@ def _example(
     ).to(torch.device(device))
     rows = torch.arange(batch * nodes, device=device).view(batch, nodes)
     logits = torch.zeros((batch * nodes, max(vocab, width + 1)), device=device)
-    streams, steps = [RequestRng(0)] * batch, [0] * batch
-    uniforms = VerifyUniforms.draw(streams, steps, paths=paths, length=length, device=device)
+    rngs, steps = [RequestRng(0)] * batch, [0] * batch
+    uniforms = VerifyUniforms.draw(rngs, steps, paths=paths, length=length, device=device)
     return tree, TargetProbs.of_logits(logits, rows), uniforms

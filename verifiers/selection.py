@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import first_place, most_likely_first
+from eaglegbv.devices import first_true, most_likely_first
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.paths import (
     DraftedPath,
@@ -47,7 +47,7 @@ def select_iid(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Drafte
     parents = forks.at(rooted(tree.path_nodes)[:, :, :-1].flatten(1))
     tokens = tree.token_ids.gather(1, tree.path_nodes.flatten(1))
     # A token's first place is its own: entries of draft probability zero come last.
-    ranks = first_place(rows_at(forks.plan.ids, parents) == tokens.unsqueeze(2))
+    ranks = first_true(rows_at(forks.plan.ids, parents) == tokens.unsqueeze(2))
     label = labels(forks.plan, parents, ranks, uniforms.transpose(1, 2).flatten(1, 2))
     # The highest label wins, the first drafted among equals: one number encodes both. An only child
     # wins with any number.
@@ -107,7 +107,7 @@ class Forks:
         # A probability b may round to 0 at the token selected.
         found = (ids == tokens.unsqueeze(2)) & (forked | (draft > 0))
         probs = probs_along(target, steps, ids)
-        return DraftedPath(nodes, lengths, ids, draft, probs, chosen=first_place(found))
+        return DraftedPath(nodes, lengths, ids, draft, probs, chosen=first_true(found))
 
     def at(self, nodes: Tensor) -> Tensor:
         """Return the places of ``nodes`` ``[batch, ...]``.

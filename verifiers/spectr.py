@@ -89,8 +89,7 @@ class SpecTrVerifier(Verifier):
         return descend(tree, target, uniforms, chosen, ones, tree.draft_ids, served)
 
 
-_HALVINGS = 58
-"""Bisections after which an interval inside [1, 16] is two neighbouring numbers."""
+_HALVINGS = 58  # bisections after which an interval inside [1, 16] is two neighbouring numbers
 
 
 def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:

@@ -242,7 +242,7 @@ class StatefulUniforms:
     @classmethod
     def draw(
         cls,
-        streams: Sequence[RequestRng],
+        rngs: Sequence[RequestRng],
         steps: Sequence[int],
         layers: Sequence[int],
         *,
@@ -250,20 +250,20 @@ class StatefulUniforms:
         length: int,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Draw every request's numbers from its own stream at its own step counter.
+        """Draw every request's numbers from its own rng at its own step counter.
 
         They continue the selection and correction numbers of the plain draw, so they do not depend
         on how many layers other requests have; ``layers`` counts those of each request.
         """
-        plain = VerifyUniforms.draw(streams, steps, paths=paths, length=length, device=device)
+        plain = VerifyUniforms.draw(rngs, steps, paths=paths, length=length, device=device)
         most = max(layers, default=0)
-        entering = np.zeros((len(streams), length, most))
-        leaving = np.zeros((len(streams), most + 1))
+        entering = np.zeros((len(rngs), length, most))
+        leaving = np.zeros((len(rngs), most + 1))
         start = 2 * paths * length
-        for b, (stream, step, count) in enumerate(zip(streams, steps, layers, strict=True)):
-            numbers = stream.draw(step, Purpose.SELECTION, start + length * count)[start:]
+        for b, (rng, step, count) in enumerate(zip(rngs, steps, layers, strict=True)):
+            numbers = rng.draw(step, Purpose.SELECTION, start + length * count)[start:]
             entering[b, :, :count] = numbers.reshape(length, count)
-            leaving[b, : count + 1] = stream.draw(step, Purpose.CORRECTION, count + 2)[1:]
+            leaving[b, : count + 1] = rng.draw(step, Purpose.CORRECTION, count + 2)[1:]
         return cls(plain, *(torch.from_numpy(x).to(device) for x in (entering, leaving)))
 
 

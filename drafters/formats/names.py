@@ -11,13 +11,9 @@ from eaglegbv.errors import DrafterMismatch
 
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
-OFFSETS = "d2t"
-"""``[draft_vocab]`` int64: target id minus draft id."""
-MEMBERS = "t2d"
-"""``[vocab]`` bool: which target ids the draft vocabulary holds."""
-LAYER = "layer."
-"""What the decoder layer's tensors begin with inside this package."""
-
+OFFSETS = "d2t"  # `[draft_vocab]` int64: target id minus draft id
+MEMBERS = "t2d"  # `[vocab]` bool: which target ids the draft vocabulary holds
+LAYER = "layer."  # what the decoder layer's tensors begin with inside this package
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 _MODEL = "model."
 _RENAMED = {
@@ -35,19 +31,12 @@ _LEFT_ASIDE = {
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a head by the names that are used inside this package.
+    """The tensors of a head by the names that are used inside this package."""
 
-    Attributes:
-        tensors: Those in use.
-        stored: The names they have in the file.
-        layer_prefix: What the names of the decoder layer begin with in the file.
-        left_aside: Names in the file that are known but not needed, and why.
-    """
-
-    tensors: Mapping[str, Tensor]
-    stored: Mapping[str, str]
-    layer_prefix: str
-    left_aside: Mapping[str, str]
+    tensors: Mapping[str, Tensor]  # those in use
+    stored: Mapping[str, str]  # the names they have in the file
+    layer_prefix: str  # what the names of the decoder layer begin with in the file
+    left_aside: Mapping[str, str]  # names in the file that are known but not needed, and why
 
     @property
     def has_attention_norm(self) -> bool:
@@ -133,12 +122,9 @@ def _plain(name: str) -> str:
 class RemarkKind(StrEnum):
     """What a remark is about."""
 
-    NOTE = "note"
-    """Nothing to worry about."""
-    ASSUMED = "assumed"
-    """How the files were read where they leave something open."""
-    WARNING = "warning"
-    """How another engine would read the files."""
+    NOTE = "note"  # nothing to worry about
+    ASSUMED = "assumed"  # how the files were read where they leave something open
+    WARNING = "warning"  # how another engine would read the files
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ PICKLED = "pytorch_model.bin"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NUMBERING = "layer_ids_are"
 """A key of this package beside the ids, ``inputs`` or ``outputs``; other engines ignore it."""
-LAYER_SECTION = "transformer_layer_config"
-"""Where speculators keeps the decoder layer's settings."""
+LAYER_SECTION = "transformer_layer_config"  # where speculators keeps the decoder layer's settings
 
 
 # The tensors of a folder, from safetensors or from what ``torch.save`` wrote, whole or sharded.
@@ -44,16 +43,11 @@ LAYER_SECTION = "transformer_layer_config"
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tensors by the names they are stored under.
+    """Tensors by the names they are stored under."""
 
-    Attributes:
-        files: The files read.
-        ignored: Other files with weights in the folder, which repeat these.
-        tensors: On the CPU; mapped from the file, so that they are read only when used.
-    """
-
-    files: tuple[str, ...]
-    ignored: tuple[str, ...]
+    files: tuple[str, ...]  # the files read
+    ignored: tuple[str, ...]  # other files with weights in the folder, which repeat these
+    # On the CPU; mapped from the file, so that they are read only when used.
     tensors: dict[str, Tensor]
 
 
@@ -142,10 +136,8 @@ class Numbering(StrEnum):
     a target of L layers.
     """
 
-    INPUTS = "inputs"
-    """The input of the layer of that number."""
-    OUTPUTS = "outputs"
-    """The output of the layer of that number, which is the input of the next."""
+    INPUTS = "inputs"  # the input of the layer of that number
+    OUTPUTS = "outputs"  # the output of the layer of that number, which is the input of the next
 
     @property
     def engines(self) -> str:
@@ -169,25 +161,15 @@ class FormatName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format.
+    """A format."""
 
-    Attributes:
-        name: Its name.
-        engine: Who writes and reads it, for messages.
-        numbering: What its layer ids number.
-        eagle3_layer: What the names of an EAGLE-3 head's layer begin with.
-        architectures: The ``architectures`` it writes.
-        variants: Which of :data:`VARIANTS` it can express when they are true.
-        nested: Whether the layer's settings are in :data:`LAYER_SECTION`, and the token embedding
-            in the file.
-    """
-
-    name: FormatName
-    engine: str
-    numbering: Numbering
-    eagle3_layer: str
-    architectures: Mapping[Arch, str]
-    variants: Mapping[Arch, frozenset[str]]
+    name: FormatName  # its name
+    engine: str  # who writes and reads it, for messages
+    numbering: Numbering  # what its layer ids number
+    eagle3_layer: str  # what the names of an EAGLE-3 head's layer begin with
+    architectures: Mapping[Arch, str]  # the `architectures` it writes
+    variants: Mapping[Arch, frozenset[str]]  # which of `VARIANTS` it can express when they are true
+    # Whether the layer's settings are in `LAYER_SECTION`, and the token embedding in the file.
     nested: bool = False
 
 
@@ -265,19 +247,12 @@ def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class FeatureLayers:
-    """Target layers whose inputs are read, and why.
+    """Target layers whose inputs are read, and why."""
 
-    Attributes:
-        inputs: Layer numbers.
-        reason: How they follow from the file.
-        numbering: How the file's ids were read; None where there are none.
-        guessed: Whether the numbering was assumed, as nothing told it.
-    """
-
-    inputs: tuple[int, ...]
-    reason: str
-    numbering: Numbering | None = None
-    guessed: bool = False
+    inputs: tuple[int, ...]  # layer numbers
+    reason: str  # how they follow from the file
+    numbering: Numbering | None = None  # how the file's ids were read; None where there are none
+    guessed: bool = False  # whether the numbering was assumed, as nothing told it
 
     def remarks(self) -> list[Remark]:
         """Say who would read other layers, and what was guessed."""
@@ -300,17 +275,11 @@ class FeatureLayers:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayers:
-    """The layer ids of a file.
+    """The layer ids of a file."""
 
-    Attributes:
-        ids: As stored; None where there are none.
-        stated: What :data:`NUMBERING` says; None where it is missing.
-        format: The format, by whose numbering they are read where nothing tells.
-    """
-
-    ids: tuple[int, ...] | None
-    stated: Numbering | None
-    format: Format
+    ids: tuple[int, ...] | None  # as stored; None where there are none
+    stated: Numbering | None  # what `NUMBERING` says; None where it is missing
+    format: Format  # the format, by whose numbering they are read where nothing tells
 
     def resolve(self, num_layers: int | None) -> FeatureLayers | None:
         """Return the layers whose inputs are meant.
@@ -441,24 +410,16 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a config.json says of a head.
+    """What a config.json says of a head."""
 
-    Attributes:
-        architectures: Its ``architectures``, for reports.
-        config: The head's configuration. The layer numbers of an EAGLE-3 head are placeholders of
-            the right count; the true ones follow from :attr:`layers` and the target.
-        layers: EAGLE-3: the layer ids of the file.
-        passed_on: Keys that only other engines use.
-        verifier: Name of the target, where the file names one.
-        remarks: What was assumed, and what other engines would do otherwise.
-    """
-
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...]  # its `architectures`, for reports
+    # The head's configuration. The layer numbers of an EAGLE-3 head are placeholders of the right
+    # count; the true ones follow from `layers` and the target.
     config: EagleHeadConfig
-    layers: StoredLayers | None
-    passed_on: Mapping[str, Any]
-    verifier: str | None
-    remarks: tuple[Remark, ...]
+    layers: StoredLayers | None  # EAGLE-3: the layer ids of the file
+    passed_on: Mapping[str, Any]  # keys that only other engines use
+    verifier: str | None  # name of the target, where the file names one
+    remarks: tuple[Remark, ...]  # what was assumed, and what other engines would do otherwise
 
 
 def read_settings(

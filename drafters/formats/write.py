@@ -28,24 +28,16 @@ from eaglegbv.utils import replacing, write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a config.json is written from.
+    """What a config.json is written from."""
 
-    Attributes:
-        config: The head's configuration.
-        layers: Target layers whose inputs an EAGLE-3 head reads; None where the file leaves them
-            to the default.
-        dtype: Type of the tensors.
-        passed_on: Keys that only other engines use.
-        verifier: Name or path of the target, where it is known.
-        verifier_architectures: Its class names.
-    """
-
-    config: EagleHeadConfig
+    config: EagleHeadConfig  # the head's configuration
+    # Target layers whose inputs an EAGLE-3 head reads; None where the file leaves them to the
+    # default.
     layers: tuple[int, ...] | None
-    dtype: torch.dtype
-    passed_on: Mapping[str, Any]
-    verifier: str | None = None
-    verifier_architectures: tuple[str, ...] = ()
+    dtype: torch.dtype  # type of the tensors
+    passed_on: Mapping[str, Any]  # keys that only other engines use
+    verifier: str | None = None  # name or path of the target, where it is known
+    verifier_architectures: tuple[str, ...] = ()  # its class names
 
 
 def write_head(

@@ -1,15 +1,13 @@
 """A bigram table counted on the texts that heads are trained on: the yardstick for them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eaglegbv.drafters.tabular import Table
-from eaglegbv.drafters.training.data import Corpus, TextSettings, gather_texts
+from eaglegbv.drafters.training.data import Corpus, Texts
 from eaglegbv.errors import InvalidArgument
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
@@ -19,7 +17,7 @@ _CELLS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Weighted counts of two tokens in a row, the second written by the assistant.
+    """Counts of two tokens in a row, the second written by the assistant.
 
     Attributes:
         vocab: Number of tokens, V.
@@ -48,19 +46,16 @@ class Pairs:
         return self.counts[place].where(self.keys[place] == keys, 0.0)
 
 
-def count_pairs(corpus: Corpus, weights: Tensor, vocab: int) -> Pairs:
-    """Count a corpus, each document by its weight; the mean weight of a pair is scaled to 1."""
-    ends = corpus.starts + corpus.lengths
+def count_pairs(corpus: Corpus, vocab: int) -> Pairs:
+    """Count the pairs within the documents of a corpus."""
     tokens = corpus.token_ids.long()
-    document = torch.repeat_interleave(torch.arange(len(ends)), corpus.lengths)
+    document = torch.repeat_interleave(corpus.lengths)
     pair = (document[1:] == document[:-1]) & corpus.is_response[1:]
     keys = (tokens[:-1] * vocab + tokens[1:])[pair]
-    own = weights[document[1:]][pair]
-    if not bool(own.sum() > 0):
+    if not len(keys):
         raise InvalidArgument("data", list(corpus.sources), "responses of two tokens or more")
-    unique, place = keys.unique(return_inverse=True)
-    counts = torch.bincount(place, own, len(unique)) * (len(own) / own.sum())
-    return Pairs(vocab, unique, counts)
+    unique, counts = keys.unique(return_counts=True)
+    return Pairs(vocab, unique, counts.double())
 
 
 def smoothed(pairs: Pairs, prior: float, width: int) -> Table:
@@ -100,22 +95,11 @@ def cross_entropy(pairs: Pairs, prior: float, measured: Pairs) -> float:
     return float(-(measured.counts * probs.log()).sum() / measured.counts.sum())
 
 
-def train_bigram(
-    texts: TextSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    open_model: Callable[[], PreTrainedModel],
-    out: Path,
-    *,
-    vocab: int,
-    width: int,
-    command: str = "",
-) -> str:
-    """Count the texts, choose the prior by the held-out ones, and save the table in ``out``.
+def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int, command: str = "") -> str:
+    """Count texts, choose the prior by the held-out ones, and save the table in ``out``.
 
     Args:
-        texts: Which texts to count.
-        tokenizer: The target's.
-        open_model: Opens the target, where it has to answer.
+        texts: What to count.
         out: Folder to write.
         vocab: Tokens of the target.
         width: Followers kept of every token.
@@ -125,18 +109,15 @@ def train_bigram(
         A summary for a reader.
 
     Raises:
-        InvalidArgument: There is no data.
+        InvalidArgument: There is nothing to count, or a token is none of the target's.
     """
     if width < 1:
         raise InvalidArgument("width", width, "an integer of at least 1")
-    found = gather_texts(texts, tokenizer, open_model)
-    found.training.check_vocabulary(vocab)
-    pairs = count_pairs(found.training, found.weights, vocab)
-    lengths = found.held_out.lengths
-    held_out = count_pairs(found.held_out, torch.ones(len(lengths), dtype=torch.float64), vocab)
+    texts.training.check_vocabulary(vocab)
+    pairs, held_out = count_pairs(texts.training, vocab), count_pairs(texts.held_out, vocab)
     losses = {prior: cross_entropy(pairs, prior, held_out) for prior in _PRIORS}
     prior = min(losses, key=losses.__getitem__)
-    tokens = found.training.token_counts()
+    tokens = texts.training.token_counts()
     facts = {"prior": prior, "held_out_cross_entropy": losses[prior], "pairs": len(pairs.keys)}
     smoothed(pairs, prior, width).save(out, **facts, tokens=tokens, command=command)
     return (

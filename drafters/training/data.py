@@ -8,8 +8,8 @@ import hashlib
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ import msgspec
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.errors import InvalidArgument, first_line
 from eaglegbv.utils import read_json_lines, replacing, require_integer
@@ -27,11 +26,10 @@ from eaglegbv.utils import read_json_lines, replacing, require_integer
 HELD_OUT_ONE_IN = 50
 ROWS_PER_SOURCE = 20_000
 """Rows read of each file at most."""
-_PROMPTS_AT_ONCE = 64
 _SHORT_DOCUMENT = 8
 """A number of tokens that documents exceed on average."""
-OTHER_SHARE = 0.1
-"""Of the tokens, of a source that a mixture does not name: equal shares where it names none."""
+_ANSWERS_HELD_OUT_ONE_IN = 8
+"""Least number of answers to learn from for one that is measured on."""
 
 _log = logging.getLogger(__name__)
 
@@ -243,43 +241,16 @@ def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
     return filled.to(lengths.device)
 
 
-def draw_documents(weights: Tensor, shape: tuple[int, int], seed: int) -> Tensor:
-    """Draw documents with replacement, ``shape`` int64, a pure function of the arguments.
-
-    Args:
-        weights: ``[documents]`` float64, not necessarily normalised.
-        shape: Rows and documents a row.
-        seed: Seed of this draw.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(weights.device)
-    cumulative = weights.cumsum(0)
-    places = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
-    return places.clamp(max=len(weights) - 1)
-
-
-def mixture_weights(corpus: Corpus, shares: Mapping[str, float], max_tokens: int) -> Tensor:
-    """Return ``[documents]`` float64 weights that give each source its share of the tokens.
-
-    Args:
-        corpus: The documents.
-        shares: Relative share of the tokens by source; others have 0.1.
-        max_tokens: Longer documents get weight 0.
-    """
-    eligible = corpus.lengths <= max_tokens
-    counts = torch.zeros(len(corpus.sources), dtype=torch.float64, device=eligible.device)
-    counts.index_add_(0, corpus.source_of, (corpus.lengths * eligible).double())
-    share = counts.new_tensor([shares.get(source, OTHER_SHARE) for source in corpus.sources])
-    return eligible * (share / counts.clamp(min=1))[corpus.source_of]
+def draw_documents(number: int, shape: tuple[int, int], seed: int) -> Tensor:
+    """Draw ``shape`` of ``number`` documents with replacement, a function of the arguments."""
+    return torch.randint(number, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Rows to documents.
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    text: str
-    is_response: bool
+_Segment = tuple[str, bool]
+"""A piece of a document, and whether it is response."""
 
 
 def build_corpora(
@@ -329,7 +300,7 @@ def build_corpus(
             "%d of %d rows are left out, as the chat template refuses them; the first: %s (%s)",
             len(refused), len(rows), place, reason,
         )  # fmt: skip
-    texts = [segment.text for _, segments in cut for segment in segments]
+    texts = [text for _, segments in cut for text, _ in segments]
     encoded = iter(
         tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ()
     )
@@ -337,10 +308,10 @@ def build_corpus(
     for row, segments in cut:
         ids: list[int] = []
         is_response: list[bool] = []
-        for segment in segments:
+        for _, answers in segments:
             new = next(encoded)
             ids += new
-            is_response += [segment.is_response] * len(new)
+            is_response += [answers] * len(new)
         source = sources.index(row.source)
         if row.messages:
             documents.append(Document(source, ids[:max_tokens], is_response[:max_tokens]))
@@ -357,7 +328,7 @@ def _documents(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[_Segme
     a document of its own, with all that came before it.
     """
     if not row.messages:
-        return [[_Segment(row.text, is_response=True)]]
+        return [[(row.text, True)]]
     documents: list[list[_Segment]] = []
     done = ""
     messages = list(row.messages)
@@ -373,8 +344,7 @@ def _documents(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[_Segme
         if not documents or not prompt.startswith(done):
             documents.append([])
             done = ""
-        documents[-1].append(_Segment(prompt[len(done) :], is_response=False))
-        documents[-1].append(_Segment(answered[len(prompt) :], is_response=True))
+        documents[-1] += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
         done = answered
     return documents
 
@@ -406,17 +376,15 @@ class TextSettings:
         data: JSON-lines files, or folders of them.
         samples: File the target's answers are kept in, and read from where it exists.
         regenerate: Prompts the target answers itself; 0 takes the data's own answers.
-        mixture: Relative share of the tokens by source; those not named have 0.1.
         max_new_tokens: Longest answer of the target.
         window: Tokens of a text at most.
-        held_out: Held-out prompts the target answers, at most.
+        held_out: Held-out prompts that the target answers, at most, and one for eight others.
         seed: Seed of the draw and of the answers.
     """
 
     data: tuple[Path, ...]
     samples: Path
     regenerate: int = 0
-    mixture: Mapping[str, float] = field(default_factory=dict)
     max_new_tokens: int = 128
     window: int = 256
     held_out: int = 256
@@ -430,152 +398,94 @@ class TextSettings:
             raise InvalidArgument("max_new_tokens", self.max_new_tokens, expected)
 
 
+Answer = Callable[[Sequence[list[int]]], list[list[int]]]
+"""The target's answers to prompts, all token ids, with the tokens that end them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What a drafter is trained on, ``weights`` ``[documents]`` float64, and measured on."""
+    """What a drafter is trained on, and measured on."""
 
     training: Corpus
-    weights: Tensor
     held_out: Corpus
 
 
 def gather_texts(
-    settings: TextSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    open_model: Callable[[], PreTrainedModel],
+    settings: TextSettings, tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> Texts:
     """Read the data and let the target answer, unless its answers are kept already.
 
     Args:
         settings: Which texts to gather.
         tokenizer: The target's.
-        open_model: Opens the target, where it has to answer.
+        answer: Has the target answer; not called where nothing is to be answered.
 
     Raises:
         InvalidArgument: The data or the kept answers cannot be read, or there is nothing to learn.
     """
     if settings.regenerate and settings.samples.exists():
-        return _equally(*_kept_answers(settings.samples))
+        return _kept_answers(settings.samples)
     rows = list(read_rows(find_files(settings.data), ROWS_PER_SOURCE))
     corpora = build_corpora(rows, tokenizer, settings.window)
-    weights = [mixture_weights(c, settings.mixture, settings.window) for c in corpora]
     if not settings.regenerate:
-        return Texts(corpora[0], weights[0], corpora[1])
-    model = open_model()
-    numbers = (settings.regenerate, min(settings.held_out, settings.regenerate))
-    answers = [
-        regenerate(model, corpus, own, number, settings, seed=settings.seed + i)
-        for i, (corpus, own, number) in enumerate(zip(corpora, weights, numbers, strict=True))
+        return Texts(*corpora)
+    few = max(1, settings.regenerate // _ANSWERS_HELD_OUT_ONE_IN)
+    numbers = settings.regenerate, min(settings.held_out, few)
+    longest = settings.window - settings.max_new_tokens
+    prompts = [
+        draw_prompts(corpus, number, longest, settings.seed)
+        for corpus, number in zip(corpora, numbers, strict=True)
     ]
+    answers = iter(answer([prompt.token_ids for own in prompts for prompt in own]))
+    answered = [
+        join_documents([_continued(prompt, next(answers)) for prompt in own], corpus.sources)
+        for own, corpus in zip(prompts, corpora, strict=True)
+    ]
+    texts = Texts(*answered)
     # Whole or not at all, for a run may be killed at any time.
     with replacing(settings.samples) as partial:
-        names = ("training", "held_out")
-        torch.save({n: asdict(c) for n, c in zip(names, answers, strict=True)}, partial)
-    return _equally(*answers)
+        kept = {each.name: asdict(getattr(texts, each.name)) for each in fields(texts)}
+        torch.save(kept, partial)
+    return texts
 
 
-def _kept_answers(samples: Path) -> tuple[Corpus, Corpus]:
+def _kept_answers(samples: Path) -> Texts:
+    broken = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
     try:
         kept = torch.load(samples, weights_only=True)
-        return Corpus(**kept["training"]), Corpus(**kept["held_out"])
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        LookupError,
-        TypeError,
-        pickle.UnpicklingError,
-    ) as error:
+        return Texts(Corpus(**kept["training"]), Corpus(**kept["held_out"]))
+    except broken as error:
         expected = f"a file of the target's answers ({type(error).__name__})"
         raise InvalidArgument("samples", str(samples), expected) from error
 
 
-def _equally(training: Corpus, held_out: Corpus) -> Texts:
-    return Texts(training, torch.ones(len(training.lengths), dtype=torch.float64), held_out)
+def draw_prompts(corpus: Corpus, number: int, longest: int, seed: int) -> list[Document]:
+    """Draw ``number`` prompts of at most ``longest`` tokens, each once while there are others.
 
-
-def regenerate(
-    model: PreTrainedModel,
-    corpus: Corpus,
-    weights: Tensor,
-    number: int,
-    settings: TextSettings,
-    *,
-    seed: int,
-) -> Corpus:
-    """Let ``model`` answer prompts of ``corpus`` at temperature 1.
-
-    A prompt is a document up to one of its responses, chosen at random. Plain texts have none.
-
-    Args:
-        model: The target.
-        corpus: Documents to take prompts from.
-        weights: ``[documents]`` weights of the documents.
-        number: Prompts to draw; those that leave no room for the longest answer are dropped.
-        settings: How long texts and answers are.
-        seed: Seed of the draw and of the answers.
+    A prompt is a document up to one of its responses; plain texts have none.
 
     Raises:
         InvalidArgument: No prompt is short enough, or there are none.
     """
-    max_prompt = settings.window - settings.max_new_tokens
-    chosen = draw_documents(weights.cpu(), (number, 1), seed).squeeze(1).tolist()
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [_prompt(corpus, document, generator) for document in chosen]
-    kept = [(c, p) for c, p in zip(chosen, prompts, strict=True) if 0 < len(p) <= max_prompt]
-    if not kept:
-        expected = f"conversations with a prompt of at most {max_prompt} tokens (window - answer)"
+    document = torch.repeat_interleave(corpus.lengths)
+    size = torch.arange(len(document)) - corpus.starts[document]
+    begins = corpus.is_response & ~corpus.is_response.roll(1) & (size > 0) & (size <= longest)
+    ends = begins.nonzero().squeeze(1)
+    if not len(ends):
+        expected = f"conversations with a prompt of at most {longest} tokens (window - answer)"
         raise InvalidArgument("data", list(corpus.sources), expected)
-    # Prompts of similar length together: less padding.
-    kept.sort(key=lambda pair: len(pair[1]))
-    documents: list[Document] = []
-    for start in tqdm(range(0, len(kept), _PROMPTS_AT_ONCE), desc="target's answers", unit="batch"):
-        part = kept[start : start + _PROMPTS_AT_ONCE]
-        torch.manual_seed(seed + start)
-        answers = _answer(model, [prompt for _, prompt in part], settings.max_new_tokens)
-        for (document, prompt), answer in zip(part, answers, strict=True):
-            is_response = [False] * len(prompt) + [True] * len(answer)
-            source = int(corpus.source_of[document])
-            documents.append(Document(source, prompt + answer, is_response))
-    return join_documents(documents, corpus.sources)
+    order = torch.randperm(len(ends), generator=torch.Generator().manual_seed(seed))
+    drawn = ends[order[torch.arange(number) % len(ends)]].tolist()
+    return [
+        Document(
+            int(corpus.source_of[document[end]]),
+            corpus.token_ids[end - int(size[end]) : end].tolist(),
+            [False] * int(size[end]),
+        )
+        for end in drawn
+    ]
 
 
-def _prompt(corpus: Corpus, document: int, generator: torch.Generator) -> list[int]:
-    """Return a document's tokens up to the start of one of its responses."""
-    start, length = int(corpus.starts[document]), int(corpus.lengths[document])
-    is_response = corpus.is_response[start : start + length]
-    begins = (is_response[1:] & ~is_response[:-1]).nonzero().squeeze(1) + 1
-    if not len(begins):
-        return []
-    choice = int(torch.randint(len(begins), (), generator=generator))
-    prompt: list[int] = corpus.token_ids[start : start + int(begins[choice])].tolist()
-    return prompt
-
-
-@torch.inference_mode()
-def _answer(
-    model: PreTrainedModel, prompts: Sequence[list[int]], max_new_tokens: int
-) -> list[list[int]]:
-    width = max(map(len, prompts))
-    pad = model.generation_config.pad_token_id or 0
-    padded = [[pad] * (width - len(p)) + p for p in prompts]
-    mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-    output = model.generate(  # type: ignore[operator]
-        input_ids=torch.tensor(padded, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
-    )
-    ends = model.generation_config.eos_token_id
-    stops = {ends} if isinstance(ends, int) else set(ends or ())
-    return [_up_to(answer, stops) for answer in output[:, width:].tolist()]
-
-
-def _up_to(token_ids: list[int], stops: set[int]) -> list[int]:
-    """Cut behind the first stop token."""
-    end = next((i for i, token in enumerate(token_ids) if token in stops), len(token_ids))
-    return token_ids[: end + 1]
+def _continued(prompt: Document, answer: list[int]) -> Document:
+    is_response = prompt.is_response + [True] * len(answer)
+    return Document(prompt.source, prompt.token_ids + answer, is_response)

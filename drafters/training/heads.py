@@ -4,14 +4,14 @@ import logging
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import (
@@ -28,7 +28,6 @@ from eaglegbv.drafters.training.data import (
     TextSettings,
     documents_to_fill,
     draw_documents,
-    gather_texts,
 )
 from eaglegbv.drafters.training.train import (
     Evaluation,
@@ -88,8 +87,8 @@ class EagleTrainingConfig:
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
         compile: Compile the target's layers.
-        initial: Folder of a trained head to start from. It must have the same sizes, except that
-            its feed-forward layer may be narrower. None starts from random weights.
+        initial: Folder of a trained head of the same kind and sizes to start from, with its draft
+            vocabulary unless another size is asked for; None starts from random weights.
         validation_prompts: Held-out prompts on which a real verifier measures acceptance.
     """
 
@@ -123,7 +122,7 @@ Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
 def train_eagle(
     config: EagleTrainingConfig,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    texts: Texts,
     *,
     command: str = "",
     resume: bool = False,
@@ -134,7 +133,7 @@ def train_eagle(
     Args:
         config: Settings.
         model: The target, on the device. It is frozen.
-        tokenizer: The target's.
+        texts: Those of ``config.texts``.
         command: Command line, for the report.
         resume: Continue from the checkpoint in ``config.out``, if there is one.
         validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
@@ -144,10 +143,10 @@ def train_eagle(
         A report on the run, in Markdown.
 
     Raises:
-        InvalidArgument: No data, a target that no such head fits, a checkpoint of another run, or
-            a loss that is not finite.
+        InvalidArgument: A target that no such head fits, a checkpoint of another run, or a loss
+            that is not finite.
     """
-    run = _Run(config, model, tokenizer, validate)
+    run = _Run(config, model, texts, validate)
     progress = optimise(run.task, config.schedule, config.out, resume=resume)
     save_head(run.head, config.out)
     saved = _loaded(config.out, model)
@@ -161,22 +160,16 @@ def train_eagle(
         title=f"{config.arch.upper()} head",
         command=command,
         data=config.texts.data,
-        corpus=run.texts.training,
-        device=torch.device(config.device),
+        corpus=texts.training,
     )
 
 
-def try_out(
-    config: EagleTrainingConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """Take two steps of a run, and return what the whole of it will need; nothing is saved.
+def try_out(config: EagleTrainingConfig, model: PreTrainedModel, texts: Texts) -> str:
+    """Take two steps of a run, and return what the whole of it will need.
 
-    Args:
-        config: Settings. Only what ``keep_runs`` and ``texts.samples`` name is written.
-        model: The target, on the device. It is frozen.
-        tokenizer: The target's.
+    Nothing is written but what ``keep_runs`` names. See :func:`train_eagle` for the arguments.
     """
-    run, schedule = _Run(config, model, tokenizer, None), config.schedule
+    run, schedule = _Run(config, model, texts, None), config.schedule
     seconds = [optimise_once(run.task, schedule, step) for step in range(2)][-1]
     weights = sum(p.numel() for p in run.head.parameters())
     if config.device == "cuda":
@@ -187,7 +180,7 @@ def try_out(
     disk = 18 * weights
     if config.keep_runs is not None:
         width = run.head.config.feature_size + run.head.config.target_hidden_size
-        disk += 2 * width * int(run.texts.training.lengths.sum())
+        disk += 2 * width * int(texts.training.lengths.sum())
     limit = "" if schedule.minutes is None else f", of which {schedule.minutes:g} are taken"
     return (
         f"weights to train  {weights:,}\n"
@@ -206,24 +199,22 @@ class _Run:
         self,
         config: EagleTrainingConfig,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        texts: Texts,
         validate: Validate | None,
     ) -> None:
-        """Gather the texts, and make a head."""
+        """Make a head."""
         self.config = config
         self.validate = validate
         model.requires_grad_(requires_grad=False)
-        config.out.mkdir(parents=True, exist_ok=True)
-        self.texts = gather_texts(config.texts, tokenizer, lambda: model)
-        self.texts.training.check_vocabulary(model.config.get_text_config(decoder=True).vocab_size)
+        texts.training.check_vocabulary(model.config.get_text_config(decoder=True).vocab_size)
         torch.manual_seed(config.schedule.seed)
-        self.head = _new_head(config, model, self.texts.training).to(config.device)
+        self.head = _new_head(config, model, texts.training).to(config.device)
         if config.compile:
             for layer in _layers(model):
                 layer.compile()
         target = FrozenTarget(model, self.head.config.feature_layers, config.texts.window)
-        self.draw, self.held_out = _runs(config, target, self.texts)
-        self.prompts = _prompts(self.texts.held_out, config.validation_prompts)
+        self.draw, self.held_out = _runs(config, target, texts)
+        self.prompts = _prompts(texts.held_out, config.validation_prompts)
         settings = asdict(config)
         settings |= settings.pop("texts")
         self.task = Task(
@@ -252,15 +243,14 @@ class _Run:
         for run in tqdm(self.held_out(), desc="evaluation", leave=False, disable=None):
             anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
             meter.add(list(unroll(head, run, anchors, self.config.depths)))
-        found = meter.estimate()
-        values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(found.by_depth)}
+        values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(meter.by_depth)}
         name = f"block efficiency, one path of depth {self.config.depths}"
-        values |= {f"{name}, token verification": found.token}
-        values |= {f"{name}, block verification": found.block}
+        values |= {f"{name}, token verification": meter.token}
+        values |= {f"{name}, block verification": meter.block}
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
         # The estimate chooses the weights to keep, as results on a few prompts are noisy.
-        return Evaluation(-found.block, values)
+        return Evaluation(-meter.block, values)
 
 
 Drawn = Callable[[int], TargetRun]
@@ -280,10 +270,10 @@ def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tu
         others = KeptRuns.over(target, held_out, folder / "held_out", seed=seed)
         parts = torch.arange(len(others.rows)).split(batch)
         return lambda s: kept.of(kept.draw(batch, s)), lambda: map(others.of, parts)
-    weights, shape = texts.weights.to(device), (batch, documents_to_fill(target.window))
+    number, shape = len(training.lengths), (batch, documents_to_fill(target.window))
     parts = torch.arange(len(held_out.lengths), device=device).unsqueeze(1).split(batch)
     return (
-        lambda s: target.run(training, draw_documents(weights, shape, s)),
+        lambda s: target.run(training, draw_documents(number, shape, s).to(device)),
         lambda: (target.run(held_out, documents) for documents in parts),
     )
 
@@ -313,22 +303,54 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
     target = model.config.get_text_config(decoder=True)
-    initial = None if config.initial is None else _loaded(config.initial, model)
     eagle3 = config.arch is Arch.EAGLE3
     if eagle3 and target.num_hidden_layers < _FEWEST_LAYERS:
         expected = f"eagle1 for a target of {target.num_hidden_layers} layers; eagle3 reads three"
         raise InvalidArgument("arch", str(config.arch), expected)
-    chosen = _drafted_tokens(config, initial, training, target.vocab_size)
+    initial = None if config.initial is None else _loaded(config.initial, model)
+    if initial is not None:
+        _check_same(config, initial.config)
+        if not eagle3 or config.draft_vocab in (None, initial.config.draft_vocab_size):
+            return initial.requires_grad_()
+    chosen = torch.arange(target.vocab_size)
+    if eagle3:
+        chosen = frequent_tokens(training, target.vocab_size, config.draft_vocab)
     head_config = head_config_of(
         target, config.arch, draft_vocab=len(chosen), intermediate=config.intermediate
     )
     embedding, lm_head = _embeddings(model)
     if not eagle3:
-        return _taking_over(initial, Eagle1Head(head_config, embedding, lm_head))
+        return Eagle1Head(head_config, embedding, lm_head)
+    if initial is not None:
+        head_config = replace(initial.config, draft_vocab_size=len(chosen))
     head = Eagle3Head(head_config, embedding, chosen.to(embedding.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[chosen])
-    return _taking_over(initial, head)
+        if initial is not None:
+            _take_over(initial, head)
+    return head
+
+
+def _check_same(config: EagleTrainingConfig, initial: EagleHeadConfig) -> None:
+    """Raise :class:`InvalidArgument` where another head is asked for than the one to start from."""
+    asked = {
+        "arch": (config.arch, initial.arch),
+        "intermediate": (config.intermediate, initial.intermediate_size),
+    }
+    for name, (wanted, found) in asked.items():
+        if wanted not in (None, found):
+            expected = f"a head whose {name} is {wanted}, not {found}"
+            raise InvalidArgument("initial", str(config.initial), expected)
+
+
+def _take_over(initial: EagleHead, head: Eagle3Head) -> None:
+    """Give ``head`` the weights of one with other draft tokens: its output layer's shared rows."""
+    weights = initial.state_dict()
+    rows = weights.pop("lm_head.weight")
+    head.load_state_dict(weights, strict=False)
+    shared = torch.isin(head.draft_to_target, initial.draft_to_target)
+    places = torch.searchsorted(initial.draft_to_target, head.draft_to_target[shared])
+    head.lm_head.weight[shared] = rows[places]
 
 
 def head_config_of(
@@ -381,55 +403,6 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     plain = {"rope_type": "default", "rope_theta": float(own.get("rope_theta") or 10_000.0)}
     _log.warning("rotary settings of the head: %s; the target's are %s", plain, found or "none")
     return plain
-
-
-def _drafted_tokens(
-    config: EagleTrainingConfig, initial: EagleHead | None, training: Corpus, vocab: int
-) -> Tensor:
-    """Return the draft vocabulary: the initial head's, unless another size is asked for."""
-    if config.arch is Arch.EAGLE1:
-        return torch.arange(vocab)
-    if initial is not None and config.draft_vocab in (None, len(initial.draft_to_target)):
-        return initial.draft_to_target.cpu()
-    return frequent_tokens(training, vocab, config.draft_vocab)
-
-
-def _taking_over(initial: EagleHead | None, head: EagleHead) -> EagleHead:
-    """Give ``head`` the weights of ``initial``, and in its output layer those of shared tokens.
-
-    Features may come from other layers, as when the target has grown. The feed-forward layer may be
-    wider; it computes the same at first, as its new part writes nothing yet.
-
-    Raises:
-        InvalidArgument: The heads are of different kinds or sizes.
-    """
-    if initial is None:
-        return head
-    theirs = dict(initial.named_parameters())
-    with torch.no_grad():
-        for name, weight in head.named_parameters():
-            if name == "lm_head.weight":
-                continue
-            if name not in theirs or not _fits(name, theirs[name], weight):
-                expected = "a head of the same kind and sizes, its feed-forward layer no wider"
-                raise InvalidArgument("initial", name, expected)
-            if name.endswith("down_proj.weight"):
-                weight.zero_()
-            rows, *columns = theirs[name].shape
-            weight[:rows, *(slice(c) for c in columns)] = theirs[name]
-        if isinstance(head, Eagle3Head):
-            shared = torch.isin(head.draft_to_target, initial.draft_to_target)
-            tokens = head.draft_to_target[shared]
-            places = torch.searchsorted(initial.draft_to_target, tokens)
-            head.lm_head.weight[shared] = theirs["lm_head.weight"][places]
-    return head
-
-
-def _fits(name: str, theirs: Tensor, weight: Tensor) -> bool:
-    """Return whether a weight can be taken over: in a feed-forward layer, by a larger one."""
-    if ".mlp." in name:
-        return all(t <= n for t, n in zip(theirs.shape, weight.shape, strict=True))
-    return theirs.shape == weight.shape
 
 
 def _loaded(folder: Path, model: PreTrainedModel) -> EagleHead:

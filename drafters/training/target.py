@@ -2,19 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eaglegbv.drafters.training.data import (
-    OTHER_SHARE,
     ROWS_PER_SOURCE,
     Corpus,
     Row,
@@ -22,7 +20,6 @@ from eaglegbv.drafters.training.data import (
     documents_to_fill,
     draw_documents,
     find_files,
-    mixture_weights,
     pack,
     read_rows,
 )
@@ -34,7 +31,6 @@ from eaglegbv.drafters.training.train import (
     optimise,
     write_report,
 )
-from eaglegbv.errors import InvalidArgument, first_line
 
 BOS = "<|bos|>"
 USER = "<|user|>"
@@ -65,8 +61,6 @@ _TOKENIZER_CHARACTERS_PER_SOURCE = 8_000_000
 _CONTEXT = 2048
 """Positions the model is configured for."""
 _HEAD_DIM = 64
-_FINAL_MAX_TOKENS = 320
-"""Longest document of the final phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +78,8 @@ class TargetTrainingConfig:
         intermediate: Width of the feed-forward layers.
         window: Tokens of a training row, packed with whole documents.
         batch: Rows of a step.
-        dropout: Dropout on what each attention and feed-forward block adds to the residual stream.
-        prompt_weight: Loss weight of tokens the assistant did not write.
-        final_phase: Fraction of the budget trained on the final mixture.
-        mixture: Relative share of the tokens by source; those not named have 0.1.
-        final_mixture: The same in the final phase; also what the score weighs sources by.
         schedule: Length and speed of training.
         device: Device, "cuda" or "cpu".
-        compile: Compile the decoder layers.
-        initial: Folder of a trained shallower target to grow from, tokenizer included; None starts
-            from random weights.
     """
 
     data: tuple[Path, ...]
@@ -106,15 +92,8 @@ class TargetTrainingConfig:
     intermediate: int = 640
     window: int = 1024
     batch: int = 32
-    dropout: float = 0.1
-    prompt_weight: float = 0.3
-    final_phase: float = 0.25
-    mixture: Mapping[str, float] = field(default_factory=dict)
-    final_mixture: Mapping[str, float] = field(default_factory=dict)
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=5_000))
+    schedule: Schedule
     device: str = "cpu"
-    compile: bool = False
-    initial: Path | None = None
 
 
 def train_target(config: TargetTrainingConfig, *, command: str = "", resume: bool = False) -> str:
@@ -129,30 +108,22 @@ def train_target(config: TargetTrainingConfig, *, command: str = "", resume: boo
     device = torch.device(config.device)
     rows = list(read_rows(find_files(config.data), ROWS_PER_SOURCE))
     tokenizer = _tokenizer(config, rows, resume=resume)
-    training, held_out = build_corpora(rows, tokenizer, config.window)
-    held_out = held_out.to(device)
+    training, held_out = (c.to(device) for c in build_corpora(rows, tokenizer, config.window))
     torch.manual_seed(config.schedule.seed)
     with device:
         model = LlamaForCausalLM(_model_config(config, tokenizer))
-    if config.initial is not None:
-        grow(_opened(LlamaForCausalLM, config.initial, dtype=torch.float32), model)
-    _add_dropout(model, config.dropout)
-    if config.compile:
-        for layer in model.model.layers:
-            layer.compile()
-    batches = _Batches(training.to(device), config)
     task = Task(
         module=model,
-        loss=lambda step, spent: batches.loss(model, step, spent),
-        evaluate=lambda: _evaluate(model, held_out, config),
+        loss=lambda step, _: _loss(model, training, config, step),
+        evaluate=lambda: _evaluate(model, held_out, config.batch),
         tokens_per_step=config.batch * config.window,
-        identity=_identity(config),
+        identity={k: v for k, v in asdict(config).items() if k not in {"data", "out"}},
     )
     progress = optimise(task, config.schedule, config.out, resume=resume)
-    saved = _save(model, config.out)
-    saved.to(device)  # type: ignore[arg-type]
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
+    model.save_pretrained(config.out)
     with torch.no_grad():
-        final = _evaluate(saved, held_out, config)
+        final = _evaluate(model, held_out, config.batch)
     return write_report(
         config.out,
         task,
@@ -162,7 +133,6 @@ def train_target(config: TargetTrainingConfig, *, command: str = "", resume: boo
         command=command,
         data=config.data,
         corpus=training,
-        device=device,
     )
 
 
@@ -212,24 +182,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreT
 def _tokenizer(
     config: TargetTrainingConfig, rows: list[Row], *, resume: bool
 ) -> PreTrainedTokenizerFast:
-    """Take the tokenizer of the run resumed or grown from, or train one; save it with the model."""
-    started = resume and (config.out / CHECKPOINT).exists()
-    folder = config.out if started else config.initial
-    tokenizer: PreTrainedTokenizerFast
-    if folder is None:
-        tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, _CONTEXT)
-    else:
-        tokenizer = _opened(PreTrainedTokenizerFast, folder)
+    """Take the tokenizer of the run resumed, or train one; save it with the model."""
+    if resume and (config.out / CHECKPOINT).exists():
+        kept: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(config.out)
+        return kept
+    tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, _CONTEXT)
     tokenizer.save_pretrained(config.out)
     return tokenizer
-
-
-def _opened(kind: Any, folder: Path, **settings: object) -> Any:  # noqa: ANN401
-    try:
-        return kind.from_pretrained(folder, **settings)
-    except Exception as error:  # a broken tokenizer.json is a plain Exception
-        expected = f"the folder of a target that this command trained ({first_line(error)})"
-        raise InvalidArgument("initial", str(folder), expected) from error
 
 
 def _tokenizer_texts(rows: list[Row]) -> Iterator[str]:
@@ -260,109 +219,29 @@ def _model_config(config: TargetTrainingConfig, tokenizer: PreTrainedTokenizerFa
     )
 
 
-def grow(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
-    """Copy ``shallow`` into ``deep``, whose further layers start by adding nothing.
-
-    Every layer of ``shallow`` is followed by copies of itself whose last matrices are zero, so
-    that the deep model computes what the shallow one does and learns from there (LLaMA Pro, arXiv
-    2401.02415, section 3.2). Shallow layers train faster: growing late buys depth at little cost.
-    Where the depth is no multiple, the layers with one copy more are spread evenly.
-
-    Raises:
-        InvalidArgument: ``deep`` has fewer layers.
-    """
-    few, many = len(shallow.model.layers), len(deep.model.layers)
-    if many < few:
-        raise InvalidArgument("layers", many, f"at least the {few} layers to grow from")
-    weights = {n: w for n, w in shallow.state_dict().items() if not n.startswith("model.layers.")}
-    origins = [i * few // many for i in range(many)]
-    for i, origin in enumerate(origins):
-        is_copy = i > 0 and origins[i - 1] == origin
-        for name, weight in shallow.model.layers[origin].state_dict().items():
-            last = name in {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
-            grown = torch.zeros_like(weight) if is_copy and last else weight
-            weights[f"model.layers.{i}.{name}"] = grown
-    deep.load_state_dict(weights)
+def _loss(
+    model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingConfig, step: int
+) -> Tensor:
+    """Return the mean cross-entropy of a batch's tokens, all but those behind its documents."""
+    shape = config.batch, documents_to_fill(config.window)
+    documents = draw_documents(len(corpus.lengths), shape, config.schedule.step_seed(step))
+    rows = pack(corpus, documents.to(corpus.lengths.device), config.window)
+    counted = rows.is_real[:, 1:]
+    return (_token_losses(model, rows.token_ids) * counted).sum() / counted.sum()
 
 
-def _add_dropout(model: LlamaForCausalLM, probability: float) -> None:
-    """Apply dropout to what each block adds to the residual stream; Llama has no such option."""
-
-    def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return functional.dropout(output, probability, module.training)
-
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(drop)
-        layer.mlp.down_proj.register_forward_hook(drop)
+def _token_losses(model: LlamaForCausalLM, token_ids: Tensor) -> Tensor:
+    """Return ``[rows, window - 1]`` float32 cross-entropies of all tokens but the first."""
+    logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1].float()
+    return functional.cross_entropy(logits.transpose(1, 2), token_ids[:, 1:], reduction="none")
 
 
-class _Batches:
-    """The loss of each step, on rows packed with documents drawn by the mixture."""
-
-    def __init__(self, corpus: Corpus, config: TargetTrainingConfig) -> None:
-        self.corpus = corpus
-        self.config = config
-        self.early = mixture_weights(corpus, config.mixture, config.window)
-        self.final = mixture_weights(corpus, config.final_mixture, _FINAL_MAX_TOKENS)
-        # Compiled code never writes out the vocabulary-wide float32 copies.
-        self.token_losses = torch.compile(_token_losses) if config.compile else _token_losses
-
-    def loss(self, model: LlamaForCausalLM, step: int, spent: float) -> Tensor:
-        config = self.config
-        weights = self.final if spent >= 1 - config.final_phase else self.early
-        shape = config.batch, documents_to_fill(config.window)
-        documents = draw_documents(weights, shape, config.schedule.step_seed(step))
-        rows = pack(self.corpus, documents, config.window)
-        logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
-        weight = torch.where(rows.is_response, 1.0, config.prompt_weight) * rows.is_real
-        losses = self.token_losses(logits.flatten(0, 1), rows.token_ids[:, 1:].flatten())
-        weight = weight[:, 1:].flatten()
-        return (losses * weight).sum() / weight.sum()
-
-
-def _token_losses(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Return ``[tokens]`` float32 cross-entropies of ``logits`` ``[tokens, vocab]``."""
-    return functional.cross_entropy(logits.float(), token_ids, reduction="none")
-
-
-def _evaluate(model: LlamaForCausalLM, corpus: Corpus, config: TargetTrainingConfig) -> Evaluation:
-    """Return the perplexity of the assistant's tokens, by source and overall.
-
-    Each document is run alone. The score is the mean log-perplexity under the final mixture.
-    """
-    nll = torch.zeros(len(corpus.sources), dtype=torch.float64, device=corpus.lengths.device)
-    count = torch.zeros_like(nll)
-    for documents in torch.split(corpus.lengths.argsort(), config.batch):
-        window = int(corpus.lengths[documents].max())
-        rows = pack(corpus, documents.unsqueeze(1), window)
-        logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
-        losses = _token_losses(logits.flatten(0, 1), rows.token_ids[:, 1:].flatten())
-        losses = losses.view(len(documents), -1)
+def _evaluate(model: LlamaForCausalLM, corpus: Corpus, batch: int) -> Evaluation:
+    """Return the perplexity of the assistant's tokens, each document run alone."""
+    nll = count = 0.0
+    for documents in torch.split(corpus.lengths.argsort(), batch):
+        rows = pack(corpus, documents.unsqueeze(1), int(corpus.lengths[documents].max()))
         counted = rows.is_response[:, 1:]
-        source = corpus.source_of[documents]
-        nll.index_add_(0, source, (losses * counted).sum(1).double())
-        count.index_add_(0, source, counted.sum(1).double())
-    found = {
-        source: float(nll[i] / count[i]) for i, source in enumerate(corpus.sources) if count[i] > 0
-    }
-    share = {source: config.final_mixture.get(source, OTHER_SHARE) for source in found}
-    score = sum(share[s] * found[s] for s in share) / sum(share.values())
-    values = {f"perplexity, {source}": math.exp(mean) for source, mean in found.items()}
-    values["perplexity, all assistant tokens"] = math.exp(float(nll.sum() / count.sum()))
-    return Evaluation(score, values | {"score, final mixture's log-perplexity": score})
-
-
-def _identity(config: TargetTrainingConfig) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in asdict(config).items()
-        if name not in {"data", "out", "initial"}
-    }
-
-
-def _save(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
-    """Save bfloat16 weights and return the model as a user will load it."""
-    model.to(torch.bfloat16)  # type: ignore[arg-type]
-    model.save_pretrained(folder)
-    saved: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return saved
+        nll += float((_token_losses(model, rows.token_ids) * counted).sum())
+        count += float(counted.sum())
+    return Evaluation(nll / count, {"perplexity of assistant tokens": math.exp(nll / count)})

@@ -1,4 +1,4 @@
-"""The training loop of the target and the heads: optimise, log, checkpoint, resume, report."""
+"""The training loop of targets and heads: optimise, log, checkpoint, resume, report."""
 
 import json
 import math
@@ -164,7 +164,7 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     progress = Progress()
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
-    _drop_lines_after(log, progress.step)
+    _drop_repeated(log, progress.step, schedule.evaluate_every)
     bar = tqdm(initial=progress.step, unit="step", smoothing=0.1, disable=None)
     with log.open("a") as lines, bar:
         journal = _Journal(lines, bar, task.tokens_per_step, progress.step)
@@ -286,19 +286,21 @@ class _Journal:
         self.lines.flush()
 
 
-def _drop_lines_after(log: Path, step: int) -> None:
-    """Drop what was logged after the checkpoint, as those steps are run again."""
+def _drop_repeated(log: Path, step: int, evaluate_every: int) -> None:
+    """Drop what was logged after the checkpoint, and the evaluation at the end: they come again."""
     if not log.exists():
         return
-    kept = [line for line in log.read_text().splitlines(keepends=True) if _step_of(line) <= step]
-    write_whole(log, "".join(kept if step else []).encode())
 
+    def stays(line: str) -> bool:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the line being written when the run was killed
+            return False
+        at_end = "score" in entry and entry["step"] % evaluate_every != 0
+        return bool(0 < entry["step"] <= step and not at_end)
 
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except json.JSONDecodeError:  # the line being written when the run was killed
-        return math.inf
+    kept = filter(stays, log.read_text().splitlines(keepends=True))
+    write_whole(log, "".join(kept).encode())
 
 
 def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:
@@ -313,14 +315,16 @@ def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progre
 
 
 def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
-    identity = json.dumps(task.identity, sort_keys=True)
+    own = json.dumps(task.identity, sort_keys=True)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         expected = f"a readable checkpoint ({type(error).__name__})"
         raise InvalidArgument("resume", str(path), expected) from error
-    if saved["identity"] != identity:
-        raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {identity}")
+    # Older checkpoints name settings that there are no more.
+    theirs = {k: v for k, v in json.loads(saved["identity"]).items() if k in task.identity}
+    if json.dumps(theirs, sort_keys=True) != own:
+        raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {own}")
     task.module.load_state_dict(saved["module"])
     optimizer.load_state_dict(saved["optimizer"])
     return Progress(**{each.name: saved[each.name] for each in fields(Progress)})
@@ -339,7 +343,6 @@ def write_report(
     command: str,
     data: Sequence[Path],
     corpus: Corpus,
-    device: torch.device,
 ) -> str:
     """Write ``training_report.json``, and ``TRAINING.md``, which is returned.
 
@@ -352,50 +355,49 @@ def write_report(
         command: Command line that was run.
         data: Files and folders of the data.
         corpus: What was trained on.
-        device: Device trained on.
 
     Returns:
         A section of a model card, in Markdown.
     """
-    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if (place := next(task.module.parameters()).device).type == "cuda":
+        device = torch.cuda.get_device_name(place)
+    versions = {"Python": platform.python_version()}
+    versions |= {m.__name__: str(m.__version__) for m in (torch, transformers, tokenizers)}
+    held_out, sources = dict(final.values), corpus.token_counts()
+    weights = sum(p.numel() for p in task.module.parameters())
+    tokens, seconds = progress.step * task.tokens_per_step, round(progress.seconds, 1)
     report = {
         "title": title,
         "command": command,
         "config": {**task.identity, "data": [str(path) for path in data]},
-        "parameters": sum(p.numel() for p in task.module.parameters()),
-        "data": corpus.token_counts(),  # before weighting
+        "parameters": weights,
+        "data": sources,
         "steps": progress.step,
         "best_step": progress.best_step,
-        "tokens": progress.step * task.tokens_per_step,
-        "seconds": round(progress.seconds, 1),
-        "held_out": dict(final.values),
-        "device": name,
-        "versions": {
-            "Python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-        },
+        "tokens": tokens,
+        "seconds": seconds,
+        "held_out": held_out,
+        "device": device,
+        "versions": versions,
     }
+    card = (
+        f"## Training of the {title}\n\n"
+        f"{weights:,} weights; {tokens:,} tokens in {progress.step:,} steps (weights of step "
+        f"{progress.best_step:,} kept), {seconds:,.0f} s on {device}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
+        f"```\n{command}\n```\n\n"
+        + _table("source", "tokens", {name: f"{count:,}" for name, count in sources.items()})
+        + "\n"
+        + _table("held out", "value", {name: f"{value:.3f}" for name, value in held_out.items()})
+    )
     write_whole(
         folder / "training_report.json", f"{json.dumps(report, indent=2, default=str)}\n".encode()
     )
-    card = _card(report)
     write_whole(folder / "TRAINING.md", card.encode())
     return card
 
 
-def _card(report: Mapping[str, Any]) -> str:
-    held_out = "\n".join(f"| {name} | {value:.3f} |" for name, value in report["held_out"].items())
-    data = "\n".join(f"| {name} | {count:,} |" for name, count in report["data"].items())
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return (
-        f"## Training of the {report['title']}\n\n"
-        f"{report['parameters']:,} weights; {report['tokens']:,} tokens in {report['steps']:,} "
-        f"steps (weights of step {report['best_step']:,} kept), {report['seconds']:,.0f} s on "
-        f"{report['device']}; {versions}.\n\n```\n{report['command']}\n```\n\n"
-        f"| source | tokens |\n| --- | ---: |\n{data}\n\n"
-        f"| held out | value |\n| --- | ---: |\n{held_out}\n"
-    )
+def _table(name: str, value: str, rows: Mapping[str, str]) -> str:
+    lines = (f"| {key} | {told} |\n" for key, told in {name: value, "---": "---:", **rows}.items())
+    return "".join(lines)

@@ -407,26 +407,12 @@ def acceptance(depth: Depth) -> Tensor:
     return torch.minimum(depth.target_probs, depth.logits.softmax(dim=-1)).sum(dim=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceEstimate:
-    """What token verification of a single path would accept, on texts the target sampled.
-
-    Attributes:
-        by_depth: Mean of sum min(p, q) at each depth, the earlier tokens being the text's.
-        token: Block efficiency of token verification: expected tokens of a target forward, the
-            correction or bonus included. The expectation over drafted paths is taken over the text
-            by weighting each of its tokens with min(1, q / p), and is exact where the text is the
-            target's own.
-        block: The same of block verification; see :func:`block_accepted`.
-    """
-
-    by_depth: tuple[float, ...]
-    token: float
-    block: float
-
-
 class AcceptanceMeter:
-    """Gathers an :class:`AcceptanceEstimate` over batches."""
+    """What verification of a single path would accept, on texts the target sampled.
+
+    Expectations over drafted paths are taken over the text, and are exact where it is the target's
+    own.
+    """
 
     def __init__(self, depths: int) -> None:
         """Measure ``depths`` depths."""
@@ -445,12 +431,21 @@ class AcceptanceMeter:
             reached = reached * depth.used * _ratio(depth).clamp(max=1.0)
         self._block += sum(float(a.double().sum()) for a in block_accepted(depths))
 
-    def estimate(self) -> AcceptanceEstimate:
-        """Return the means so far."""
-        by_depth = self._accepted / self._count.clamp(min=1)
-        anchors = max(1.0, float(self._count[0]))
-        token, block = 1.0 + self._token / anchors, 1.0 + self._block / anchors
-        return AcceptanceEstimate(tuple(by_depth.tolist()), token, block)
+    @property
+    def by_depth(self) -> list[float]:
+        """Mean of sum min(p, q) at each depth, the earlier tokens being the text's."""
+        means: list[float] = (self._accepted / self._count.clamp(min=1)).tolist()
+        return means
+
+    @property
+    def token(self) -> float:
+        """Block efficiency of token verification: each of a text's tokens weighs min(1, q / p)."""
+        return 1.0 + self._token / max(1.0, float(self._count[0]))
+
+    @property
+    def block(self) -> float:
+        """Block efficiency of block verification; see :func:`block_accepted`."""
+        return 1.0 + self._block / max(1.0, float(self._count[0]))
 
 
 def _ratio(depth: Depth) -> Tensor:

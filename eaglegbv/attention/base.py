@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -15,7 +16,6 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.cuda_graphs import Bucket
 from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.fused_linears import define
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,23 +30,17 @@ class Segment:
 
     Slot tensors are on the host. The other tensors may be on the host or on the model's device, all
     of them on the same one.
-
-    Attributes:
-        token_ids: ``[q]`` int64, the new tokens.
-        positions: ``[q]`` int64, their positions in the text (siblings share one).
-        context_slots: ``[c]`` int64, slots of the committed tokens at positions 0 ... c - 1.
-        tree_slots: ``[m]`` int64, m >= q: slots of the pending tokens, that is of those not yet
-            committed. The last q belong to the new tokens, whose keys and values are written there.
-        tree_positions: ``[m]`` int64, positions of those tokens.
-        visible: ``[q, m]`` bool, which pending tokens each new token sees (itself included), or
-            None for causal order: each sees every pending token up to itself.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    context_slots: Tensor
+    token_ids: Tensor  # [q] int64, the new tokens
+    positions: Tensor  # [q] int64, their positions in the text (siblings share one)
+    context_slots: Tensor  # [c] int64, slots of the committed tokens at positions 0 ... c - 1.
+    # [m] int64, m >= q: slots of the pending tokens, that is of those not yet committed. The last q
+    # belong to the new tokens, whose keys and values are written there.
     tree_slots: Tensor
-    tree_positions: Tensor
+    tree_positions: Tensor  # [m] int64, positions of those tokens
+    # [q, m] bool, which pending tokens each new token sees (itself included), or None for causal
+    # order: each sees every pending token up to itself.
     visible: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -62,12 +56,9 @@ class Segment:
 
     @classmethod
     def causal(cls, token_ids: Tensor, context_slots: Tensor, new_slots: Tensor) -> Self:
-        """Return a segment of tokens that follow the committed ones: prefill or plain decoding.
+        """Return new tokens ``[q]`` that follow the committed ones: prefill or plain decoding.
 
-        Args:
-            token_ids: ``[q]`` int64.
-            context_slots: ``[c]`` int64.
-            new_slots: ``[q]`` int64.
+        All three are int64; ``context_slots`` are ``[c]``, ``new_slots`` ``[q]``.
         """
         start = context_slots.shape[0]
         positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
@@ -107,10 +98,8 @@ class Segment:
     def pending_mask(self, device: torch.device | str | None = None) -> Tensor | None:
         """Return ``[q, m]`` bool, the pending tokens each new one sees; None if each sees all.
 
-        A single new token sees all, whether in causal order or alone in its tree.
-
-        Args:
-            device: Where a causal mask is made; by default where the segment is.
+        A single new token sees all, whether in causal order or alone in its tree. A causal mask is
+        made on ``device``, by default where the segment is.
         """
         q, m = self.num_new, self.num_pending
         if q == 1 and (self.visible is None or m == 1):
@@ -151,20 +140,13 @@ class PackedBatch:
 
     Batches are compared by identity: an attention implementation plans once per batch object and
     layer type.
-
-    Attributes:
-        segments: The parts, in order.
-        offsets: First row of each segment, and the number of rows at the end.
-        token_ids: ``[rows]`` int64.
-        positions: ``[rows]`` int64.
-        slots: ``[rows]`` int64, where each row's keys and values are written.
     """
 
-    segments: tuple[Segment, ...]
-    offsets: tuple[int, ...]
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    segments: tuple[Segment, ...]  # the parts, in order
+    offsets: tuple[int, ...]  # first row of each segment, and the number of rows at the end
+    token_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64, where each row's keys and values are written
 
     @property
     def rows(self) -> int:
@@ -210,21 +192,14 @@ def joined(parts: Sequence[Tensor], device: torch.device | str) -> Tensor:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks of attention.
+    """What a layer asks of attention."""
 
-    Attributes:
-        layer: Index of the layer in the pool.
-        scale: Factor on q k.
-        window: Sliding window: a key is seen if it is less than ``window`` positions back.
-        softcap: Scores become softcap * tanh(score / softcap) before masking.
-        sinks: ``[heads]``, an additional score in the denominator of every softmax.
-    """
-
-    layer: int
-    scale: float
+    layer: int  # index of the layer in the pool
+    scale: float  # factor on q k
+    # Sliding window: a key is seen if it is less than `window` positions back.
     window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) before masking
+    sinks: Tensor | None = None  # [heads], an additional score in the denominator of every softmax
 
 
 Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
@@ -232,28 +207,17 @@ Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
 
 
 class PagedAttention(ABC):
-    """Attention over a paged KV pool, called once per layer of a forward.
+    """Attention over a paged KV pool, called once per layer of a forward."""
 
-    Attributes:
-        pool: Keys and values.
-        recordable: Whether :meth:`static` runs kernels only, so that it can be recorded.
-    """
-
-    pool: KVPool
+    pool: KVPool  # keys and values
+    # Whether `static` runs kernels only, so that it can be recorded.
     recordable: ClassVar[bool] = False
 
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """Number of calls left to slower attention, by the feature the faster one lacks."""
-        return {}
+    fallbacks: Mapping[str, int] = MappingProxyType({})
+    """Number of calls left to slower attention, by the feature the faster one lacks."""
 
     def static(self, bucket: Bucket, *, max_context: int) -> "PagedAttention":  # noqa: ARG002
-        """Return attention over the same pool for batches of fixed sizes.
-
-        Args:
-            bucket: Number of requests, including one for padding, and number of rows.
-            max_context: Most keys of a request.
-        """
+        """Return attention over the same pool for fixed sizes, ``max_context`` keys each."""
         return self
 
     def plan(self, batch: PackedBatch) -> None:  # noqa: B027
@@ -308,13 +272,13 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Tensor:  # noqa: ANN401
     return _ATTEND.get()(AttentionCall(*call), q, k, v).contiguous()  # as the graph expects it
 
 
-define(
-    "attend",
+torch.library.define(
+    "eaglegbv::attend",
     "(Tensor q, Tensor k, Tensor v, int layer, float scale,"
     " int? window, float? softcap, Tensor? sinks) -> Tensor",
-    _run,
-    lambda q, *_: q.new_empty(q.shape),
 )
+torch.library.impl("eaglegbv::attend", "default", _run)
+torch.library.register_fake("eaglegbv::attend", lambda q, *_: q.new_empty(q.shape))
 
 
 # Attention of drafted rows: each sees the text of its request and its own path, nothing else.
@@ -328,23 +292,14 @@ define(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchShape:
-    """Sizes that stay fixed.
+    """Sizes that stay fixed."""
 
-    Attributes:
-        requests: Number of requests, including those for padding.
-        branches: Rows of each request.
-        levels: Longest path of rows.
-        max_context: Longest context.
-        heads: Query heads.
-        scale: Factor on the scores.
-    """
-
-    requests: int
-    branches: int
-    levels: int
-    max_context: int
-    heads: int
-    scale: float
+    requests: int  # number of requests, including those for padding
+    branches: int  # rows of each request
+    levels: int  # longest path of rows
+    max_context: int  # longest context
+    heads: int  # query heads
+    scale: float  # factor on the scores
 
 
 class BranchAttention(ABC):

@@ -14,9 +14,9 @@ leaves it in bits, which is wrong for every request but the first, so it is over
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,11 +39,8 @@ from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable
 from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument
 
-HEAD_DIMS = frozenset({64, 128, 256})
-"""Head sizes with which the kernels are tested upstream."""
-
+HEAD_DIMS = frozenset({64, 128, 256})  # head sizes with which the kernels are tested upstream
 DTYPES = frozenset({torch.float16, torch.bfloat16})
-
 _BACKEND = "fa2"
 """A backend whose kernels read masks. If it may choose, FlashInfer 0.7 sometimes decodes with
 cuDNN, which has neither these plans nor this memory.
@@ -54,8 +51,7 @@ _PLAN_BYTES = 1 << 18
 tile of query rows. FlashInfer's own choice for any plan is 8 MiB, and there may be a hundred plans.
 """
 
-_MOST_ROW_KEYS = 1 << 22
-"""Most keys of all requests of a draft together: 16 MiB of slots."""
+_MOST_ROW_KEYS = 1 << 22  # most keys of all requests of a draft together: 16 MiB of slots
 
 _log = logging.getLogger(__name__)
 
@@ -75,21 +71,13 @@ def paged_attention(pool: KVPool) -> PagedAttention:
         return TorchPagedAttention(pool, instead=error.argument)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """Layers that share a plan.
+class LayerKind(NamedTuple):
+    """Layers that share a plan."""
 
-    Attributes:
-        window: Sliding window, or None.
-        scale: Factor on the scores.
-        softcap: Cap of the scores, or None.
-        heads: Query heads.
-    """
-
-    window: int | None
-    scale: float
-    softcap: float | None
-    heads: int
+    window: int | None  # sliding window, or None
+    scale: float  # factor on the scores
+    softcap: float | None  # cap of the scores, or None
+    heads: int  # query heads
 
 
 class FlashInferPagedAttention(PagedAttention):
@@ -98,29 +86,19 @@ class FlashInferPagedAttention(PagedAttention):
     recordable: ClassVar[bool] = True
 
     def __init__(self, pool: KVPool, kernels: "FlashInferKernels | None" = None) -> None:
-        """Attend over ``pool``.
-
-        Args:
-            pool: Keys and values, in half precision.
-            kernels: Factory of wrappers; by default FlashInfer's.
+        """Attend over ``pool``, in half precision; ``kernels`` are FlashInfer's by default.
 
         Raises:
-            InvalidArgument: FlashInfer is not installed, or does not support the pool's head size
-                or dtype.
+            InvalidArgument: FlashInfer is not installed, or does not support the pool.
         """
         check_pool(pool)
         self.pool = pool
-        self._fallbacks: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self._wrappers = Wrappers(pool, FlashInferKernels() if kernels is None else kernels)
         self._torch = TorchPagedAttention(pool)
         self._branches: dict[BranchShape, FlashInferBranches] = {}
         self._batch: PackedBatch | None = None
         self._planned: dict[LayerKind, PlannedWrapper] = {}
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """See :meth:`PagedAttention.fallbacks`."""
-        return self._fallbacks
 
     def static(self, bucket: Bucket, *, max_context: int) -> "StaticTreeAttention":
         """See :meth:`PagedAttention.static`."""
@@ -131,35 +109,29 @@ class FlashInferPagedAttention(PagedAttention):
 
         Recordings of one shape share the result: it is planned anew before each replay.
         """
-        found = self._branches.get(shape)
-        if found is None:
-            found = self._branches[shape] = FlashInferBranches(self._wrappers, shape)
-        return found
+        if shape not in self._branches:
+            self._branches[shape] = FlashInferBranches(self._wrappers, shape)
+        return self._branches[shape]
 
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch
     ) -> Tensor:
         """See :meth:`PagedAttention.attend`."""
         if call.sinks is not None:
-            if not self._fallbacks["sinks"]:
+            if not self.fallbacks["sinks"]:
                 _log.warning("FlashInfer's kernels lack sinks: PyTorch's attention takes them")
-            self._fallbacks["sinks"] += 1
+            self.fallbacks["sinks"] += 1
             return self._torch.attend(call, q, k, v, batch)
         keys, values = self.pool.write(call.layer, batch.slots, k, v)
         window = batch.effective_window(call.window)
         kind = LayerKind(window, call.scale, call.softcap, q.shape[1])
         if batch is not self._batch:
             self._batch, self._planned = batch, {}
-        planned = self._planned.get(kind)
-        if planned is None:
-            planned = self._planned[kind] = self._plan(batch, kind)
-        return planned.attend(q, keys, values)
-
-    def _plan(self, batch: PackedBatch, kind: LayerKind) -> "PlannedWrapper":
-        causal = kind.window is None and all(s.visible is None for s in batch.segments)
-        planned = self._wrappers.plain(kind, masked=not causal)
-        planned.plan(batch, kind, masked=not causal)
-        return planned
+        if kind not in self._planned:
+            masked = window is not None or any(s.visible is not None for s in batch.segments)
+            self._planned[kind] = self._wrappers.plain(kind, masked=masked)
+            self._planned[kind].plan(batch, kind, masked=masked)
+        return self._planned[kind].attend(q, keys, values)
 
 
 class StaticTreeAttention(PagedAttention):
@@ -172,13 +144,7 @@ class StaticTreeAttention(PagedAttention):
     recordable: ClassVar[bool] = True
 
     def __init__(self, wrappers: "Wrappers", bucket: Bucket, *, max_context: int) -> None:
-        """Start without wrappers: the first forward shows what kinds of layers there are.
-
-        Args:
-            wrappers: Makes wrappers over the pool.
-            bucket: Number of requests, including one for padding, and number of rows.
-            max_context: Most positions of a text.
-        """
+        """Start without wrappers: the first forward shows what kinds of layers there are."""
         self.pool = wrappers.pool
         self._wrappers = wrappers
         self._bucket = bucket
@@ -202,11 +168,7 @@ class StaticTreeAttention(PagedAttention):
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch
     ) -> Tensor:
-        """See :meth:`PagedAttention.attend`.
-
-        Raises:
-            NotRecordable: The layer has sinks, which the kernels do not support.
-        """
+        """See :meth:`PagedAttention.attend`; NotRecordable if the layer has sinks."""
         if call.sinks is not None:
             raise NotRecordable("sinks")
         keys, values = self.pool.write(call.layer, batch.slots, k, v)
@@ -214,16 +176,13 @@ class StaticTreeAttention(PagedAttention):
         if window is not None and window >= self._max_context:
             window = None
         kind = LayerKind(window, call.scale, call.softcap, q.shape[1])
-        planned = self._kinds.get(kind)
-        if planned is None:
+        if kind not in self._kinds:
             assert self._batch is not None  # a recording begins with a plan
-            buffers = TreeBuffers.of(
-                self._bucket.requests + 1, self._bucket.rows, self._keys, self._key_slots
-            )
-            planned = self._wrappers.static(buffers, self._bucket.rows, kind.heads)
-            self._kinds[kind] = planned
-            planned.plan(self._batch, kind, masked=True)
-        return planned.attend(q, keys, values)
+            requests, rows = self._bucket.requests + 1, self._bucket.rows
+            buffers = TreeBuffers.of(requests, rows, self._keys, self._key_slots)
+            self._kinds[kind] = self._wrappers.static(buffers, rows, kind.heads)
+            self._kinds[kind].plan(self._batch, kind, masked=True)
+        return self._kinds[kind].attend(q, keys, values)
 
 
 class FlashInferBranches(BranchAttention):
@@ -236,29 +195,21 @@ class FlashInferBranches(BranchAttention):
     """
 
     def __init__(self, wrappers: "Wrappers", shape: BranchShape) -> None:
-        """Make the wrapper; wrappers of all shapes share the list of keys.
-
-        Args:
-            wrappers: Makes wrappers over the pool.
-            shape: The rows.
-        """
+        """Make the wrapper; wrappers of all shapes share the list of keys."""
         super().__init__(wrappers.pool, shape)
         self.most_keys = wrappers.most_row_keys(shape.max_context)
         rows, drafted = shape.requests * shape.branches, shape.levels * shape.branches
         keys = wrappers.longest(shape.max_context) + drafted
-        self._buffers = TreeBuffers.of(
-            shape.requests, rows, keys, wrappers.row_keys(shape.max_context)
-        )
+        slots = wrappers.row_keys(shape.max_context)
+        self._buffers = TreeBuffers.of(shape.requests, rows, keys, slots)
         self._planned = wrappers.static(self._buffers, rows, shape.heads)
         self._kind = LayerKind(None, shape.scale, None, shape.heads)
         self._queries = torch.arange(shape.requests + 1, dtype=torch.int32) * shape.branches
         device = self.pool.keys.device
         with torch.inference_mode(mode=False):
-            # The position in the mask at which the bits of a row's drafted keys begin.
-            self._firsts = torch.zeros(
-                (shape.requests, shape.branches), dtype=torch.int64, device=device
-            )
             self._branches = torch.arange(shape.branches, device=device)
+            # The position in the mask at which the bits of a row's drafted keys begin.
+            self._firsts = torch.zeros_like(self._branches).repeat(shape.requests, 1)
             self._levels = torch.arange(shape.levels, device=device) * shape.branches
             # A copy of the mask as planned, so that each replay of a recording starts from it.
             self._planned_mask = torch.zeros_like(self._buffers.mask)
@@ -300,11 +251,7 @@ class FlashInferBranches(BranchAttention):
         return self._planned.attend(q, keys, values)
 
     def _begin(self) -> None:
-        """Prepare for the first level of a draft.
-
-        Hidden values are multiplied by 0, so what an earlier text left there must not be infinite
-        or NaN.
-        """
+        """Prepare for a draft's first level. Hidden values count 0 times: none may be NaN."""
         _, values = self.pool.layer(0)
         values.index_fill_(0, self.slots.flatten(), 0)
         levels = self._levels.view(-1, 1, 1)
@@ -347,10 +294,8 @@ class PlannedWrapper:
         masks = None
         if masked:
             masks = PackedMasks.of(batch.segments, kind.window, self._pool.keys.device)
-        queries, keys = (
-            torch.tensor(offsets, dtype=torch.int32)
-            for offsets in (batch.offsets, offsets_of(s.num_keys for s in batch.segments))
-        )
+        offsets = (batch.offsets, offsets_of(s.num_keys for s in batch.segments))
+        queries, keys = (torch.tensor(own, dtype=torch.int32) for own in offsets)
         slots = torch.cat([segment.key_slots() for segment in batch.segments])
         self.plan_queries(queries, keys, slots, kind, masks)
 
@@ -402,16 +347,7 @@ class PlannedWrapper:
         planned.copy_(masks.byte_offsets, non_blocking=True)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend to a layer of the pool, as planned.
-
-        Args:
-            q: ``[rows, heads, head_dim]``, in any order in memory.
-            keys: ``[slots, kv_heads, head_dim]``.
-            values: ``[slots, kv_heads, head_dim]``.
-
-        Returns:
-            ``[rows, heads, head_dim]``.
-        """
+        """Attend as planned from ``q`` ``[rows, heads, head_dim]``; return the same shape."""
         # The kernels read and write contiguous rows, but some models pass strided heads. Without
         # ``out``, a wrapper would also zero fresh memory in every layer.
         q = q.contiguous()
@@ -422,23 +358,14 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, slots=True)
 class TreeBuffers:
-    """Buffers into which a recorded wrapper is planned, always the same memory.
+    """Buffers into which a recorded wrapper is planned, always the same memory."""
 
-    Attributes:
-        query_offsets: ``[requests + 1]`` int32.
-        key_offsets: ``[requests + 1]`` int32.
-        key_slots: ``[most keys]`` int32, shared by all kinds of layers.
-        last_pages: ``[requests]`` int32.
-        mask: ``[most bytes]`` uint8.
-        mask_offsets: ``[requests + 1]`` int32, in bytes.
-    """
-
-    query_offsets: Tensor
-    key_offsets: Tensor
-    key_slots: Tensor
-    last_pages: Tensor
-    mask: Tensor
-    mask_offsets: Tensor
+    query_offsets: Tensor  # [requests + 1] int32
+    key_offsets: Tensor  # [requests + 1] int32
+    key_slots: Tensor  # [most keys] int32, shared by all kinds of layers
+    last_pages: Tensor  # [requests] int32
+    mask: Tensor  # [most bytes] uint8
+    mask_offsets: Tensor  # [requests + 1] int32, in bytes
 
     @classmethod
     def of(cls, requests: int, rows: int, keys: int, key_slots: Tensor) -> Self:
@@ -477,28 +404,24 @@ class FlashInferKernels:
     def prefill(self, workspace: Tensor, buffers: TreeBuffers | None = None) -> Any:  # noqa: ANN401
         """Return a new wrapper for requests of several queries.
 
-        Args:
-            workspace: Memory for partial results.
-            buffers: Memory for plans of fixed sizes, under masks; None for plans of any sizes.
+        ``workspace`` is for partial results; ``buffers`` for plans of fixed sizes, under masks.
         """
-        fixed = (
-            {}
-            if buffers is None
-            else {
-                "use_cuda_graph": True,
-                "qo_indptr_buf": buffers.query_offsets,
-                "paged_kv_indptr_buf": buffers.key_offsets,
-                "paged_kv_indices_buf": buffers.key_slots,
-                "paged_kv_last_page_len_buf": buffers.last_pages,
-                "custom_mask_buf": buffers.mask,
-                "mask_indptr_buf": buffers.mask_offsets,
-            }
+        new = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        if buffers is None:
+            return new(workspace, "NHD", backend=_BACKEND)
+        wrapper = new(
+            workspace,
+            "NHD",
+            backend=_BACKEND,
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.query_offsets,
+            paged_kv_indptr_buf=buffers.key_offsets,
+            paged_kv_indices_buf=buffers.key_slots,
+            paged_kv_last_page_len_buf=buffers.last_pages,
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=buffers.mask_offsets,
         )
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=_BACKEND, **fixed
-        )
-        if buffers is not None:
-            wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
+        wrapper.reset_workspace_buffer(workspace, workspace.new_empty(_PLAN_BYTES))
         return wrapper
 
 
@@ -523,12 +446,7 @@ class Wrappers:
     """
 
     def __init__(self, pool: KVPool, kernels: FlashInferKernels) -> None:
-        """Start without wrappers.
-
-        Args:
-            pool: Keys and values.
-            kernels: Factory of wrappers.
-        """
+        """Start without wrappers."""
         self.pool = pool
         self._kernels = kernels
         self._workspace = pool.keys.new_empty(0, dtype=torch.uint8)
@@ -537,13 +455,12 @@ class Wrappers:
 
     def plain(self, kind: LayerKind, *, masked: bool) -> PlannedWrapper:
         """Return the wrapper for a kind of layer with or without masks, to be planned."""
-        planned = self._plain.get((kind, masked))
-        if planned is None:
+        if (kind, masked) not in self._plain:
             room = self._room(kind.heads)
             with torch.inference_mode(mode=False):  # what it makes, later plans write to
                 planned = PlannedWrapper(self._kernels.prefill(room), self.pool)
             self._plain[kind, masked] = planned
-        return planned
+        return self._plain[kind, masked]
 
     def static(self, buffers: TreeBuffers, rows: int, heads: int) -> PlannedWrapper:
         """Return a new wrapper for ``rows`` rows that is planned into ``buffers``."""
@@ -590,20 +507,15 @@ class Wrappers:
 
 # Memory for the partial results of wrappers.
 
-_WORKSPACE_BYTES = 128 << 20
-"""Least memory for partial results that wrappers get."""
-
+_WORKSPACE_BYTES = 128 << 20  # least memory for partial results that wrappers get
 _WORKSPACE_SLACK = 8 << 20
 """Memory beyond what wrappers were found to need, because they align parts of it."""
 
-_WAVES = 2
-"""Blocks that a multiprocessor runs at once, as FlashInfer counts them."""
-
+_WAVES = 2  # blocks that a multiprocessor runs at once, as FlashInfer counts them
 _TILE, _MIDDLE_TILE, _SMALL_TILE = 128, 64, 16
 """Most query rows of a block; the others if no request has more (``utils.cuh``)."""
 
-_LARGE_HEAD = 256
-"""Head size from which blocks have at most the middle tile."""
+_LARGE_HEAD = 256  # head size from which blocks have at most the middle tile
 
 
 def workspace_bytes(
@@ -612,17 +524,9 @@ def workspace_bytes(
     """Return the most bytes a wrapper needs for partial results (``scheduler.cuh`` of 0.6.18).
 
     Keys are split among blocks. Each block handles a tile of query rows, where the query heads of
-    a key head count as rows. There are as many blocks as run at once, or as a recorded batch may
-    have: every request may begin a tile. A block keeps a vector, and the sum of its weights, for
-    every query head.
-
-    Args:
-        heads: Query heads.
-        kv_heads: Key heads.
-        head_dim: Size of a head.
-        processors: Multiprocessors of the device.
-        rows: Packed rows of a recorded batch; 0 for one that is not recorded.
-        requests: Number of requests of that batch.
+    a key head count as rows. There are as many blocks as run at once on the ``processors``, or as
+    a recorded batch of ``rows`` and ``requests`` may have: every request may begin a tile. A block
+    keeps a vector, and the sum of its weights, for every query head.
     """
     group = heads // kv_heads
     tile = _TILE

@@ -23,8 +23,7 @@ _BLANK, _TAKEN, _KEPT = 0, 1, 2
 """States of a slot. Blank and kept slots are both free, but the contents of a kept one may be used
 again."""
 
-_LINE = 64
-"""Bytes of a cache line, to which pools are aligned."""
+_LINE = 64  # bytes of a cache line, to which pools are aligned
 
 
 class SlotAllocator:
@@ -44,14 +43,7 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start with every slot free.
-
-        Args:
-            num_slots: Number of slots, at least 1.
-
-        Raises:
-            InvalidArgument: ``num_slots`` is below 1.
-        """
+        """Start with every slot free; InvalidArgument if there is none."""
         if num_slots < 1:
             raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
         self.num_slots = num_slots
@@ -117,11 +109,7 @@ class SlotAllocator:
             self._push(slot)
 
     def keep(self, slots: Tensor) -> None:
-        """Give back ``slots`` so that they are handed out last.
-
-        Raises:
-            InvalidArgument: A slot is not taken.
-        """
+        """Give back taken slots so that they are handed out last; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _KEPT, "slots that are taken")
             self._num_kept += 1
@@ -130,21 +118,13 @@ class SlotAllocator:
             heapq.heappush(self._nooks, heapq.heappop(self._blank))
 
     def take_back(self, slots: Tensor) -> None:
-        """Take kept slots again, with their contents.
-
-        Raises:
-            InvalidArgument: A slot is not kept.
-        """
+        """Take kept slots again, with their contents; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _KEPT, _TAKEN, "slots that are kept")
             self._num_kept -= 1
 
     def blank(self, slots: Tensor) -> None:
-        """Stop keeping ``slots``: their contents are no longer needed.
-
-        Raises:
-            InvalidArgument: A slot is not kept.
-        """
+        """Stop keeping ``slots``, whose contents nobody needs; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _KEPT, _BLANK, "slots that are kept")
             self._num_kept -= 1
@@ -230,16 +210,9 @@ class KVPool:
     def write(
         self, layer: int, slots: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of new tokens to one layer.
+        """Write keys and values ``[rows, kv_heads, head_dim]`` of new tokens to one layer.
 
-        Args:
-            layer: Index of the layer.
-            slots: ``[rows]`` int64, on the pool's device.
-            keys: ``[rows, kv_heads, head_dim]``.
-            values: ``[rows, kv_heads, head_dim]``.
-
-        Returns:
-            Keys and values of the whole layer, as from :meth:`layer`.
+        ``slots`` ``[rows]`` int64 are on the pool's device. Returns the layer, as :meth:`layer`.
         """
         all_keys, all_values = self.layer(layer)
         all_keys.index_copy_(0, slots, keys)
@@ -288,20 +261,14 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of the target's and the drafter's pool, which have the same slot numbers.
+    """The size of the target's and the drafter's pool, which have the same slot numbers."""
 
-    Attributes:
-        slots: Number of slots; None if memory decides.
-        bytes: Bytes of all pools together; None for a share of free memory. Excludes ``slots``.
-        longest_texts: How many texts of full length to make room for at most, if free memory
-            decides.
-        beside: Bytes that a slot takes in the drafter's pool.
-    """
-
-    slots: int | None = None
+    slots: int | None = None  # number of slots; None if memory decides
+    # Bytes of all pools together; None for a share of free memory. Excludes `slots`.
     bytes: int | None = None
+    # How many texts of full length to make room for at most, if free memory decides.
     longest_texts: int = 16
-    beside: int = 0
+    beside: int = 0  # bytes that a slot takes in the drafter's pool
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.bytes is not None:
@@ -315,16 +282,12 @@ class PoolSize:
     def slots_of(
         self, bytes_per_slot: int, *, max_context: int, least: int, device: torch.device
     ) -> int:
-        """Return the number of slots.
+        """Return the number of slots in pools on ``device``, for texts of up to ``max_context``.
 
-        Args:
-            bytes_per_slot: Bytes that a slot takes in the target's pool.
-            max_context: Length of the longest text.
-            least: Least number of slots required.
-            device: Where the pools will be.
+        ``bytes_per_slot`` are those in the target's pool.
 
         Raises:
-            InvalidArgument: There are too few slots.
+            InvalidArgument: There are fewer than ``least``.
         """
         if self.slots is not None:
             if self.slots < least:

@@ -17,15 +17,10 @@ from eaglegbv.attention.base import Segment, joined, offsets_of
 
 @dataclass(frozen=True, slots=True)
 class PackedMasks:
-    """Consecutive masks of several requests.
+    """Consecutive masks of several requests."""
 
-    Attributes:
-        bits: ``[bytes]`` uint8.
-        byte_offsets: ``[requests + 1]`` int32, on the host.
-    """
-
-    bits: Tensor
-    byte_offsets: Tensor
+    bits: Tensor  # [bytes] uint8
+    byte_offsets: Tensor  # [requests + 1] int32, on the host
 
     @classmethod
     def of(

@@ -14,7 +14,7 @@ A request never reads a slot it does not own, not even with weight zero: 0 * NaN
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,35 +38,22 @@ _MAX_PADDED_SCORES = 1 << 24
 _MAX_GATHERED = 1 << 23
 """Most bytes of keys and values of a group on a CPU: more would not stay in its caches."""
 
-_KEY_SCORES = 4
-"""Number of scores that take as long as gathering a key and its value."""
-
-_FREE_PADDING = 1 << 12
-"""Number of scores that take as long as the operations of a further group."""
+_KEY_SCORES = 4  # number of scores that take as long as gathering a key and its value
+_FREE_PADDING = 1 << 12  # number of scores that take as long as the operations of a further group
 
 
 class TorchPagedAttention(PagedAttention):
     """Attention by ``scaled_dot_product_attention`` over a pool on any device."""
 
     def __init__(self, pool: KVPool, *, instead: str | None = None) -> None:
-        """Attend over ``pool``.
-
-        Args:
-            pool: Keys and values.
-            instead: Why this runs instead of faster attention; its calls then count as fall-backs.
-        """
+        """Attend over ``pool``; ``instead`` says why faster attention does not, for counts."""
         self.pool = pool
         self._instead = instead
-        self._fallbacks: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self._planned: PackedBatch | None = None
         self._plans: dict[int | None, list[_Group]] = {}
         self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
         self._value_buffer = torch.empty_like(self._key_buffer)
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """See :meth:`PagedAttention.fallbacks`."""
-        return self._fallbacks
 
     def branches(self, shape: BranchShape) -> "TorchBranches":
         """See :meth:`PagedAttention.branches`."""
@@ -77,7 +64,7 @@ class TorchPagedAttention(PagedAttention):
     ) -> Tensor:
         """See :meth:`PagedAttention.attend`."""
         if self._instead is not None:
-            self._fallbacks[self._instead] += 1
+            self.fallbacks[self._instead] += 1
         layer = self.pool.write(call.layer, batch.slots, k, v)
         fused = call.softcap is None and call.sinks is None
         out: Tensor | None = None
@@ -165,37 +152,25 @@ def _attend_explicit(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Which packed rows the padded rectangle of a group's queries holds.
+    """Which packed rows the padded rectangle of a group's queries holds."""
 
-    Attributes:
-        gather: ``[segments * queries]`` int64, packed row of each query; padding repeats a row.
-        kept: ``[real queries]`` int64, indices of the real queries in the rectangle.
-        packed: ``[real queries]`` int64, their packed rows.
-    """
-
-    gather: Tensor
-    kept: Tensor
-    packed: Tensor
+    gather: Tensor  # [segments * queries] int64, packed row of each query; padding repeats a row
+    kept: Tensor  # [real queries] int64, indices of the real queries in the rectangle
+    packed: Tensor  # [real queries] int64, their packed rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Segments that run as one attention call.
+    """Segments that run as one attention call."""
 
-    Attributes:
-        segments: Number of segments.
-        rows: Packed rows of the queries; None if they are the whole batch in order.
-        key_slots: Slots of the keys: a range of the pool, or ``[segments * keys]`` int64 to gather.
-        mask: ``[segments, 1, queries, keys]`` in the pool's dtype, 0 or -inf, added to the scores.
-            None if every key is seen, or in causal order.
-        causal: Whether the order is plainly causal, without a mask.
-    """
-
-    segments: int
-    rows: _Rows | None
+    segments: int  # number of segments
+    rows: _Rows | None  # packed rows of the queries; None if they are the whole batch in order
+    # Slots of the keys: a range of the pool, or [segments * keys] int64 to gather.
     key_slots: slice | Tensor
+    # [segments, 1, queries, keys] in the pool's dtype, 0 or -inf, added to the scores. None if
+    # every key is seen, or in causal order.
     mask: Tensor | None
-    causal: bool = False
+    causal: bool = False  # whether the order is plainly causal, without a mask
 
 
 def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> list[_Group]:

@@ -21,8 +21,9 @@ from eaglegbv.cli.options import (
     opt,
     print_json,
     progress,
+    verifier_names,
 )
-from eaglegbv.config import EngineConfig
+from eaglegbv.config import PLAIN, EngineConfig
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.audit_engine import audit_pair
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, package_subjects
@@ -47,9 +48,9 @@ app = typer.Typer(
 )
 
 PAIR_LEGEND = (
-    "cells: texts compared, rare ones together; G: how far their counts are from the exact "
-    "distribution; p-value:\nhow often chance alone goes as far; detects: how far from that "
-    "distribution (in total variation) an engine may\nbe before this notices it nine times in ten."
+    "cells: texts compared, rare ones together; G: how far their counts are from what they are "
+    "compared with; p-value:\nhow often chance alone goes as far; detects: how far from the right "
+    "distribution (in total variation) an engine\nmay be before this notices it nine times in ten."
 )
 
 
@@ -119,7 +120,7 @@ def audit(
         jobs = [
             _job(subject, one, sizes, clip=True)
             for subject in subjects.values()
-            for one in sorted(subject.draft_samplings)
+            for one in sorted(subject.rule.draft_samplings)
         ]
     else:
         chosen = draft_sampling_named(draft_sampling)
@@ -169,7 +170,7 @@ def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> list[Result
         job.subject.check(job.draft_sampling, job.sizes.shape)
     results: list[Result] = []
     for job in jobs:
-        what = f"{job.subject.name} on {job.draft_sampling}"
+        what = f"{job.subject.rule.name} on {job.draft_sampling}"
         with progress(job.sizes.instances, "problem", what, leave=False) as bar:
             result = job.subject.audit(
                 job.draft_sampling, job.sizes, lambda figure: bar.update(note=f"{figure:.1e}")
@@ -196,9 +197,14 @@ def _row(job: Job, result: Result, tolerance: float) -> dict[str, str]:
 
 @app.command(short_help="Test the whole engine on real models.")
 def pair(
-    prompt: Annotated[str, opt("The prompt of all texts.")] = "Name three kinds of fruit.",
+    prompt: Annotated[
+        list[str] | None,
+        opt("A prompt of the texts; may be given several times.", shown="about fruit"),
+    ] = None,
     raw: opts.Raw = False,
-    verifier: Annotated[str, opt("Verifier to run, as for audit itself; or none.")] = "otbv",
+    verifier: Annotated[
+        str, opt("Verifiers to run, as for audit itself, with the same models; or none.")
+    ] = "otbv",
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
     depth: opts.Depth = 2,
     draft_sampling: opts.SamplingName = None,
@@ -213,39 +219,62 @@ def pair(
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     device: opts.Device = None,
+    dtype: Annotated[str, opt("One of float32, bfloat16, float16.")] = "float32",
+    against: Annotated[
+        str | None,
+        opt(
+            "Compare with the exact distribution, or with plain decoding: exact or plain.",
+            shown="exact in float32, else plain",
+        ),
+    ] = None,
     as_json: opts.AsJson = False,
 ) -> None:
     """Test the whole engine on real models: the joint distribution of a text's first tokens.
 
     Generates the same few tokens many times. A G-test compares how often each text occurred with
-    its exact probability under the plain transformers model. A small top-k leaves few enough texts
-    to list; the models run in float32. Exit status 1 if the test rejects at level 1e-4.
+    its exact probability under the plain transformers model, in float32; or, in any precision, with
+    as many texts of plain decoding. A small top-k leaves few enough texts to list. Exit status 1 if
+    the test rejects at level 1e-4.
     """
-    plan = fixed_plan(
-        verifier,
-        paths,
-        depth,
-        draft_sampling=draft_sampling,
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
+    plans = [
+        fixed_plan(
+            name,
+            paths,
+            depth,
+            draft_sampling=draft_sampling,
+            draft_width=draft_width,
+            draft_temperature=draft_temperature,
+        )
+        for name in verifier_names(verifier)
+    ]
+    exact = dtype == "float32" if against is None else against == "exact"
+    if against not in (None, "exact", "plain"):
+        raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
     params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
-    models = Models(model=model, drafter=drafter, device=device, dtype="float32")
-    result = audit_pair(
-        models.load(plan, EngineConfig(max_batch=batch)),
-        prompt if raw else messages(prompt),
+    models = Models(model=model, drafter=drafter, device=device, dtype=dtype)
+    drafted = next((plan for plan in plans if plan.speculative), PLAIN)
+    prompts = prompt or ["Name three kinds of fruit."]
+    other = "their exact distribution" if exact else "as many of plain decoding"
+    typer.echo(f"{samples:,} texts of {tokens} tokens, against {other}", err=True)
+    passed = True
+    for result in audit_pair(
+        models.load(drafted, EngineConfig(max_batch=batch)),
+        prompts if raw else [messages(text) for text in prompts],
         params,
+        plans,
         samples=samples,
+        exact=exact,
         progress=not as_json and sys.stderr.isatty(),
-        tell=lambda text: typer.echo(text, err=True),
-    )
-    if as_json:
-        print_json(result)
-    else:
-        row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
-        typer.echo(plain_text([list(row), list(row.values())]))
+    ):
+        passed &= result.passed
+        if as_json:
+            print_json(result)
+        else:
+            row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
+            typer.echo(plain_text([list(row), list(row.values())]))
+    if not as_json:
         typer.echo(PAIR_LEGEND)
-    if not result.passed:
+    if not passed:
         raise typer.Exit(FAILED)
 
 

@@ -1,6 +1,7 @@
 """``eaglegbv bench``: benchmarks with a report; here ``mt-bench``, ``served``, and the demo."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from eaglegbv.cli.options import (
     Models,
     draft_sampling_named,
     entries,
+    made_of,
     make_app,
     member,
     opt,
@@ -38,10 +40,9 @@ from eaglegbv.eval.runner import Generate, RunFolder, hold_at_once, run, write_r
 from eaglegbv.eval.statistics import (
     BLOCK_EFFICIENCY,
     TOKENS_PER_SECOND,
-    Figure,
     Summary,
-    Sums,
     summarise,
+    whole,
 )
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.llm import load_tokenizer
@@ -141,6 +142,7 @@ def mt_bench(
     the Hugging Face hub; --questions-set builtin is packaged. To continue an interrupted run, give
     the same command again.
     """
+    given = locals()
     if plots:
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
@@ -158,16 +160,14 @@ def mt_bench(
         draft_temperatures=entries("draft-temperature", draft_temperature, float),
         baselines=_baseline_names(kind, baselines),
     )
-    models = Models(
-        model=model,
-        drafter=drafter,
-        device=device,
-        dtype=dtype,
-        compile_backend=compile_backend,
-        draft_quantization=member("draft-quantization", draft_quantization, Quantization),
-    )
-    settings = msgspec.structs.replace(
-        _settings(chosen, models, wanted.settings, max_tokens=max_tokens, seed=seed),
+    held = member("draft-quantization", draft_quantization, Quantization)
+    models = made_of(given, Models, draft_quantization=held)
+    settings = _settings(
+        chosen,
+        models,
+        wanted.settings,
+        max_tokens=max_tokens,
+        seed=seed,
         repeats=repeats,
         system=system,
         backend=backend,
@@ -220,11 +220,9 @@ def _settings(
     questions: QuestionSet,
     models: Models,
     settings: tuple[Setting, ...],
-    *,
-    max_tokens: int,
-    seed: int,
+    **more: Any,  # noqa: ANN401  of fields of several types
 ) -> RunSettings:
-    """Return the settings of a run of one repeat by this engine."""
+    """Return the settings of a run, of one repeat by this engine unless ``more`` says otherwise."""
     named = models.named
     return RunSettings(
         suite=questions.suite,
@@ -233,11 +231,8 @@ def _settings(
         questions_sha256=questions.sha256,
         model=named.name,
         drafter=named.drafter_name,
-        system=None,
         settings=settings,
-        max_tokens=max_tokens,
-        seed=seed,
-        repeats=1,
+        **{"system": None, "repeats": 1} | more,
     )
 
 
@@ -246,36 +241,36 @@ def _settings(
 
 @contextmanager
 def _watched(
-    settings: RunSettings, records: Sequence[Record] = (), *, timed: bool = True
+    settings: RunSettings,
+    add: Callable[[Record], None],
+    records: Sequence[Record] = (),
+    *,
+    timed: bool = True,
 ) -> Iterator[Callable[[Record], None]]:
-    """Show progress, with the figures so far of the setting that ran last.
+    """Keep every further record, and show progress, with the figures of the setting that ran last.
 
     Args:
         settings: Settings of the run.
+        add: Keeps a record.
         records: Records from earlier sittings.
         timed: Whether the records say what took how long.
     """
     figures = {BLOCK_EFFICIENCY: "{:.2f} tokens/forward", TOKENS_PER_SECOND: "{:.0f} tokens/s"}
     shown = list(figures.items())[: 2 if timed else 1]
-    sums: dict[tuple[str, Figure], Sums] = {}
-
-    def count(record: Record) -> None:
-        for figure, _ in shown if record.error is None else ():
-            key = record.setting, figure
-            sums[key] = sums.get(key, Sums(0.0, 0.0)) + figure.of(record)
-
-    for record in records:
-        count(record)
+    held: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in whole(records):
+        held[record.setting].append(record)
     total = len(settings.question_ids) * len(settings.settings) * settings.repeats
     with progress(total, "conversation", done=len(records)) as bar:
 
-        def show(record: Record) -> None:
-            count(record)
-            known = [(sums.get((record.setting, figure)), text) for figure, text in shown]
-            told = ", ".join(text.format(total.ratio) for total, text in known if total)
+        def keep(record: Record) -> None:
+            add(record)
+            held[record.setting] += whole([record])
+            own = held[record.setting]
+            told = ", ".join(text.format(figure.of(own)) for figure, text in shown if own)
             bar.update(note=f"{record.setting}: {told}" if told else "")
 
-        yield show
+        yield keep
 
 
 def _hold(serving: "Backend", questions: Sequence[Question], folder: RunFolder) -> None:
@@ -284,12 +279,7 @@ def _hold(serving: "Backend", questions: Sequence[Question], folder: RunFolder) 
         total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
         known = f"{len(folder.records)}/{total} conversations of it are measured"
         typer.echo(f"going on with the run in {folder.path}: {known}", err=True)
-    with _watched(folder.settings, folder.records) as show:
-
-        def keep(record: Record) -> None:
-            folder.add(record)
-            show(record)
-
+    with _watched(folder.settings, folder.add, folder.records) as keep:
         for sitting in serving.sittings:
             if folder.has_all(sitting.settings):
                 continue
@@ -524,8 +514,12 @@ def served(
         for hot in (() if eagle is None else entries("eagle", eagle, float))
     )
     models = Models(model=model, drafter=drafter)
-    settings = msgspec.structs.replace(
-        _settings(chosen, models, sampled + own, max_tokens=max_tokens, seed=seed),
+    settings = _settings(
+        chosen,
+        models,
+        sampled + own,
+        max_tokens=max_tokens,
+        seed=seed,
         backend="sglang server",
         backend_arguments={"arguments": " ".join(context.args), "at_once": at_once},
     )
@@ -534,12 +528,7 @@ def served(
         settings,
         describe_environment("SGLang's", ("sglang",)),
     )
-    with _watched(settings, folder.records, timed=False) as show:
-
-        def keep(record: Record) -> None:
-            folder.add(record)
-            show(record)
-
+    with _watched(settings, folder.add, folder.records, timed=False) as keep:
         for same in _by_server(settings.settings):
             if folder.has_all(same):
                 continue
@@ -549,8 +538,7 @@ def served(
                 hold_at_once(
                     Endpoint(url, trees),
                     chosen.questions,
-                    settings,
-                    own=same,
+                    msgspec.structs.replace(settings, settings=same),
                     at_once=at_once,
                     done=folder.done,
                     on_record=keep,
@@ -612,12 +600,7 @@ def demo(
         f"\nThe same tiny model on {questions} two-turn questions, temperature 1, one at a time:"
     )
     records: list[Record] = []
-    with _watched(settings) as show:
-
-        def keep(record: Record) -> None:
-            records.append(record)
-            show(record)
-
+    with _watched(settings, records.append) as keep:
         run(llm.generate, chosen.questions, settings, on_record=keep)
     environment = describe_environment(str(llm.device))
     summaries = summarise(Results(settings=settings, environment=environment, records=records))

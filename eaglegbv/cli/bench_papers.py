@@ -14,6 +14,7 @@ from eaglegbv.cli.options import (
     Progress,
     entries,
     fixed_plan,
+    made_of,
     member,
     opt,
     print_json,
@@ -80,17 +81,8 @@ def drafters(
     the ratio to the first drafter, is a bootstrap over questions. 'd or more' is the share of
     forwards that accept at least d tokens; these shares add up to the length.
     """
-    plans = [
-        fixed_plan(
-            verifier,
-            count,
-            depth,
-            draft_sampling=draft_sampling,
-            draft_width=draft_width,
-            draft_temperature=draft_temperature,
-        )
-        for count in entries("paths", paths, int)
-    ]
+    given = locals()
+    plans = [made_of(given, fixed_plan, paths=count) for count in entries("paths", paths, int)]
     chosen = load_questions(questions_set, data).first(questions)
     conversations = Conversations(
         chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
@@ -102,8 +94,7 @@ def drafters(
     total = len(named) * len(plans) * len(chosen.questions)
     with progress(total, "conversation") as bar:
         for name, where in named:
-            models = Models(model=model, drafter=where, device=device, dtype=dtype)
-            llm = models.load(plans[0], engine)
+            llm = made_of(given, Models, drafter=where).load(plans[0], engine)
             for number, plan in enumerate(plans):
                 first = found[number][1] if len(found) >= len(plans) else None
                 report = measure_drafter(llm, plan, conversations, first=first, on_batch=bar.update)
@@ -153,23 +144,21 @@ def study(
     study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out; results are saved
     after every temperature.
     """
+    given = locals()
     check_matplotlib()
-    settings = StudySettings(
+    settings = made_of(
+        given,
+        StudySettings,
         temperatures=tuple(entries("temperatures", temperatures, float)),
         draft_temperatures=tuple(entries("draft-temperatures", draft_temperatures, float)),
         paths=tuple(entries("paths", paths, int)),
-        depth=depth,
         sizes=tuple(entries("sizes", sizes, int)),
-        places=places,
-        judgements=judgements,
-        max_tokens=max_tokens,
-        seed=seed,
     )
     chosen = load_questions(questions_set, data).first(questions)
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
     llms = {
-        name: Models(model=model, drafter=where, device=device, dtype=dtype).load(Plan(), engine)
+        name: made_of(given, Models, drafter=where).load(Plan(), engine)
         for name, where in _by_name(drafter or ("eagle3", "eagle1"))
     }
     first = next(iter(llms.values()))
@@ -260,7 +249,7 @@ def paper(
     of a ratio tests each of them. Measurements are saved as they come: the same command continues
     where an earlier one stopped.
     """
-    chosen = paper_named(name)
+    given, chosen = locals(), paper_named(name)
     folder = out or Path("runs") / f"paper-{name}"
     if so_far:
         if not isinstance(chosen, GridPaper):
@@ -270,19 +259,11 @@ def paper(
         (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
         report = chosen.report(measured.sheets, measured.run)
     else:
-        models = Models(model=model, drafter=drafter, device=device, dtype=dtype)
-        options = Options(
-            seed=seed,
-            max_tokens=max_tokens,
-            places=places,
-            judgements=judgements,
-            engine_questions=engine_questions,
-            engine=engine,
-        )
+        models = made_of(given, Models)
         site = Site(
             folder,
             load_questions(questions_set, data).first(questions),
-            options,
+            made_of(given, Options),
             # Every setting answers the same prompts, and must read them itself.
             lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
             _progress,

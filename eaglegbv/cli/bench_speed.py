@@ -2,12 +2,14 @@
 
 import re
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from eaglegbv.calibration import calibrate
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import (
     Models,
@@ -19,22 +21,37 @@ from eaglegbv.cli.options import (
     progress,
     write_json,
 )
-from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, Planning
+from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, Planning, plan_name
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import dtype_name, place_of
+from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
 from eaglegbv.eval.questions import PromptSource, load_questions
-from eaglegbv.eval.random_models import SHAPES, StepSetting, build_rig
+from eaglegbv.eval.random_models import (
+    SHAPES,
+    PairEngine,
+    Shape,
+    random_pair,
+    random_prompts,
+    tune,
+)
 from eaglegbv.eval.records import describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import BatchResults
-from eaglegbv.eval.step_bench import measure_machine, step_table, time_steps
+from eaglegbv.eval.step_bench import (
+    HEADINGS,
+    Floors,
+    StepSetting,
+    aligned,
+    setting_name,
+    step_row,
+    time_steps,
+)
 from eaglegbv.eval.throughput import (
     EngineWay,
     Grid,
     TransformersWay,
-    WatchedWay,
     Way,
     choice_lines,
     measure,
@@ -43,11 +60,14 @@ from eaglegbv.eval.throughput import (
 )
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.llm import LLM
+from eaglegbv.loading import Pair, load_pair
 
 EXPLAINED = (
     "shares of all steps of all answers; best: the most tokens a second by what is known; "
     "learning: too\nlittle is known of such steps; probe: to see whether what is known still holds"
 )
+MADE_PROMPT = 64
+"""Tokens of a prompt of made models, where none are asked for."""
 
 
 def batch(
@@ -72,12 +92,16 @@ def batch(
     ] = 8,
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
-    assistant: Annotated[
-        str | None, opt("Folder of a small model, to add assisted generation with it.")
-    ] = None,
     seed: opts.Seed = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
+    shape: Annotated[
+        str | None,
+        opt("Make a pair of this shape instead, tiny or llama-3.1-8b.", shown="none"),
+    ] = None,
+    efficiency: Annotated[
+        float, opt("Block efficiency that the first fixed plan has on a made pair.")
+    ] = 3.5,
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
@@ -89,7 +113,9 @@ def batch(
 ) -> None:
     """Time ways to generate side by side, and print medians, with ratios to plain decoding.
 
-    All answers have the same length. Ratios are computed within each repeat before the median.
+    All answers have the same length. Ratios are computed within each repeat before the median. With
+    --shape the weights are made, such that drafts are as good as --efficiency says: the texts mean
+    nothing, but they are drafted and verified as any others.
     """
     grid = Grid(
         batches=entries("batches", batches, int),
@@ -103,9 +129,9 @@ def batch(
     # Check before loading models, which may take minutes.
     check_verifier(verifier)
     check_out(out)
-    known = load_questions(questions_set, data)
+    where, precision = place_of(device, dtype)
+    names = entries("ways", ways, str)
     most = max(count * grid.calls(count) for count in grid.batches)
-    questions = known.first(min(most, len(known.questions))).questions
     models = Models(
         model=model,
         drafter=drafter,
@@ -114,11 +140,17 @@ def batch(
         compile_backend=compile_backend,
         draft_quantization=member("draft-quantization", draft_quantization, Quantization),
     )
-    engines = _Engines(models)
-    added = [] if assistant is None else [f"assistant:{assistant}"]
-    chosen = [_way(engines, name, verifier) for name in [*entries("ways", ways, str), *added]]
-    source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
-    watched = [way for way in chosen if isinstance(way, WatchedWay)]
+    engines: _Engines | _MadeEngines
+    if shape is None:
+        known = load_questions(questions_set, data)
+        questions = known.first(min(most, len(known.questions))).questions
+        engines = _Engines(models)
+        source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
+    else:
+        engines = _MadeEngines(shape, names, verifier, efficiency, grid, models)
+        source = PromptSource(random_prompts(engines.shape.draft_vocab, most, MADE_PROMPT))
+    chosen = [_way(engines, name, verifier) for name in names]
+    watched = [way for way in chosen if isinstance(way, EngineWay) and way.plan is AUTO]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
     with progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
@@ -133,17 +165,18 @@ def batch(
     lines += paired_lines(timings) if lines else []
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
+    if isinstance(engines, _MadeEngines):
+        typer.echo(engines.told)
     if out is not None:
-        named = models.named
         results = BatchResults(
             timings=tuple(timings),
-            environment=describe_environment(str(engines.plain.device)),
-            model=named.name,
-            drafter=named.drafter_name or "",
+            environment=describe_environment(str(where)),
+            model=engines.names[0],
+            drafter=engines.names[1],
             verifier=verifier,
-            suite=questions_set,
+            suite=questions_set if shape is None else "random tokens",
             compile_backend=compile_backend or "",
-            dtype=dtype_name(engines.plain.dtype),
+            dtype=dtype_name(precision),
             draft_quantization=engines.draft_quantization,
         )
         write_json(out, results)
@@ -154,6 +187,7 @@ class _Engines:
 
     def __init__(self, models: Models) -> None:
         self._models = models
+        self.names = models.named.name, models.named.drafter_name or ""
 
     @cached_property
     def plain(self) -> LLM:
@@ -182,90 +216,224 @@ class _Engines:
         return self._models.load(plan, engine)
 
 
-def _way(engines: _Engines, name: str, verifier: str) -> Way:
-    """Return the way with a name; a fixed plan has this verifier."""
+class _MadeEngines:
+    """What the ways run on where the weights are made."""
+
+    draft_quantization = str(Quantization.NONE)
+
+    def __init__(
+        self,
+        shape: str,
+        ways: list[str],
+        verifier: str,
+        efficiency: float,
+        grid: Grid,
+        models: Models,
+    ) -> None:
+        self.shape = _shape(shape, None)
+        plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
+        for name, own in plans.items():
+            if own is None:
+                raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
+        plan = next((own for own in plans.values() if own is not None and own.speculative), None)
+        if plan is None:
+            expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
+            raise InvalidArgument("ways", ",".join(ways), expected)
+        temperature = grid.temperatures[0]
+        device, dtype = place_of(models.device, models.dtype)
+        length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
+        self._compile = models.compile_backend
+        self._target, self._drafter = random_pair(
+            self.shape,
+            slots=max(*grid.batches, 16) * (length + 256),
+            max_context=length,
+            dtype=dtype,
+            device=device,
+            compile_backend=self._compile,
+            graphs=GraphMode.AUTO,
+            memoryless=True,
+        )
+        reached = tune(self._target, self._drafter, plan, efficiency, temperature=temperature)
+        self._config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
+        self._auto = "auto" in ways
+        self.names = shape, f"made for block efficiency {reached:.2f}"
+        self.told = (
+            f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
+            f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {efficiency:g})."
+        )
+
+    @cached_property
+    def plain(self) -> PairEngine:
+        """The engine of plain decoding."""
+        return PairEngine(Engine(self._target, None, self._config))
+
+    @cached_property
+    def drafting(self) -> PairEngine:
+        """The engine with a drafter, which knows what steps cost if it chooses plans."""
+        costs = None
+        if self._auto:
+            pair = Pair(self._target, self._drafter)
+            costs = calibrate(pair, AUTO, self._config, compile_backend=self._compile)
+        return PairEngine(
+            Engine(
+                self._target,
+                self._drafter,
+                self._config,
+                costs=costs,
+                compile_backend=self._compile,
+            )
+        )
+
+
+def _shape(name: str, text: str | None) -> Shape:
+    """Return the shape with a name, with other sizes where ``text`` gives them."""
+    if name not in SHAPES:
+        raise InvalidArgument("shape", name, one_of(SHAPES, name))
+    known = SHAPES[name].__struct_fields__
+    sizes = {}
+    for part in text.split(",") if text else ():
+        key, _, size = part.partition("=")
+        if key not in known or not size.isdecimal():
+            raise InvalidArgument("sizes", part, f"one such as layers=4, of {', '.join(known)}")
+        sizes[key] = int(size)
+    return msgspec.structs.replace(SHAPES[name], **sizes)
+
+
+def _plan(name: str, verifier: str) -> Plan | None:
+    """Return the plan with a name, of ``verifier`` if it names none; None if it names no plan."""
     if name == "none":
-        return EngineWay(name, engines.plain, PLAIN)
+        return PLAIN
+    found = re.fullmatch(r"(?:(\w+):)?(\d+)x(\d+)", name)
+    if found is None:
+        return None
+    check_verifier(found[1] or verifier)
+    return Plan(verifier=found[1] or verifier, paths=int(found[2]), depth=int(found[3]))
+
+
+def _way(engines: _Engines | _MadeEngines, name: str, verifier: str) -> Way:
+    """Return the way with a name."""
     if name == "auto":
-        return WatchedWay(EngineWay(name, engines.drafting, AUTO))
-    if found := re.fullmatch(r"(\d+)x(\d+)", name):
-        plan = Plan(verifier=verifier, paths=int(found[1]), depth=int(found[2]))
-        return EngineWay(name, engines.drafting, plan)
+        return EngineWay(name, engines.drafting, AUTO)
+    plan = _plan(name, verifier)
+    if plan is not None:
+        return EngineWay(name, engines.drafting if plan.speculative else engines.plain, plan)
+    assert isinstance(engines, _Engines)  # for made ones such names are refused
     try:
         chosen = baseline(name, argument="ways")
     except InvalidArgument:
-        expected = f"auto, none, PATHSxDEPTH, {EXPECTED}"
-        raise InvalidArgument("ways", name, expected) from None
+        raise InvalidArgument("ways", name, f"auto, none, PATHSxDEPTH, {EXPECTED}") from None
     return TransformersWay(name, engines.library.generation(chosen, ends=False))
 
 
 def step(
     shape: Annotated[
-        str, opt("tiny or llama-3.1-8b; the sizes below replace those of the shape.")
+        str, opt("Make random models of this shape, where no model is named: tiny or llama-3.1-8b.")
     ] = "tiny",
-    hidden: Annotated[int | None, opt("Width of a hidden state.")] = None,
-    layers: Annotated[int | None, opt("Number of decoder layers.")] = None,
-    heads: Annotated[int | None, opt("Number of query heads.")] = None,
-    kv_heads: Annotated[int | None, opt("Number of key and value heads.")] = None,
-    intermediate: Annotated[int | None, opt("Width of feed-forward layers.")] = None,
-    vocab: Annotated[int | None, opt("Number of tokens.")] = None,
-    draft_vocab: Annotated[int | None, opt("Tokens that the head can draft.")] = None,
+    sizes: Annotated[
+        str | None,
+        opt(
+            "Other sizes than the shape's, such as hidden=128,layers=4; also heads, kv_heads, "
+            "intermediate, vocab, draft_vocab."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, opt("Folder or hub name of a target, instead of a shape.", shown="none")
+    ] = None,
+    drafter: opts.Drafter = None,
+    plans: Annotated[
+        str, opt("Plans, as PATHSxDEPTH or VERIFIER:PATHSxDEPTH; none is plain decoding.")
+    ] = "4x6,none",
     verifier: opts.Verifier = "otbv",
-    paths: Annotated[int, opt("Drafted paths, K.")] = 4,
-    depth: opts.Depth = 6,
-    batch: Annotated[int, opt("Number of requests.")] = 1,
-    context: Annotated[int, opt("Tokens of each prompt.")] = 512,
-    temperature: opts.Temperature = 1.0,
+    batches: Annotated[str, opt("Numbers of requests.")] = "1",
+    contexts: Annotated[str, opt("Tokens of each prompt.")] = "512",
+    temperature: opts.Temperatures = "1.0",
     steps: Annotated[int, opt("Number of steps to time.")] = 30,
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
     cuda_graphs: opts.CudaGraphs = "auto",
-    out: Annotated[Path | None, opt("JSON file for the figures.")] = None,
+    out: Annotated[Path | None, opt("File to which JSON lines are added as they come.")] = None,
 ) -> None:
-    """Time the phases of a step with random weights, for a target and an EAGLE-3 head.
+    """Time the phases of a step, in every setting, for a target and what drafts for it.
 
-    The floor is the time to read weights, keys and values once, or to multiply, at the bandwidth
-    and the rate measured on this machine. Random weights accept little, but times do not depend on
-    that.
+    The floor is the time of the products with weights alone. Random weights, and random prompts,
+    accept little, but times do not depend on that. A setting that fails is reported, and the others
+    are timed. Exit status 1 if any failed.
     """
-    if shape not in SHAPES:
-        raise InvalidArgument("shape", shape, one_of(SHAPES, shape))
-    sizes = {
-        "hidden": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "intermediate": intermediate,
-        "vocab": vocab,
-        "draft_vocab": draft_vocab,
-    }
-    given = {name: size for name, size in sizes.items() if size is not None}
-    model = msgspec.structs.replace(SHAPES[shape], **given)
+    made = _shape(shape, sizes)
     check_verifier(verifier)
     check_out(out)
-    plan = Plan(verifier=verifier, paths=paths, depth=depth)
-    setting = StepSetting(
-        plan=plan, batch=batch, context=context, temperature=temperature, steps=steps
-    )
+    settings = []
+    for count, length, t, name in product(
+        entries("batches", batches, int),
+        entries("contexts", contexts, int),
+        entries("temperature", temperature, float),
+        entries("plans", plans, str),
+    ):
+        plan = _plan(name, verifier)
+        if plan is None:
+            raise InvalidArgument("plans", name, "none, PATHSxDEPTH or VERIFIER:PATHSxDEPTH")
+        settings.append(
+            StepSetting(plan=plan, batch=count, context=length, temperature=t, steps=steps)
+        )
     where, precision = place_of(device, dtype)
-    rig = build_rig(
-        model,
-        setting,
-        dtype=precision,
-        device=where,
-        compile_backend=compile_backend,
-        graphs=member("cuda-graphs", cuda_graphs, GraphMode),
+    slots = max(setting.slots for setting in settings)
+    graphs = member("cuda-graphs", cuda_graphs, GraphMode)
+    if model is None:
+        pair = Pair(
+            *random_pair(
+                made,
+                slots=slots,
+                max_context=max(setting.max_context for setting in settings),
+                dtype=precision,
+                device=where,
+                compile_backend=compile_backend,
+                graphs=graphs,
+            )
+        )
+    else:
+        named = Models(model=model, drafter=drafter).named
+        pair = load_pair(
+            named.target,
+            named.drafter,
+            slots=slots,
+            dtype=precision,
+            device=where,
+            compile_backend=compile_backend,
+            graphs=graphs,
+        )
+    floors = Floors(pair)
+    _note(
+        out,
+        {
+            "environment": describe_environment(str(where)),
+            "model": made if model is None else model,
+            "drafter": drafter,
+            "dtype": dtype_name(precision),
+            "compile": compile_backend,
+            "cuda_graphs": graphs,
+            "weights": floors.weights,
+        },
     )
-    report = time_steps(rig, setting, measure_machine(precision, where))
-    machine = report.machine
-    typer.echo(plain_text(step_table(report)))
-    launched = "" if report.launches is None else f", {report.launches} launches"
-    typer.echo(
-        f"{report.operations} operations a step{launched}; "
-        f"{report.weights / 1e9:.2f} GB of weights; "
-        f"{machine.bandwidth / 1e9:.0f} GB/s, {machine.flops / 1e12:.2f} TFLOP/s measured; "
-        f"{report.block_efficiency:.2f} tokens a step and request"
-    )
+    typer.echo(aligned(HEADINGS))
+    failed = 0
+    for setting in settings:
+        try:
+            report = time_steps(pair, setting, floors, compile_backend=compile_backend)
+        except Exception as error:  # noqa: BLE001  whatever it is, other settings are timed
+            failed += 1
+            _note(out, {"setting": setting, "error": f"{type(error).__name__}: {error}"})
+            typer.echo(f"{setting_name(setting)}: {type(error).__name__}: {error}")
+        else:
+            _note(out, {"setting": setting, "report": report})
+            typer.echo(aligned(step_row(setting, report)))
+    typer.echo(f"{floors.weights / 1e9:.2f} GB of weights")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _note(out: Path | None, facts: object) -> None:
+    """Add a line of JSON to a file, where nothing that comes later can lose it."""
     if out is not None:
-        write_json(out, {"shape": model, "setting": setting, "report": report})
+        with out.open("ab") as lines:
+            lines.write(msgspec.json.encode(facts) + b"\n")

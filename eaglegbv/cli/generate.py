@@ -16,6 +16,7 @@ from eaglegbv.cli.options import (
     Models,
     check_out,
     fixed_plan,
+    made_of,
     member,
     opt,
     print_json,
@@ -93,7 +94,7 @@ def generate(
 
     Ctrl-C ends the answer: the text so far stays, with its figures.
     """
-    message = _prompt(prompt, prompt_file)
+    given, message = locals(), _prompt(prompt, prompt_file)
     if raw and system is not None:
         raise InvalidArgument("system", system, "none with --raw, which has no chat template")
     if trace_trees and trace is None:
@@ -104,40 +105,14 @@ def generate(
     from eaglegbv.rng import request_seed
     from eaglegbv.sampling import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        seed=seed,
-    )
-    plan: Planning = fixed_plan(
-        verifier,
-        paths,
-        depth,
-        draft_sampling=draft_sampling,
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
+    params = made_of(given, SamplingParams, stop=tuple(stop or ()))
+    plan: Planning = made_of(given, fixed_plan)
     config = EngineConfig(cuda_graphs=member("cuda-graphs", cuda_graphs, GraphMode))
     if all(choice is None for choice in (verifier, paths, depth, draft_sampling)):
         plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
     elif seed is None:  # the seed that the engine would derive, so that it can be printed
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
-    llm = Models(
-        model=model,
-        drafter=drafter,
-        device=device,
-        dtype=dtype,
-        compile_backend=compile_backend,
-        draft_quantization=draft_quantization,
-    ).load(plan, config)
+    llm = made_of(given, Models).load(plan, config)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):
         start = time.perf_counter()

@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -47,6 +48,7 @@ LINE_SECONDS = 10.0
 
 Entry = TypeVar("Entry", str, int, float)
 Kind = TypeVar("Kind", bound=StrEnum)
+Made = TypeVar("Made")
 
 
 def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
@@ -162,18 +164,10 @@ class Models:
             )
 
 
-class _Told(logging.Handler):
-    """Prints log messages on standard error without a prefix."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See :meth:`logging.Handler.emit`."""
-        typer.echo(record.getMessage(), err=True)
-
-
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Print the progress that a module logs within this context."""
-    log, handler = logging.getLogger(name), _Told()
+    """Print the progress that a module logs within this context, on standard error."""
+    log, handler = logging.getLogger(name), logging.StreamHandler()
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -185,6 +179,18 @@ def _telling(name: str) -> Iterator[None]:
 
 
 # What the texts of options mean.
+
+
+def made_of(given: Mapping[str, Any], make: Callable[..., Made], **more: object) -> Made:
+    """Call ``make`` with those of a command's options that it takes, and with ``more``.
+
+    Args:
+        given: The command's options by name, its ``locals()`` at its beginning.
+        make: A function or a class whose arguments are called like the options.
+        more: Arguments instead of options of the same name, or that are none.
+    """
+    taken = signature(make).parameters
+    return make(**{name: value for name, value in given.items() if name in taken} | more)
 
 
 def entries(option: str, text: str, kind: Callable[[str], Entry]) -> list[Entry]:

@@ -1,6 +1,12 @@
-"""The audit of a whole engine on real models: its first tokens by a G-test."""
+"""The audit of a whole engine on real models: its first tokens by a G-test.
 
-from collections.abc import Callable, Sequence
+In float32 they are compared with their exact joint distribution under the plain transformers model,
+which shares neither attention nor cache with the engine. In half precision the two differ by more
+than rounding in float32, and FlashInfer has kernels for nothing else. There, texts of plain
+decoding by the same engine are compared with those of a rule: two samples, neither of them exact.
+"""
+
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import cast
 
@@ -10,18 +16,22 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from eaglegbv.config import PLAIN, Plan
+from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.g_test import (
     LEVEL,
     SMALLEST_EXPECTED,
+    Text,
     detectable_shift,
     g_test_texts,
+    g_test_two,
     joint_probs,
 )
 from eaglegbv.llm import LLM
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
-from eaglegbv.text import Prompt
+from eaglegbv.text import Completion, Prompt
 
 MOST_TEXTS = 20_000
 MOST_CELLS = 256
@@ -33,27 +43,31 @@ ROWS = 64
 
 
 class PairResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the audit of a pair.
+    """Result of the audit of a rule on a pair.
 
     Attributes:
         verifier: Name of the verifier.
         model: The target.
         drafter: The drafter.
-        samples: Number of generated texts.
+        against: ``exact`` or ``plain``: what the texts are compared with.
+        dtype: What the engine computed in.
+        samples: Number of generated texts; of plain decoding there are as many.
         tokens: Tokens of a text that are compared.
         cells: Cells compared: texts, with rare ones merged with others that begin alike.
         statistic: G.
         p_value: Probability of a G at least as large if the engine is right.
         level: Probability with which a right engine is rejected.
-        detectable_shift: Total variation from the target that is noticed with probability 0.9, if
-            it is spread in the way that is hardest to see.
+        detectable_shift: Total variation between the two distributions that is noticed with
+            probability 0.9, if it is spread in the way that is hardest to see.
         block_efficiency: Tokens per target forward.
-        seconds: Wall time, including the computation of the exact distribution.
+        seconds: Wall time; that of the first rule includes what all are compared with.
     """
 
     verifier: str
     model: str
     drafter: str | None
+    against: str
+    dtype: str
     samples: int
     tokens: int
     cells: int
@@ -73,6 +87,7 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
         """Return the measured figures as text, by name."""
         return {
             "verifier": self.verifier,
+            "against": self.against,
             "texts": str(self.samples),
             "cells": str(self.cells),
             "G": f"{self.statistic:.1f}",
@@ -86,93 +101,112 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def audit_pair(
     llm: LLM,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     params: SamplingParams,
+    plans: Sequence[Plan],
     *,
     samples: int,
+    exact: bool = True,
     level: float = LEVEL,
     progress: bool = False,
-    tell: Callable[[str], None] | None = None,
-) -> PairResult:
-    """Generate the same few tokens many times and compare them with their exact joint distribution.
+) -> Iterator[PairResult]:
+    """Generate the same few tokens many times by each plan; yield how they compare.
 
-    The plain transformers model gives the exact distribution, warped as ``params`` says, with one
-    forward of whole sequences for each token: it shares neither attention nor cache with the
-    engine. Every text has ``params.max_tokens`` tokens, the first of which is not speculated. With
-    a small ``top_k`` there are few enough texts to list them all.
+    Every text has ``params.max_tokens`` tokens, the first of which is not speculated. With a small
+    ``top_k`` there are few enough texts to list them all.
 
     Args:
-        llm: The engine with its plan, in float32, so that the two differ only by rounding.
-        prompt: The prompt of all texts.
+        llm: The engine.
+        prompts: The prompts, which take turns.
         params: Sampling settings, without penalties; the seed is that of the first text.
-        samples: Number of texts to generate.
+        plans: Fixed plans; no two texts have the same seed.
+        samples: Number of texts to generate by each plan.
+        exact: Compare with the exact distribution, in float32; otherwise with plain decoding.
         level: Probability of rejecting a right engine.
-        progress: Whether to show a progress bar.
-        tell: Called with a message about what comes next, and then with how long it may take.
+        progress: Whether to show progress bars.
 
     Raises:
         InvalidArgument: There are too many possible texts, or a setting does not fit.
     """
-    if samples < FEWEST_CELLS * SMALLEST_EXPECTED:
-        needed = round(FEWEST_CELLS * SMALLEST_EXPECTED)
+    _check(llm, params, samples, exact=exact)
+    params = msgspec.structs.replace(params, ignore_eos=True)
+    ids, start = [llm.encode(prompt) for prompt in prompts], perf_counter()
+    smallest = max(SMALLEST_EXPECTED, samples / MOST_CELLS)
+
+    def drawn(plan: Plan, turn: int) -> list[Completion]:
+        first = (params.seed or 0) + turn * samples
+        seeded = [msgspec.structs.replace(params, seed=first + i) for i in range(samples)]
+        asked = [ids[i % len(ids)] for i in range(samples)]
+        found = llm.generate(asked, seeded, plan=plan, progress=progress)
+        failed = next((c.error for c in found if c.finish_reason is FinishReason.ERROR), None)
+        if failed is not None:
+            raise EagleGBVError(failed)
+        return found
+
+    def texts(completions: Sequence[Completion]) -> list[Text]:
+        return [(i % len(ids), *c.token_ids) for i, c in enumerate(completions)]
+
+    probs = _exact_probs(llm, ids, params) if exact else {}
+    plain = [] if exact else texts(drawn(PLAIN, len(plans)))
+    for turn, plan in enumerate(plans):
+        found = drawn(plan, turn)
+        if exact:
+            test = g_test_texts(texts(found), probs, level=level, smallest=smallest)
+        else:
+            test = g_test_two(texts(found), plain, level=level, smallest=smallest)
+        forwards = sum(c.metrics.target_forwards for c in found)
+        yield PairResult(
+            verifier=plan.verifier,
+            model=llm.model_name,
+            drafter=llm.drafter_name,
+            against="exact" if exact else "plain",
+            dtype=dtype_name(llm.dtype),
+            samples=samples,
+            tokens=params.max_tokens or 0,
+            cells=test.cells,
+            statistic=test.statistic,
+            p_value=test.p_value,
+            level=level,
+            detectable_shift=detectable_shift(test.samples, test.cells, level=level),
+            block_efficiency=sum(c.metrics.committed_tokens for c in found) / max(1, forwards),
+            seconds=perf_counter() - start,
+        )
+        start = perf_counter()
+
+
+def _check(llm: LLM, params: SamplingParams, samples: int, *, exact: bool) -> None:
+    needed = round(FEWEST_CELLS * SMALLEST_EXPECTED)
+    if samples < needed:
         raise InvalidArgument("samples", samples, f"an integer of at least {needed}")
-    tokens = params.max_tokens
-    if tokens is None:
+    if params.max_tokens is None:
         raise InvalidArgument("max_tokens", None, "an integer: texts of one length are compared")
     if params.penalised or params.stop or params.stop_token_ids:
         raise InvalidArgument("params", params, "no penalties and no stops")
-    start = perf_counter()
-    if tell is not None:
-        tell(f"{samples:,} texts of {tokens} tokens, against their exact distribution")
-    params = msgspec.structs.replace(params, ignore_eos=True)
-    first = params.seed or 0
-    one = llm.generate(prompt, msgspec.structs.replace(params, seed=first))
-    model = _plain_model(llm)
-    probs = joint_probs(
-        lambda texts: _next_probs(model, texts, params),
-        one.prompt_token_ids,
-        tokens,
-        most=MOST_TEXTS,
-    )
-    seeded = [msgspec.structs.replace(params, seed=first + i) for i in range(samples)]
-    if tell is not None:
-        tell(f"about {_foretold(llm, one.prompt_token_ids, seeded):.0f} s, by the first {ROWS}")
-    completions = llm.generate([one.prompt_token_ids] * samples, seeded, progress=progress)
-    failed = next((c.error for c in completions if c.finish_reason is FinishReason.ERROR), None)
-    if failed is not None:
-        raise EagleGBVError(failed)
-    smallest = max(SMALLEST_EXPECTED, samples / MOST_CELLS)
-    test = g_test_texts([c.token_ids for c in completions], probs, level=level, smallest=smallest)
-    forwards = sum(c.metrics.target_forwards for c in completions)
-    committed = sum(c.metrics.committed_tokens for c in completions)
-    return PairResult(
-        verifier=llm.plan.verifier,
-        model=llm.model_name,
-        drafter=llm.drafter_name,
-        samples=samples,
-        tokens=tokens,
-        cells=test.cells,
-        statistic=test.statistic,
-        p_value=test.p_value,
-        level=level,
-        detectable_shift=detectable_shift(samples, test.cells, level=level),
-        block_efficiency=committed / forwards if forwards else 0.0,
-        seconds=perf_counter() - start,
-    )
+    if exact and llm.dtype is not torch.float32:
+        expected = "plain, as the exact distribution is known in float32 only"
+        raise InvalidArgument("against", "exact", expected)
 
 
-def _foretold(llm: LLM, prompt: Sequence[int], seeded: Sequence[SamplingParams]) -> float:
-    """Return roughly how many seconds all texts will take, judging by the first of them."""
-    few = seeded[:ROWS]
-    start = perf_counter()
-    llm.generate([list(prompt)] * len(few), few)
-    return (perf_counter() - start) * len(seeded) / len(few)
+def _exact_probs(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[Text, float]:
+    """Return the exact distribution of a prompt's number and the text after it.
 
-
-def _plain_model(llm: LLM) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(llm.model_name, dtype=torch.float32)
-    torch.nn.Module.to(model, llm.device).eval()
-    return cast("PreTrainedModel", model)
+    Each token takes one forward of whole sequences by the plain transformers model.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(llm.model_name, dtype=torch.float32)
+    torch.nn.Module.to(loaded, llm.device).eval()
+    model = cast("PreTrainedModel", loaded)
+    return {
+        (number, *text): mass / len(prompts)
+        for number, prompt in enumerate(prompts)
+        for text, mass in joint_probs(
+            lambda texts: _next_probs(model, texts, params),
+            prompt,
+            params.max_tokens or 0,
+            most=MOST_TEXTS,
+        ).items()
+    }
 
 
 @torch.inference_mode()

@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs
+from eaglegbv.verifiers.base import Rule
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Shape,
@@ -23,8 +24,8 @@ from eaglegbv.verifiers.proof.enumeration import (
     states_by_step,
 )
 from eaglegbv.verifiers.proof.lp import lp_acceptance_length
-from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
-from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
+from eaglegbv.verifiers.registry import REFERENCES, make_any_verifier
+from eaglegbv.verifiers.stateful import VerifyWithState
 
 Weights = NDArray[np.float64]
 Target = Callable[[np.random.Generator, int], Weights]
@@ -64,15 +65,6 @@ def _disjoint(rng: np.random.Generator, p: Weights) -> Weights:
     return off if off.sum() > 0 else random_weights(rng, len(p))
 
 
-def _equal(rng: np.random.Generator, p: Weights) -> Weights:
-    del rng
-    return p
-
-
-def _near(rng: np.random.Generator, p: Weights) -> Weights:
-    return NEARNESS * p + (1 - NEARNESS) * random_weights(rng, len(p))
-
-
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         "random": random_weights,
@@ -88,9 +80,9 @@ DRAFTS: Mapping[str, Draft] = MappingProxyType(
         "random": lambda rng, p: random_weights(rng, len(p)),
         "zeros": lambda rng, p: weights_with_zeros(rng, len(p)),
         "ties": lambda rng, p: tied_weights(rng, len(p)),
-        "equal": _equal,
+        "equal": lambda _, p: p,
         "disjoint": _disjoint,
-        "near": _near,
+        "near": lambda rng, p: NEARNESS * p + (1 - NEARNESS) * random_weights(rng, len(p)),
         "one_hot": lambda rng, p: point_mass(rng, len(p)),
     }
 )
@@ -100,45 +92,28 @@ ROUND = ("random", "zeros", "random", "ties", "one_hot")
 """Order of target kinds in a round; two in five are positive everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class RandomTarget:
-    """A target whose distributions are drawn on demand, as a function of the fields."""
+def _random_target(vocab: int, kind: str, seed: tuple[int, ...]) -> ProbsAt:
+    """Return p(. | prefix), drawn on demand as a function of the arguments."""
 
-    vocab: int
-    kind: str
-    seed: tuple[int, ...]
+    @lru_cache(maxsize=1 << 14)
+    def probs(prefix: Prefix) -> Probs:
+        rng = np.random.default_rng([*seed, len(prefix), *prefix])
+        return as_probs(TARGETS[kind](rng, vocab))
 
-    def __call__(self, prefix: Prefix) -> Probs:
-        """Return p(. | prefix)."""
-        return _target_probs(self, prefix)
+    return probs
 
 
-@dataclass(frozen=True, slots=True)
-class RandomDraft:
-    """A drafter for a target, whose distribution at every prefix is drawn in the same way."""
+def _random_draft(target: ProbsAt, kind: str, seed: tuple[int, ...]) -> ProbsAt:
+    """Return q(. | prefix) of a drafter for a target, drawn in the same way."""
 
-    target: RandomTarget
-    kind: str
-    seed: tuple[int, ...]
+    @lru_cache(maxsize=1 << 14)
+    def probs(prefix: Prefix) -> Probs:
+        rng, p = np.random.default_rng([*seed, len(prefix), *prefix]), target(prefix)
+        weights = np.array(p, dtype=np.float64)
+        q = DRAFTS[kind](rng, weights)
+        return p if q is weights else as_probs(q)  # a second division could break p = q
 
-    def __call__(self, prefix: Prefix) -> Probs:
-        """Return q(. | prefix)."""
-        return _draft_probs(self, prefix)
-
-
-@lru_cache(maxsize=1 << 14)
-def _target_probs(target: RandomTarget, prefix: Prefix) -> Probs:
-    rng = np.random.default_rng([*target.seed, len(prefix), *prefix])
-    return as_probs(TARGETS[target.kind](rng, target.vocab))
-
-
-@lru_cache(maxsize=1 << 14)
-def _draft_probs(draft: RandomDraft, prefix: Prefix) -> Probs:
-    rng = np.random.default_rng([*draft.seed, len(prefix), *prefix])
-    p = draft.target(prefix)
-    weights = np.array(p, dtype=np.float64)
-    q = DRAFTS[draft.kind](rng, weights)
-    return p if q is weights else as_probs(q)  # a second division could break p = q
+    return probs
 
 
 def as_probs(weights: Weights) -> Probs:
@@ -161,20 +136,12 @@ def instance(
         seed: Seed of the whole audit.
     """
     kinds = list(DRAFTS)
-    target = RandomTarget(shape.vocab, ROUND[number % len(ROUND)], (seed, number, 0))
-    return [
-        Problem(
-            draft_sampling,
-            target,
-            RandomDraft(target, kinds[(number + step) % len(kinds)], (seed, number, 1 + step)),
-            shape,
-        )
+    target = _random_target(shape.vocab, ROUND[number % len(ROUND)], (seed, number, 0))
+    drafts = (
+        _random_draft(target, kinds[(number + step) % len(kinds)], (seed, number, 1 + step))
         for step in range(steps)
-    ]
-
-
-# The exact audit: a verifier's output distribution on random tiny problems, computed by
-# enumeration.
+    )
+    return [Problem(draft_sampling, target, draft, shape) for draft in drafts]
 
 
 MOST_TREES = 20_000
@@ -253,25 +220,24 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject(ABC):
-    """A verifier under audit, and its claims.
+    """A verifier under audit.
 
     Attributes:
-        name: Name of the verifier.
-        draft_samplings: Draft distributions for which it claims to be lossless.
-        default_sampling: The distribution to audit if none is named.
-        max_paths: Most paths it can use; ``None`` for any number.
+        rule: Its claims.
     """
 
-    name: str
-    draft_samplings: frozenset[DraftSampling]
-    default_sampling: DraftSampling
-    max_paths: int | None = None
+    rule: Rule
+
+    @property
+    def default_sampling(self) -> DraftSampling:
+        """The distribution to audit if none is named: the rule's own, if it claims that."""
+        own, claimed = self.rule.default_sampling, self.rule.draft_samplings
+        return own if own in claimed else min(claimed)
 
     def fitting_paths(self, draft_sampling: DraftSampling, paths: int) -> int:
         """Return ``paths``, or the most that the verifier and the distribution allow."""
-        if draft_sampling is DraftSampling.HUB:
-            return HUB_PATHS
-        return paths if self.max_paths is None else min(paths, self.max_paths)
+        hub = draft_sampling is DraftSampling.HUB
+        return HUB_PATHS if hub else self.rule.fitting_paths(paths)
 
     def check(self, draft_sampling: DraftSampling, shape: Shape) -> None:
         """Check that the verifier claims to be lossless here, and that trees can be listed.
@@ -281,16 +247,10 @@ class Subject(ABC):
                 paths.
             InvalidArgument: There are too many draft trees.
         """
-        if draft_sampling not in self.draft_samplings:
-            expected = f"{one_of(sorted(self.draft_samplings))} for verifier {self.name!r}"
-            raise SamplingMismatch("draft_sampling", str(draft_sampling), expected)
-        fitting = self.fitting_paths(draft_sampling, shape.paths)
-        if draft_sampling is DraftSampling.HUB and shape.paths != fitting:
-            raise SamplingMismatch(
-                "paths", shape.paths, f"{HUB_PATHS}: the distribution 'hub' draws pairs"
-            )
-        if shape.paths != fitting:
-            raise SamplingMismatch("paths", shape.paths, f"at most {fitting} for {self.name!r}")
+        if draft_sampling is DraftSampling.HUB and shape.paths != HUB_PATHS:
+            expected = f"{HUB_PATHS}: the distribution 'hub' draws pairs"
+            raise SamplingMismatch("paths", shape.paths, expected)
+        self.rule.check_sampling(draft_sampling, shape.paths)
         trees = count_trees(draft_sampling, shape)
         if trees > MOST_TREES:
             sizes = (shape.vocab, shape.length, shape.paths)
@@ -304,14 +264,10 @@ class Subject(ABC):
         sizes: Sizes,
         on_instance: Callable[[float], None] | None = None,
     ) -> Result:
-        """Audit the verifier on drafts of ``draft_sampling``.
-
-        ``on_instance`` is called with the figure of each problem.
+        """Audit the verifier; ``on_instance`` is called with the figure of each problem.
 
         Raises:
-            SamplingMismatch: The verifier makes no claim for this draft sampling or number of
-                paths.
-            InvalidArgument: The problems are too large.
+            SamplingMismatch, InvalidArgument: See :meth:`check`.
         """
 
 
@@ -366,7 +322,7 @@ class ExactSubject(Subject):
         """Enumerate the distribution of the texts that the verifier writes on random problems.
 
         The (modified) target completes the steps' texts. The distribution of the first ``depth +
-        1`` tokens, within which every debt of a first step falls due, is compared with the
+        1`` tokens, within which every layer of a first step ends, is compared with the
         target's. ``on_instance`` is called with each problem's error.
         """
         self.check(draft_sampling, sizes.shape)
@@ -381,13 +337,14 @@ class ExactSubject(Subject):
             first, *later = states_by_step(self.verify, problems, total)
             error = deviation([first, *later][-1], problems[0].target_probs, total)
             worst = max(worst, error)
-            efficiency += committed(first)
+            efficiency += float(sum(m * len(state.context) for state, m in first.items()))
             if with_optimum:
-                optimum += optimal_block_efficiency(problems[0])
+                trees = drafted_paths(problems[0])
+                optimum += 1 + lp_acceptance_length(problems[0].target_probs, sizes.vocab, trees)
             if on_instance is not None:
                 on_instance(error)
         return AuditResult(
-            verifier=self.name,
+            verifier=self.rule.name,
             draft_sampling=str(draft_sampling),
             instances=sizes.instances,
             max_abs_error=worst,
@@ -400,26 +357,9 @@ class ExactSubject(Subject):
 def package_subjects() -> dict[str, ExactSubject]:
     """Return all verifiers of the package by name."""
     return {
-        name: ExactSubject(
-            name=name,
-            draft_samplings=rule.draft_samplings,
-            default_sampling=rule.default_sampling,
-            max_paths=rule.max_paths,
-            verify=REFERENCES[name],
-        )
-        for name, rule in ALL_VERIFIERS.items()
+        name: ExactSubject(rule=make_any_verifier(name), verify=verify)
+        for name, verify in REFERENCES.items()
     }
-
-
-def committed(states: Mapping[ModifiedTarget, Number]) -> float:
-    """Return the expected number of tokens committed, given the distribution of the states."""
-    return float(sum(mass * len(state.context) for state, mass in states.items()))
-
-
-def optimal_block_efficiency(problem: Problem) -> float:
-    """Return the most tokens a lossless step can be expected to commit (GBV, Theorem 4.3)."""
-    trees = drafted_paths(problem)
-    return 1 + lp_acceptance_length(problem.target_probs, problem.shape.vocab, trees)
 
 
 def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:

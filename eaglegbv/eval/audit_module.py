@@ -34,7 +34,7 @@ class StatefulReferenceVerifier(Rule, ABC):
 
     @abstractmethod
     def decide(self, tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
-        """Judge one tree, given the debts of earlier steps."""
+        """Judge one tree, given the target that earlier steps modified."""
 
 
 DEFAULT_SAMPLES = 20_000
@@ -83,16 +83,7 @@ def as_subject(verifier: Audited, samples: int | None) -> Subject:
         verify = stateless(verifier.decide)
     else:
         verify = verifier.decide
-    draft_sampling = verifier.default_sampling
-    return ExactSubject(
-        name=verifier.name,
-        draft_samplings=verifier.draft_samplings,
-        default_sampling=draft_sampling
-        if draft_sampling in verifier.draft_samplings
-        else min(verifier.draft_samplings),
-        max_paths=verifier.max_paths,
-        verify=verify,
-    )
+    return ExactSubject(rule=verifier, verify=verify)
 
 
 def _load(path: Path) -> ModuleType:

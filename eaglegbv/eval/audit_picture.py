@@ -178,9 +178,6 @@ SINGLE = frozenset({"token", "block"})
 
 Axis: TypeAlias = Literal["temperature", "paths"]
 
-LABEL_GAP = 0.04
-"""Least distance of two labels, as a share of the height of the axis."""
-
 
 def draw(
     by_temperature: Sequence[Figure], by_paths: Sequence[Figure], path: Path, *, caption: str
@@ -222,43 +219,19 @@ def _curve(figures: Sequence[Figure], verifier: str, axis: Axis) -> list[tuple[f
 
 
 def _lines(axes: "Axes", curves: Mapping[str, list[tuple[float, Figure]]]) -> None:
-    drawn = {name: curve for name, curve in curves.items() if curve}
-    for name, curve in drawn.items():
-        axes.errorbar(
-            [x for x, _ in curve],
-            [figure.block_efficiency for _, figure in curve],
-            yerr=[INTERVAL * figure.error for _, figure in curve],
-            color=COLOURS[name],
-            linestyle="--" if name in SINGLE else "-",
-            linewidth=2.4 if name == "otbv" else 1.2,
-            elinewidth=0.6,
-            marker="o",
-            markersize=3,
-        )
+    for name, curve in curves.items():
+        if curve:
+            axes.errorbar(
+                [x for x, _ in curve],
+                [figure.block_efficiency for _, figure in curve],
+                yerr=[INTERVAL * figure.error for _, figure in curve],
+                label=name,
+                color=COLOURS[name],
+                linestyle="--" if name in SINGLE else "-",
+                linewidth=2.4 if name == "otbv" else 1.2,
+                elinewidth=0.6,
+                marker="o",
+                markersize=3,
+            )
     plain_axes(axes, "y")
-    right = max(x for curve in drawn.values() for x, _ in curve)
-    low, high = axes.get_ylim()
-    ends = {name: curve[-1][1].block_efficiency for name, curve in drawn.items()}
-    for name, y in _spread(ends, LABEL_GAP * (high - low)).items():
-        axes.annotate(
-            name,
-            (right, y),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=COLOURS[name],
-            fontweight="bold" if name == "otbv" else "normal",
-            annotation_clip=False,
-        )
-
-
-def _spread(places: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Move labels apart, upwards from the lowest, then all back so that their mean is unchanged."""
-    order = sorted(places, key=lambda name: places[name])
-    moved: dict[str, float] = {}
-    last = -float("inf")
-    for name in order:
-        last = max(places[name], last + gap)
-        moved[name] = last
-    shift = sum(moved[name] - places[name] for name in order) / max(1, len(order))
-    return {name: y - shift for name, y in moved.items()}
+    axes.legend(frameon=False, fontsize=7, loc="lower right")

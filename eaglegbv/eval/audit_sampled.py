@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument
@@ -151,56 +150,25 @@ def latin_hypercube(
     Returns:
         As many numbers as ``draws``, of the same shapes; rounding never makes one equal 1.
     """
-    count = len(draws)
+    count, generators = len(draws), [np.random.default_rng(seed) for seed in seeds]
     if count == 1:
         return list(draws)
-    numbers = torch.stack([_columns(own) for own in draws])
-    parts = torch.stack([_orders(seed, count, numbers.shape[2]) for seed in seeds], dim=1)
-    spread = ((parts + numbers) / count).clamp(max=_LARGEST)
-    return [_like(own, columns) for own, columns in zip(draws, spread, strict=True)]
+
+    def spread(parts: Sequence[Tensor]) -> Tensor:
+        """Spread the numbers of a kind, ``[batch, ...]`` each."""
+        numbers = torch.stack(list(parts))
+        places = np.tile(np.arange(count), (numbers[0, 0].numel(), 1))
+        orders = [torch.from_numpy(g.permuted(places, axis=1).T) for g in generators]
+        own = torch.stack(orders, dim=1).view_as(numbers)
+        return ((own + numbers) / count).clamp(max=_LARGEST)
+
+    kinds = zip(*((d.selection, d.acceptance, d.correction) for d in draws), strict=True)
+    return [VerifyUniforms(*own) for own in zip(*map(spread, kinds), strict=True)]
 
 
-def _orders(seed: Sequence[int], count: int, numbers: int) -> Tensor:
-    """Return, ``[count, numbers]``, a random order of ``count`` parts for each number."""
-    parts = np.tile(np.arange(count), (numbers, 1))
-    return torch.from_numpy(np.random.default_rng(seed).permuted(parts, axis=1).T)
-
-
-def _columns(uniforms: VerifyUniforms) -> Tensor:
-    """Return all numbers of each request in a row, ``[batch, numbers]``."""
-    return torch.cat([part.flatten(1) for part in _parts(uniforms)], dim=1)
-
-
-def _like(uniforms: VerifyUniforms, columns: Tensor) -> VerifyUniforms:
-    """Return the numbers of ``columns`` in the shapes of ``uniforms``."""
-    shapes = [part.shape for part in _parts(uniforms)]
-    split = columns.split([shape[1:].numel() for shape in shapes], dim=1)
-    selection, acceptance, correction = (
-        part.reshape(shape) for part, shape in zip(split, shapes, strict=True)
-    )
-    return VerifyUniforms(selection, acceptance, correction.squeeze(1))
-
-
-def _parts(uniforms: VerifyUniforms) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three kinds of numbers, ``[batch, ...]`` each."""
-    return uniforms.selection, uniforms.acceptance, uniforms.correction.unsqueeze(1)
-
-
-# Interface between a sampled audit and a verifier: the verifier writes texts.
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Texts that a verifier wrote.
-
-    Attributes:
-        cells: ``[samples]`` int64, each whole text as a number in base ``vocab``.
-        committed: Tokens committed by all first steps together.
-    """
-
-    cells: Tensor
-    committed: int
-
+Written: TypeAlias = tuple[Tensor, int]
+"""Texts that a verifier wrote, ``[samples]`` int64, each as a number in base ``vocab``; and the
+tokens committed by all first steps together."""
 
 Writer: TypeAlias = Callable[[Sequence[Problem], int, torch.Generator], Written]
 """Writes so many texts of L + 1 tokens with a batched verifier; their steps follow the problems."""
@@ -208,9 +176,9 @@ Writer: TypeAlias = Callable[[Sequence[Problem], int, torch.Generator], Written]
 
 # Texts written by a batched stateful verifier, step after step, on tiny problems.
 #
-# A debt of an earlier step changes what later ones commit, so only whole runs can be judged. Many
-# requests run side by side. Each has its own debts, and every debt keeps the draft distribution of
-# its step.
+# An earlier step modifies the target of later ones, so only whole runs can be judged. Many requests
+# run side by side. Each has its own layers of the modified target, and every layer keeps the draft
+# distribution of its step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +188,7 @@ class RunTexts:
     Attributes:
         codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
         lengths: ``[batch]`` int64, number of tokens of each text.
-        layers: Debts of the texts; column k is that of step k.
+        layers: Layers of the texts' modified targets; column k is that of step k.
         draft_probs_at: The draft distribution of each step.
     """
 
@@ -254,7 +222,7 @@ def write_runs(
 ) -> Written:
     """Take one step for each of ``problems``, then steps without drafts.
 
-    Texts end after L + 1 tokens, within which every debt of a first step falls due. A step without
+    Texts end after L + 1 tokens, within which every layer of a first step ends. A step without
     drafts commits a token of the modified target.
     """
     vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
@@ -271,7 +239,7 @@ def write_runs(
         texts = texts.only(~done)
         if len(texts.codes) == 0:
             break
-    return Written(torch.cat(cells), committed)
+    return torch.cat(cells), committed
 
 
 def prefix_of(code: int, vocab: int) -> Prefix:
@@ -350,7 +318,7 @@ def _probs_after(probs_at: ProbsAt, codes: Tensor, vocab: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _OwnProbs:
-    """The draft distributions of all steps so far, which the debts need."""
+    """The draft distributions of all steps so far, which the layers need."""
 
     texts: RunTexts
     vocab: int
@@ -391,7 +359,7 @@ def write_steps(
 ) -> Written:
     """Let the verifier take one step of the first problem; p completes the texts."""
     trees, target, masses = batch_of(problems[0])
-    by_length = _probs_by_code(problems[0])
+    p, vocab, length = problems[0].target_probs, problems[0].shape.vocab, problems[0].shape.length
     cells, committed = [], 0
     for first in range(0, samples, CHUNK):
         size = min(CHUNK, samples - first)
@@ -399,40 +367,13 @@ def write_steps(
         tree = trees.mapped(itemgetter(index))
         own = replace(target, rows=target.rows[index])
         verdict = verifier.verify(tree, own, random_uniforms(tree, generator))
-        drafted = tree.token_ids.gather(1, verdict.path_nodes)
-        tokens = torch.cat((drafted, verdict.token_ids.unsqueeze(1)), dim=1)
-        tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token_ids.unsqueeze(1))
         committed += int((verdict.accepted + 1).sum())
-        cells.append(_complete(tokens, verdict.accepted + 1, by_length, generator))
-    return Written(torch.cat(cells), committed)
-
-
-def _probs_by_code(problem: Problem) -> list[Tensor]:
-    """Return the target's distributions after all prefixes of lengths 0 ... L.
-
-    Entry d is ``[vocab ** d, vocab]``; its rows are in the order of prefixes as numbers in base
-    ``vocab``.
-    """
-    vocab, p = problem.shape.vocab, problem.target_probs
-    return [
-        torch.tensor([p(prefix) for prefix in product(range(vocab), repeat=d)], dtype=torch.float64)
-        for d in range(problem.shape.length + 1)
-    ]
-
-
-def _complete(
-    tokens: Tensor, lengths: Tensor, by_length: Sequence[Tensor], generator: torch.Generator
-) -> Tensor:
-    """Complete texts, the first ``lengths`` of ``tokens``, with the target.
-
-    Return each whole text as a number in base ``vocab``.
-    """
-    vocab = by_length[0].shape[1]
-    code = torch.zeros_like(lengths)
-    for d, probs in enumerate(by_length):
-        own = torch.multinomial(probs[code], 1, generator=generator).squeeze(1)
-        code = code * vocab + torch.where(lengths > d, tokens[:, d], own)
-    return code
+        codes = _extended(torch.ones(size, dtype=torch.int64), tree, verdict, vocab)
+        for tokens in range(1, length + 1):  # those of so many get one more
+            drawn = torch.multinomial(_probs_after(p, codes, vocab), 1, generator=generator)
+            codes = torch.where(verdict.accepted < tokens, codes * vocab + drawn[:, 0], codes)
+        cells.append(codes - int(vocab ** (length + 1)))
+    return torch.cat(cells), committed
 
 
 def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
@@ -441,25 +382,26 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
     The rows of the target distributions belong to prefixes, and all trees share them.
     """
     drafted = drafted_paths(problem)
-    trees = [_Nodes.of(paths) for paths in drafted]
     vocab, length = problem.shape.vocab, problem.shape.length
     prefixes = [c for d in range(length + 1) for c in product(range(vocab), repeat=d)]
     row_of = {prefix: row for row, prefix in enumerate(prefixes)}
-    size, nodes = len(trees), max(len(tree.prefixes) for tree in trees)
-    most = max(len(tree.paths) for tree in trees)
+    # The nodes of a tree are numbered by depth, then by first path.
+    numbers = [
+        {c: n for n, c in enumerate(dict.fromkeys(p[:d] for d in range(length + 1) for p in paths))}
+        for paths in drafted
+    ]
+    size, nodes = len(drafted), max(map(len, numbers))
     token_ids = np.zeros((size, nodes), dtype=np.int64)
     parents, depth, rows = token_ids.copy(), token_ids.copy(), token_ids.copy()
-    path_nodes = np.zeros((size, most, length), dtype=np.int64)
-    path_lengths = np.zeros((size, most), dtype=np.int64)
-    for b, tree in enumerate(trees):
-        for node, prefix in enumerate(tree.prefixes):
-            rows[b, node] = row_of[prefix]
+    path_nodes = np.zeros((size, max(map(len, drafted)), length), dtype=np.int64)
+    path_lengths = np.zeros(path_nodes.shape[:2], dtype=np.int64)
+    for b, (paths, number) in enumerate(zip(drafted, numbers, strict=True)):
+        for prefix, node in number.items():
+            rows[b, node], depth[b, node] = row_of[prefix], len(prefix)
             if prefix:
-                token_ids[b, node] = prefix[-1]
-                parents[b, node] = tree.numbers[prefix[:-1]]
-                depth[b, node] = len(prefix)
-        for k, path in enumerate(tree.paths):
-            path_nodes[b, k] = [tree.numbers[path[:d]] for d in range(1, length + 1)]
+                token_ids[b, node], parents[b, node] = prefix[-1], number[prefix[:-1]]
+        for k, path in enumerate(paths):
+            path_nodes[b, k] = [number[path[:d]] for d in range(1, length + 1)]
             path_lengths[b, k] = length
     draft = torch.tensor([problem.draft_probs(c) for c in prefixes], dtype=torch.float64)
     shared = torch.from_numpy(rows)
@@ -468,7 +410,7 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
         token_ids=torch.from_numpy(token_ids),
         parents=torch.from_numpy(parents),
         depth=torch.from_numpy(depth),
-        num_nodes=torch.tensor([len(tree.prefixes) for tree in trees]),
+        num_nodes=torch.tensor([len(number) for number in numbers]),
         path_nodes=torch.from_numpy(path_nodes),
         path_lengths=torch.from_numpy(path_lengths),
         draft_ids=torch.arange(vocab).expand(size, nodes, vocab),
@@ -480,24 +422,6 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
     return batch, target, masses
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """The nodes of one tree, numbered by depth, then by first path."""
-
-    paths: tuple[Prefix, ...]
-    prefixes: list[Prefix]
-    numbers: dict[Prefix, int]
-
-    @classmethod
-    def of(cls, paths: tuple[Prefix, ...]) -> "_Nodes":
-        longest = max(map(len, paths))
-        below = [path[:d] for d in range(1, longest + 1) for path in paths]
-        prefixes: list[Prefix] = list(dict.fromkeys([(), *below]))
-        return cls(paths, prefixes, {prefix: n for n, prefix in enumerate(prefixes)})
-
-
-# The sampled audit: a batched verifier's output distribution on random tiny problems, by G-tests.
-#
 # A batched verifier takes given uniforms, so its distribution cannot be enumerated. But it can be
 # sampled, with many trees in one call.
 
@@ -573,18 +497,19 @@ class SampledSubject(Subject):
             problems = instance(
                 draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
             )
-            written = self.write(problems, self.samples, generator)
-            test = g_test(written.cells.numpy(), _joint(problems[0]))
+            cells, tokens = self.write(problems, self.samples, generator)
+            joint = target_joint(problems[0].target_probs, sizes.depth + 1)
+            test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
             smallest = min(smallest, test.p_value)
             level = self.level / sizes.instances
             if test.cells > 1:
                 shift = detectable_shift(self.samples, test.cells, level=level)
                 blindest = max(blindest, shift)
-            committed += written.committed
+            committed += tokens
             if on_instance is not None:
                 on_instance(test.p_value)
         return SampledResult(
-            verifier=self.name,
+            verifier=self.rule.name,
             draft_sampling=str(draft_sampling),
             instances=sizes.instances,
             samples=self.samples,
@@ -597,28 +522,16 @@ class SampledSubject(Subject):
 
 
 def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> SampledSubject:
-    """Return the audit's subject for a batched verifier, with its name and its claims.
+    """Return the audit's subject for a batched verifier.
 
     Raises:
         InvalidArgument: ``samples`` is not positive.
     """
     if samples < 1:
         raise InvalidArgument("samples", samples, "an integer of at least 1")
+    write: Writer
     if isinstance(verifier, StatefulVerifier):
-        write: Writer = partial(write_runs, verifier)
+        write = partial(write_runs, verifier)
     else:
         write = partial(write_steps, verifier)
-    return SampledSubject(
-        name=verifier.name,
-        draft_samplings=verifier.draft_samplings,
-        default_sampling=verifier.default_sampling,
-        max_paths=verifier.max_paths,
-        write=write,
-        samples=samples,
-    )
-
-
-def _joint(problem: Problem) -> NDArray[np.float64]:
-    """Return the probability of each text of L + 1 tokens, by its number in base ``vocab``."""
-    joint = target_joint(problem.target_probs, problem.shape.length + 1)
-    return np.array([float(mass) for mass in joint.values()])
+    return SampledSubject(rule=verifier, write=write, samples=samples)

@@ -26,13 +26,10 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt
 
 
-class Streams(Protocol):
-    """Streams answers, as :meth:`eaglegbv.llm.LLM.stream` does."""
-
+class _Streams(Protocol):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams, *, plan: Plan
-    ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece."""
+    ) -> Iterator[Delta]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,10 @@ class Streamed:
     """Returns whole answers, and records the time until the first tokens as prefill.
 
     Attributes:
-        llm: A backend that answers but does not report its phases.
+        llm: A backend that streams as :class:`eaglegbv.llm.LLM` does, but does not tell its phases.
     """
 
-    llm: Streams
+    llm: _Streams
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
@@ -72,11 +69,8 @@ class Streamed:
         return completion
 
 
-# Another library to compare with: transformers' own ``generate``, plain and assisted.
-#
-# ``transformers`` decodes plainly. Assisted generation drafts by prompt lookup (``lookup:TOKENS``),
-# with the target's own first layers (``exit:LAYERS:TOKENS``) or with a small model
-# (``assistant:FOLDER``). It takes one prompt at a time.
+# Transformers decodes plainly, or drafts (assisted generation): by prompt lookup, with the target's
+# own first layers, or with a small model. Then it takes one prompt at a time.
 
 
 PLAIN = "transformers"
@@ -128,25 +122,19 @@ def baseline(name: str, *, argument: str = "baselines") -> Baseline:
 
 
 class Library:
-    """A target in transformers' own loop, loaded once for all baselines."""
+    """A target in transformers' own loop, loaded once for all baselines.
+
+    Raises:
+        InvalidArgument: There is no such model.
+    """
 
     def __init__(self, model: str, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the target.
-
-        Raises:
-            InvalidArgument: There is no such model.
-        """
         self._dtype, self._device = dtype, device
         self._model = self._load("model", model)
         self._eos = self._model.generation_config.eos_token_id
 
     def generation(self, chosen: Baseline, *, ends: bool) -> "Generation":
-        """Return the generation by a baseline.
-
-        Args:
-            chosen: The baseline.
-            ends: Whether an end-of-sequence token ends an answer.
-        """
+        """Return the generation by a baseline; if it ``ends``, an end-of-sequence token does so."""
         # Do not use the model's own settings: penalties or a top-k would change the distribution.
         config = GenerationConfig(pad_token_id=0, eos_token_id=self._eos if ends else None)
         if chosen.draft_tokens is not None:
@@ -172,7 +160,7 @@ class Generation:
     """transformers' ``generate`` with one baseline; prompts are padded on the left.
 
     Attributes:
-        baseline: The baseline.
+        baseline: Which.
         model: The target; other baselines may share it.
         config: Generation settings of the model while this baseline runs.
         options: Further arguments of ``generate``.
@@ -182,12 +170,6 @@ class Generation:
     model: PreTrainedModel
     config: GenerationConfig
     options: Mapping[str, object]
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        eos = self.config.eos_token_id
-        return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
     def __call__(
         self,
@@ -200,12 +182,8 @@ class Generation:
     ) -> Tensor:
         """Return answers ``[prompts, most tokens]`` int64, drawn with the global generator.
 
-        Args:
-            prompts: Token ids.
-            tokens: Most tokens of an answer.
-            temperature: Sampling temperature; 0 takes the most likely token.
-            seed: Seed of this call.
-            streamer: Receives the prompt and then the tokens of each forward; for one prompt only.
+        Answers have at most ``tokens``. For one prompt only, ``streamer`` receives the prompt and
+        then the tokens of each forward.
         """
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
@@ -267,17 +245,18 @@ class ChatBaseline:
         if room < 1:
             expected = f"at most {room + len(prompt) - 1} tokens, by the model's context"
             raise InvalidArgument("prompt", f"{len(prompt)} tokens", expected)
-        most = sampling_params.max_tokens
+        most = min(sampling_params.max_tokens or room, room)
         watch = _Watch(self.generation.baseline.name, len(prompt))
         with watch.watching(self.generation.model):
             answer = self.generation(
                 [prompt],
-                room if most is None else min(most, room),
+                most,
                 temperature=sampling_params.temperature,
                 seed=sampling_params.seed or 0,
                 streamer=watch,
             )[0].tolist()
-        ended = bool(answer) and answer[-1] in self.generation.eos_token_ids
+        eos = self.generation.config.eos_token_id
+        ended = answer[-1:] and answer[-1] in ([eos] if isinstance(eos, int) else eos or [])
         return Completion(
             text=str(self.tokenizer.decode(answer, skip_special_tokens=True)),
             token_ids=answer,

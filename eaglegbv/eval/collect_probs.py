@@ -14,7 +14,7 @@ from eaglegbv.eval.node_acceptance import NodeProbs
 from eaglegbv.eval.paired_comparison import Sampling, Text, offers
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import Node
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.loading import Pair
 
 
@@ -33,31 +33,26 @@ class Harvest:
 
     def mean(self, values: Tensor) -> Estimate:
         """Return the mean of ``[places]`` with its bootstrap interval over texts."""
-        return bootstrap_ratio(*self._by_text(values))
+        return self.ratio(values, torch.ones_like(values))
 
     def ratio(self, above: Tensor, below: Tensor) -> Estimate:
         """Return a ratio of means over ``[places]``, paired by text."""
-        return bootstrap_ratio_of_ratios(*self._by_text(above), *self._by_text(below))
+        used = np.bincount(self.texts) > 0
+        return bootstrap_ratio(*(self.sums(values)[used].tolist() for values in (above, below)))
 
-    def _by_text(self, values: Tensor) -> tuple[list[float], list[float]]:
-        counts = np.bincount(self.texts)
-        sums = np.bincount(self.texts, weights=values.cpu().numpy())
-        own = counts > 0
-        return sums[own].tolist(), counts[own].astype(np.float64).tolist()
+    def sums(self, values: Tensor, texts: int = 0) -> NDArray[np.float64]:
+        """Return the sums of ``[places]`` by text, of ``texts`` texts or more."""
+        sums = np.bincount(self.texts, weights=values.cpu().numpy(), minlength=texts)
+        return np.asarray(sums, dtype=np.float64)
 
     def nodes(self, *, width: int, drafts: int, count: int, seed: int) -> list[Node]:
-        """Return nodes for the solvers, spread evenly over the places, with drawn drafts.
+        """Return at most ``count`` nodes for the solvers, spread evenly over the places.
 
-        Args:
-            width: Number of most likely tokens that draft distributions keep.
-            drafts: Number of drafts, n.
-            count: Most nodes.
-            seed: Seed of drafts and uniforms.
+        Draft distributions keep the ``width`` most likely tokens; n ``drafts`` are drawn.
         """
         probs = self.probs.top(width)
-        places = np.unique(
-            np.linspace(0, probs.count - 1, min(count, probs.count)).astype(np.int64)
-        )
+        last = probs.count - 1
+        places = np.unique(np.linspace(0, last, min(count, last + 1)).astype(np.int64))
         found = []
         for place in places.tolist():
             rng = np.random.default_rng((seed, place, width, drafts))
@@ -84,19 +79,11 @@ def lead_ratio(
 ) -> Estimate:
     """Return the ratio of two leads, each a ratio of means, in harvests of the same questions.
 
-    Args:
-        harvest: Places.
-        lead: ``[places]``, values of a rule, and of the one that it leads.
-        other: Other places.
-        others: The same there.
+    A lead is ``[places]`` values of a rule, and those of the one that it leads.
     """
     texts = 1 + int(max(harvest.texts.max(), other.texts.max()))
-    sums = [
-        np.bincount(places.texts, weights=values.cpu().numpy(), minlength=texts).tolist()
-        for places, both in ((harvest, lead), (other, others))
-        for values in both
-    ]
-    return bootstrap_ratio_of_ratios(*sums)
+    mine = [harvest.sums(values, texts).tolist() for values in lead]
+    return bootstrap_ratio(*mine, *(other.sums(values, texts).tolist() for values in others))
 
 
 def harvest(
@@ -109,12 +96,7 @@ def harvest(
 ) -> Harvest:
     """Return the distributions at places of texts that ``paired_comparison.collect`` wrote.
 
-    Args:
-        pair: Target and drafter.
-        texts: Texts, written at ``temperature``.
-        temperature: Temperature of both distributions.
-        width: Number of most likely tokens that the draft distributions keep.
-        sampling: How many places of each text to use.
+    Texts and distributions are of one ``temperature``; draft distributions keep ``width`` tokens.
 
     Raises:
         InvalidArgument: The temperature is 0, where distributions are points, or no text is long
@@ -123,24 +105,19 @@ def harvest(
     if not temperature > 0:
         raise InvalidArgument("temperature", temperature, "a positive number")
     plan = Plan(verifier="block", paths=1, depth=1, draft_width=width)
-    found: list[NodeProbs] = []
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
     numbers: list[int] = []
     for here, offer in offers(pair, texts, Setting(plan=plan, temperature=temperature), sampling):
         ids, q = offer.tree.draft_ids[:, :1], offer.tree.draft_probs[:, 0]
         p = offer.target.probs_at(ids)[:, 0] * (q > 0)
-        found.append(NodeProbs.of(ids[:, 0].cpu(), q.cpu(), p.cpu()))
+        found.append((ids[:, 0].cpu(), q.cpu(), p.cpu()))
         numbers += here
     if not found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
-    widest = max(probs.draft.shape[1] for probs in found)
-
-    def joined(columns: Sequence[Tensor]) -> Tensor:
-        pad = torch.nn.functional.pad
-        return torch.cat([pad(column, (0, widest - column.shape[1])) for column in columns])
-
-    probs = NodeProbs(
-        joined([probs.ids for probs in found]),
-        joined([probs.draft for probs in found]),
-        joined([probs.target for probs in found]),
-    )
-    return Harvest(probs, np.array(numbers))
+    widest = max(q.shape[1] for _, q, _ in found)
+    pad = torch.nn.functional.pad
+    columns = [
+        torch.cat([pad(part, (0, widest - part.shape[1])) for part in parts])
+        for parts in zip(*found, strict=True)
+    ]
+    return Harvest(NodeProbs.of(*columns), np.array(numbers))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.records import Environment, Record, Results, RunSettings
+from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import FIGURES, Estimate, Figure, SideOfOne, paired_ratio, whole
+from eaglegbv.eval.statistics import FIGURES, Estimate, SideOfOne, paired_ratio, whole
 
 FEWEST = 2
 """Least number of questions for a bootstrap."""
@@ -19,25 +19,12 @@ WORDS = {
 }
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of one setting of a run.
-
-    Attributes:
-        setting: Name of the setting.
-        records: Conversations in this setting.
-    """
-
-    setting: str
-    records: tuple[Record, ...]
-
-
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of two settings on the questions that both answered.
 
     Attributes:
         figure: Name of the figure.
-        a: Value in A, repeats pooled.
-        b: Value in B, repeats pooled.
+        a: Value in A, repeats pooled; likewise ``b``.
         ratio: B over A, with its 95% paired bootstrap interval over questions; None if A's value
             is 0.
         questions: Number of questions that both answered to the end.
@@ -58,54 +45,54 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two settings and the figures that tell them apart.
-
-    Attributes:
-        a: Name of the setting that the other is compared with.
-        b: Name of the other setting.
-        differences: One for each figure.
-    """
+    """Two settings, B compared with A, and a difference for each figure."""
 
     a: str
     b: str
     differences: tuple[Difference, ...]
 
 
-def side(results: Results, setting: str) -> Side:
+def side(results: Results, setting: str) -> list[Record]:
     """Return the records of a setting.
 
     Raises:
         InvalidArgument: The run has no such setting, or has measured nothing in it.
     """
-    records = tuple(record for record in results.records if record.setting == setting)
+    records = [record for record in results.records if record.setting == setting]
     if not records:
         known = sorted({record.setting for record in results.records})
         raise InvalidArgument("setting", setting, f"one of those measured: {', '.join(known)}")
-    return Side(setting=setting, records=records)
+    return records
 
 
-def compare(a: Side, b: Side) -> Comparison:
+def compare(a: Sequence[Record], b: Sequence[Record]) -> Comparison:
     """Return every figure of both sides, and B over A with its paired interval.
 
-    Questions are resampled as a whole, with the same draw for both sides, so what makes a question
-    easy or hard for both cancels out. Repeats are pooled.
+    Both sides are from :func:`side`. Questions are resampled as a whole, with the same draw for
+    both, so what makes a question easy or hard for both cancels out. Repeats are pooled.
 
     Raises:
         InvalidArgument: No question was answered to its end on both sides.
     """
-    shared = _questions(a.records) & _questions(b.records)
+    names = [a[0].setting, b[0].setting]
+    shared = set.intersection(*({record.question_id for record in whole(own)} for own in (a, b)))
     if not shared:
-        raise InvalidArgument(
-            "settings", [a.setting, b.setting], "two with questions that both answered to the end"
+        expected = "two with questions that both answered to the end"
+        raise InvalidArgument("settings", names, expected)
+    theirs, ours = ([one for one in whole(own) if one.question_id in shared] for own in (a, b))
+    differences = []
+    for figure in FIGURES.values():
+        base = figure.of(theirs)
+        differences.append(
+            Difference(
+                figure=figure.name,
+                a=base,
+                b=figure.of(ours),
+                ratio=paired_ratio(figure, ours, theirs) if base else None,
+                questions=len(shared),
+            )
         )
-    ours, theirs = (_only(records, shared) for records in (b.records, a.records))
-    return Comparison(
-        a=a.setting,
-        b=b.setting,
-        differences=tuple(
-            _difference(figure, theirs, ours, len(shared)) for figure in FIGURES.values()
-        ),
-    )
+    return Comparison(a=names[0], b=names[1], differences=tuple(differences))
 
 
 def compare_runs(a: Results, b: Results) -> list[Comparison]:
@@ -125,16 +112,11 @@ def compare_runs(a: Results, b: Results) -> list[Comparison]:
 def unlike(a: Results, b: Results) -> list[str]:
     """Return a line for each other difference between the two runs."""
     lines = [
-        f"{field}: {_short(getattr(a.settings, field))} and {_short(getattr(b.settings, field))}"
-        for field in RunSettings.__struct_fields__
-        if field not in {"settings", "question_ids", "origin"}
-        and getattr(a.settings, field) != getattr(b.settings, field)
-    ]
-    lines += [
-        f"{field}: {_short(getattr(a.environment, field))} and "
-        f"{_short(getattr(b.environment, field))}"
-        for field in Environment.__struct_fields__
-        if field != "started" and getattr(a.environment, field) != getattr(b.environment, field)
+        f"{field}: {_short(getattr(mine, field))} and {_short(getattr(theirs, field))}"
+        for mine, theirs in ((a.settings, b.settings), (a.environment, b.environment))
+        for field in mine.__struct_fields__
+        if field not in {"settings", "question_ids", "origin", "started"}
+        and getattr(mine, field) != getattr(theirs, field)
     ]
     only = len(set(a.settings.question_ids) ^ set(b.settings.question_ids))
     if only:
@@ -149,27 +131,6 @@ def table(comparison: Comparison) -> list[list[str]]:
         ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
         rows.append([one.figure, f"{one.a:.3f}", f"{one.b:.3f}", ratio, one.verdict])
     return rows
-
-
-def _difference(
-    figure: Figure, a: Sequence[Record], b: Sequence[Record], questions: int
-) -> Difference:
-    base = figure.pooled(a).value
-    return Difference(
-        figure=figure.name,
-        a=base,
-        b=figure.pooled(b).value,
-        ratio=paired_ratio(figure, b, a) if base else None,
-        questions=questions,
-    )
-
-
-def _questions(records: Sequence[Record]) -> set[str]:
-    return {record.question_id for record in whole(records)}
-
-
-def _only(records: Sequence[Record], questions: set[str]) -> list[Record]:
-    return [record for record in whole(records) if record.question_id in questions]
 
 
 def _short(value: object) -> str:

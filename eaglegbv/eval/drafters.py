@@ -1,37 +1,25 @@
 """Comparison of drafters: what a verifier accepts of each, by depth and by category."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from eaglegbv.config import Plan
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.statistics import (
-    Acceptance,
-    Estimate,
-    bootstrap_ratio,
-    bootstrap_ratio_of_ratios,
-)
+from eaglegbv.eval.report import with_interval
+from eaglegbv.eval.statistics import Acceptance, Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Completion, Message
+from eaglegbv.text import Message
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """The conversations to hold.
-
-    Attributes:
-        questions: The user's messages.
-        temperature: Temperature of the answers.
-        max_tokens: Most tokens of an answer.
-        seed: Seed from which every answer's seed is derived, the same for all drafters.
-        batch: Number of conversations held together.
-    """
+    """The conversations to hold, ``batch`` together, with the same seeds for all drafters."""
 
     questions: Sequence[Question]
     temperature: float = 1.0
@@ -41,16 +29,13 @@ class Conversations:
 
 
 class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one drafter with one plan.
+    """Figures of one drafter (its name or folder) with one plan.
 
     Attributes:
-        drafter: Name or folder of the drafter.
-        plan: How it drafted, and the verifier.
         acceptance: Counts over all conversations.
         length: Acceptance length with its 95% bootstrap interval over questions.
         ratio: Acceptance length over the first drafter's with the same plan, paired by question;
             None for the first.
-        by_category: Counts of each category of questions.
         by_question: Counts of each question that was answered to its end.
         errors: Number of conversations that broke off; they do not enter any figure.
     """
@@ -75,35 +60,41 @@ def measure_drafter(
 ) -> DrafterReport:
     """Hold the conversations and count what is accepted.
 
-    Args:
-        llm: The target with the drafter.
-        plan: How to speculate.
-        conversations: The conversations.
-        first: Report of the drafter to compare with, on the same plan.
-        on_batch: Called with the number of conversations that have just ended.
+    ``first`` is the report of the drafter to compare with, on the same plan. ``on_batch`` is called
+    with the number of conversations that have just ended.
     """
-    questions, depth = conversations.questions, plan.depth
-    answered: dict[str, Acceptance] = {}
-    for begin in range(0, len(questions), conversations.batch):
-        numbered = list(enumerate(questions))[begin : begin + conversations.batch]
-        for number, metrics in _converse(llm, plan, conversations, dict(numbered)).items():
-            answered[questions[number].id] = Acceptance.of(metrics, depth)
+    questions, size = conversations.questions, conversations.batch
+    answered: dict[int, list[RequestMetrics]] = {}
+    for begin in range(0, len(questions), size):
+        numbered = dict(list(enumerate(questions))[begin : begin + size])
+        answered |= _converse(llm, plan, conversations, numbered)
         on_batch(len(numbered))
-    categories: dict[str, list[Acceptance]] = {}
-    for question in questions:
-        if question.id in answered:
-            categories.setdefault(question.category, []).append(answered[question.id])
-    own = list(answered.values())
+    categories: dict[str, list[RequestMetrics]] = {}
+    for number, metrics in answered.items():
+        categories.setdefault(questions[number].category, []).extend(metrics)
+    every = [one for metrics in answered.values() for one in metrics]
+    own = {questions[n].id: Acceptance.of(metrics, plan.depth) for n, metrics in answered.items()}
+    other = {} if first is None else first.by_question
+    both = [question for question in own if question in other]
     return DrafterReport(
         drafter=llm.drafter_name or "none",
         plan=plan,
-        acceptance=Acceptance.pooled(own, depth),
-        length=bootstrap_ratio([a.accepted for a in own], [a.forwards for a in own]),
-        ratio=None if first is None else _ratio(answered, first.by_question),
-        by_category={name: Acceptance.pooled(parts, depth) for name, parts in categories.items()},
-        by_question=answered,
+        acceptance=Acceptance.of(every, plan.depth),
+        length=bootstrap_ratio(*_columns(own, own)),
+        ratio=None
+        if first is None
+        else bootstrap_ratio(*_columns(own, both), *_columns(other, both)),
+        by_category={name: Acceptance.of(m, plan.depth) for name, m in categories.items()},
+        by_question=own,
         errors=len(questions) - len(answered),
     )
+
+
+def _columns(
+    counts: Mapping[str, Acceptance], questions: Iterable[str]
+) -> tuple[list[float], list[float]]:
+    own = [counts[question] for question in questions]
+    return [one.accepted for one in own], [one.forwards for one in own]
 
 
 def _converse(
@@ -124,8 +115,7 @@ def _converse(
             )
             for number in asked
         ]
-        prompts = [messages[number] for number in asked]
-        answers: list[Completion] = llm.generate(prompts, params, plan=plan)
+        answers = llm.generate([messages[number] for number in asked], params, plan=plan)
         for number, answer in zip(asked, answers, strict=True):
             if answer.finish_reason is FinishReason.ERROR:
                 del messages[number], metrics[number]
@@ -135,17 +125,6 @@ def _converse(
     return metrics
 
 
-def _ratio(own: Mapping[str, Acceptance], other: Mapping[str, Acceptance]) -> Estimate:
-    """Return the ratio of acceptance lengths on the questions that both answered."""
-    pairs = [(a, other[question]) for question, a in own.items() if question in other]
-    return bootstrap_ratio_of_ratios(
-        [a.accepted for a, _ in pairs],
-        [a.forwards for a, _ in pairs],
-        [b.accepted for _, b in pairs],
-        [b.forwards for _, b in pairs],
-    )
-
-
 def depth_table(reports: Sequence[DrafterReport], names: Sequence[str]) -> list[list[str]]:
     """Return a row for each report: its acceptance length, and the shares by depth."""
     deepest = max(report.plan.depth for report in reports)
@@ -153,17 +132,9 @@ def depth_table(reports: Sequence[DrafterReport], names: Sequence[str]) -> list[
     rows = [[*headings, *(f"{depth} or more" for depth in range(1, deepest + 1))]]
     for report, name in zip(reports, names, strict=True):
         shares = [f"{share:.3f}" for share in report.acceptance.shares]
-        rows.append(
-            [
-                name,
-                report.plan.verifier,
-                str(report.plan.paths),
-                _figure(report.length),
-                "-" if report.ratio is None else _figure(report.ratio),
-                *shares,
-                *[""] * (deepest - len(shares)),
-            ]
-        )
+        ratio = "-" if report.ratio is None else with_interval(report.ratio, 3)
+        figures = [with_interval(report.length, 3), ratio, *shares]
+        rows.append([*_named(report, name), *figures, *[""] * (deepest - len(shares))])
     return rows
 
 
@@ -174,9 +145,9 @@ def category_table(reports: Sequence[DrafterReport], names: Sequence[str]) -> li
     for report, name in zip(reports, names, strict=True):
         found = report.by_category
         lengths = [f"{found[c].length:.3f}" if c in found else "-" for c in categories]
-        rows.append([name, report.plan.verifier, str(report.plan.paths), *lengths])
+        rows.append([*_named(report, name), *lengths])
     return rows
 
 
-def _figure(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+def _named(report: DrafterReport, name: str) -> list[str]:
+    return [name, report.plan.verifier, str(report.plan.paths)]

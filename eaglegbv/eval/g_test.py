@@ -1,7 +1,8 @@
-"""The G-test of observed texts against their exact joint distribution, and its power."""
+"""G-tests of texts against their exact distribution, or against other texts, and their power."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,16 +32,17 @@ class GTest:
 
     Attributes:
         statistic: G.
-        samples: Number of texts observed.
+        samples: Number of texts observed; of two samples, as many as compared with an exact
+            distribution would show as much, ``n m / (n + m)``.
         cells: Number of cells compared, after merging.
         p_value: Probability of a G at least as large if the distribution is right.
-        power: Probability of rejecting, at the given level, a distribution at the given total
-            variation from the expected one, spread evenly over all cells: the spread that is
+        power: Probability of rejecting, at the given level, a distribution at the total variation
+            :data:`SHIFT` from the expected one, spread evenly over all cells: the spread that is
             hardest to see.
     """
 
     statistic: float
-    samples: int
+    samples: float
     cells: int
     p_value: float
     power: float
@@ -50,7 +52,6 @@ def g_test(
     observed: ArrayLike,
     expected: NDArray[np.float64],
     *,
-    shift: float = SHIFT,
     level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
@@ -59,29 +60,53 @@ def g_test(
     Args:
         observed: Cell indices, ``[samples]``.
         expected: Probabilities ``[cells]``.
+        level: Probability of rejecting a right distribution, for the power.
         smallest: Cells with a smaller expected count are merged with their neighbours: the
             chi-square distribution of G needs filled cells, and with fewer cells a small shift is
             easier to see.
-        shift: Total variation at which the power is stated.
-        level: Probability of rejecting a right distribution, for the power.
     """
     counts = np.bincount(np.asarray(observed, dtype=np.int64), minlength=len(expected))
-    counts = counts.astype(np.float64)
     samples = int(counts.sum())
     if counts[expected == 0].any():
         return GTest(np.inf, samples, len(expected), 0.0, 1.0)
     means = expected / expected.sum() * samples
     bins = _merge(means, smallest)
-    counts, means = np.bincount(bins, counts), np.bincount(bins, means)
-    seen = counts > 0
+    return _outcome(np.bincount(bins, counts), np.bincount(bins, means), samples, level)
+
+
+def g_test_two(
+    first: Sequence[Text],
+    second: Sequence[Text],
+    *,
+    level: float = LEVEL,
+    smallest: float = SMALLEST_EXPECTED,
+) -> GTest:
+    """Compare two samples of texts; rare texts are merged with others that begin alike.
+
+    Args:
+        first: Texts.
+        second: Other texts, as many or not.
+        level: Probability of rejecting equal distributions, for the power.
+        smallest: Least count that is expected of a cell in the smaller sample.
+    """
+    cells = {text: i for i, text in enumerate(sorted({*first, *second}))}
+    counts = np.array(
+        [np.bincount([cells[t] for t in own], minlength=len(cells)) for own in (first, second)]
+    )
+    sizes = counts.sum(axis=1)
+    means = np.outer(sizes / sizes.sum(), counts.sum(axis=0))
+    bins = _merge(means.min(axis=0), smallest)
+    merged = [np.stack([np.bincount(bins, row) for row in table]) for table in (counts, means)]
+    return _outcome(merged[0], merged[1], sizes.prod() / sizes.sum(), level)
+
+
+def _outcome(counts: NDArray[Any], means: NDArray[Any], samples: float, level: float) -> GTest:
+    """Return the test of counts ``[..., cells]`` whose expectations are ``means``."""
+    seen, cells = counts > 0, counts.shape[-1]
     statistic = float(2 * (counts[seen] * np.log(counts[seen] / means[seen])).sum())
-    cells = len(means)
+    p_value = float(stats.chi2.sf(statistic, cells - 1)) if cells > 1 else 1.0
     return GTest(
-        statistic,
-        samples,
-        cells,
-        float(stats.chi2.sf(statistic, cells - 1)) if cells > 1 else 1.0,
-        power(samples, cells, shift=shift, level=level),
+        statistic, samples, cells, p_value, power(samples, cells, shift=SHIFT, level=level)
     )
 
 
@@ -109,7 +134,7 @@ def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
     return bins
 
 
-def power(samples: int, cells: int, *, shift: float, level: float) -> float:
+def power(samples: float, cells: int, *, shift: float, level: float) -> float:
     """Return the probability of rejecting a distribution ``shift`` away, spread evenly."""
     if cells < 2:
         return 0.0
@@ -119,7 +144,7 @@ def power(samples: int, cells: int, *, shift: float, level: float) -> float:
 
 
 def detectable_shift(
-    samples: int, cells: int, *, level: float, power_wanted: float = POWER
+    samples: float, cells: int, *, level: float, power_wanted: float = POWER
 ) -> float:
     """Return the total variation noticed with probability ``power_wanted``; 1 if there is none."""
 
@@ -135,7 +160,6 @@ def g_test_texts(
     texts: Sequence[Sequence[int]],
     probs: Mapping[Text, float],
     *,
-    shift: float = SHIFT,
     level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
@@ -148,7 +172,7 @@ def g_test_texts(
     impossible = len(probs)
     observed = [cells.get(tuple(text), impossible) for text in texts]
     expected = np.append(np.array(list(probs.values()), dtype=np.float64), 0.0)
-    return g_test(observed, expected, shift=shift, level=level, smallest=smallest)
+    return g_test(observed, expected, level=level, smallest=smallest)
 
 
 def joint_probs(

@@ -12,8 +12,7 @@ and the minimum is at a prefix of the tokens in ascending order of p/q.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil, log
-from types import MappingProxyType
-from typing import Self, TypeAlias
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -95,35 +94,32 @@ def rejection_iid(nodes: NodeProbs, drafts: int) -> Tensor:
     return 1 - rest
 
 
-def rejection_wor(
-    nodes: NodeProbs, drafts: int, *, chains: int = CHAINS, generator: torch.Generator | None = None
-) -> Tensor:
+def rejection_wor(nodes: NodeProbs, drafts: int, *, chains: int = CHAINS) -> Tensor:
     """Recursive rejection sampling without replacement, as an unbiased estimate.
 
     Along a chain of rejected tokens, drawn as the rule rejects them, the chance that none of the
     drafts is accepted is the mean of prod (1 - beta_k). At a node with fewer tokens than drafts,
     all tokens are drafted.
     """
-    generator = generator or torch.Generator().manual_seed(0)
-    return _in_parts(nodes, lambda part: _rejection_wor(part, drafts, chains, generator))
-
-
-def _rejection_wor(
-    nodes: NodeProbs, drafts: int, chains: int, generator: torch.Generator
-) -> Tensor:
-    q = nodes.draft.repeat_interleave(chains, dim=0)
-    r = nodes.target.repeat_interleave(chains, dim=0)
-    off = (1 - r.sum(dim=1)).clamp(min=0)
-    rest = torch.ones_like(off)
-    for k in range(drafts):
-        if k > 0:
-            refused = (q - r).clamp(min=0)
-            # Where every draft is accepted nothing is refused, and the drawn token has no effect.
-            drawn = torch.multinomial(_or_ones(refused), 1, generator=generator)
-            r, off = _normalised((r - q).clamp(min=0), off)
-            q = _normalise(q.scatter(1, drawn, 0.0))
-        rest = rest * (1 - torch.minimum(r, q).sum(dim=1)).clamp(min=0)
-    return 1 - rest.view(nodes.count, chains).mean(dim=1)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for part in _parts(nodes):
+        q = part.draft.repeat_interleave(chains, dim=0)
+        r = part.target.repeat_interleave(chains, dim=0)
+        off = (1 - r.sum(dim=1)).clamp(min=0)
+        rest = torch.ones_like(off)
+        for k in range(drafts):
+            if k > 0:
+                refused = (q - r).clamp(min=0)
+                # Where nothing is refused, the drawn token has no effect.
+                any_refused = refused.sum(dim=1, keepdim=True) > 0
+                weights = torch.where(any_refused, refused, torch.ones_like(refused))
+                drawn = torch.multinomial(weights, 1, generator=generator)
+                r, off = _normalised((r - q).clamp(min=0), off)
+                q = _normalise(q.scatter(1, drawn, 0.0))
+            rest = rest * (1 - torch.minimum(r, q).sum(dim=1)).clamp(min=0)
+        found.append(1 - rest.view(part.count, chains).mean(dim=1))
+    return torch.cat(found)
 
 
 def k_seq_iid(nodes: NodeProbs, drafts: int) -> Tensor:
@@ -157,7 +153,7 @@ def optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
 
         Q(H) = Integral lambda exp(-lambda t) Pr(at least n of H have arrived by t) dt.
     """
-    return _in_parts(nodes, lambda part: _optimum_wor(part, drafts))
+    return torch.cat([_optimum_wor(part, drafts) for part in _parts(nodes)])
 
 
 def _optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
@@ -193,20 +189,15 @@ def _optimum(ranked: RankedProbs, inside: Tensor) -> Tensor:
     return 1 + torch.where(ranked.draft > 0, excess, 0.0).amin(dim=1).clamp(max=0)
 
 
-def _in_parts(nodes: NodeProbs, rule: Callable[[NodeProbs], Tensor]) -> Tensor:
-    """Apply ``rule`` to a few nodes at a time, which limits the memory it takes."""
+def _parts(nodes: NodeProbs) -> list[NodeProbs]:
+    """Return a few nodes at a time, which limits the memory that a rule takes."""
     starts = range(0, nodes.count, NODES_AT_ONCE)
-    return torch.cat([rule(nodes[first : first + NODES_AT_ONCE]) for first in starts])
+    return [nodes[first : first + NODES_AT_ONCE] for first in starts]
 
 
 def _normalise(weights: Tensor) -> Tensor:
     """Normalise ``[nodes, width]``; rows of zeros remain zeros."""
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=_TINY)
-
-
-def _or_ones(weights: Tensor) -> Tensor:
-    """Return ``[nodes, width]`` weights, with rows of zeros replaced by ones."""
-    return torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, torch.ones_like(weights))
 
 
 def _normalised(weights: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,17 +206,13 @@ def _normalised(weights: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
     return weights / total.unsqueeze(1), off / total
 
 
-Rule: TypeAlias = Callable[[NodeProbs, int], Tensor]
-
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "one draft": single,
-        "RRS": rejection_iid,
-        "K-SEQ": k_seq_iid,
-        "optimum": optimum_iid,
-        "RRS w/o": rejection_wor,
-        "optimum w/o": optimum_wor,
-        "greedy": greedy,
-    }
-)
+RULES: Mapping[str, Callable[[NodeProbs, int], Tensor]] = {
+    "one draft": single,
+    "RRS": rejection_iid,
+    "K-SEQ": k_seq_iid,
+    "optimum": optimum_iid,
+    "RRS w/o": rejection_wor,
+    "optimum w/o": optimum_wor,
+    "greedy": greedy,
+}
 """Acceptance at ``[nodes]`` for n drafts, by name of the rule; "w/o" is without replacement."""

@@ -1,21 +1,33 @@
-"""Verifiers on the same drafts: what each accepts of the very same trees."""
+"""Verifiers on the same drafts: what each accepts of the very same trees.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
+verifier judges it several times with different random numbers. All verifiers see the same tokens,
+draft distributions and target distributions, and use the same numbers, so what makes a place easy
+or hard cancels out in the ratio of two of them.
+
+What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
+from texts that follow the target's distribution. This is not the engine's block efficiency,
+because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
+weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
+step to step (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing
+about them, and they are measured in the engine instead.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
 from eaglegbv.eval.audit_sampled import latin_hypercube
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.request import FinishReason, Request
@@ -25,6 +37,7 @@ from eaglegbv.scheduler.batch import Chunk, Forward, Group
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.utils import require_integer
 from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
@@ -32,12 +45,7 @@ from eaglegbv.verifiers.registry import make_verifier
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Draft trees to be judged.
-
-    Attributes:
-        tree: The draft trees of a batch.
-        target: The target's distributions at their nodes.
-    """
+    """The draft trees of a batch, and the target's distributions at their nodes."""
 
     tree: DraftTree
     target: TargetProbs
@@ -46,12 +54,10 @@ class Offer:
         """Return the trees of the first ``paths`` paths, each cut after ``length`` tokens.
 
         Independent paths are drawn without regard to each other, token by token. So the part has
-        the same distribution as trees drawn with that many paths of that length, and it keeps the
-        order of its nodes.
+        the same distribution as trees drawn with that many paths of that length.
 
         Raises:
-            SamplingMismatch: The paths are not independent, so a part of the tree is not a tree of
-                its distribution.
+            SamplingMismatch: The paths are not independent, so that does not hold.
         """
         tree = self.tree
         if (paths, length) == (tree.paths, tree.length):
@@ -90,29 +96,10 @@ class Offer:
         return type(self)(part, target)
 
 
-# Verifiers on the same drafts: what each accepts of the very same trees.
-#
-# At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
-# verifier judges it several times with different random numbers. All verifiers see the same tokens,
-# draft distributions and target distributions, and use the same numbers, so what makes a place easy
-# or hard cancels out in the ratio of two of them.
-#
-# What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
-# from texts that follow the target's distribution. This is not the engine's block efficiency,
-# because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
-# weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
-# step to step (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing
-# about them, and they are measured in the engine instead.
-
-
 class Text(msgspec.Struct, frozen=True, kw_only=True):
-    """A plainly decoded answer.
+    """A plainly decoded answer, named by its question's id.
 
-    Attributes:
-        name: Id of the question.
-        seed: Seed of the text's places, drafts and judgements.
-        prompt_ids: Tokens of the prompt.
-        token_ids: Tokens of the answer.
+    Places, drafts and judgements come from its seed.
     """
 
     name: str
@@ -137,8 +124,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("places", "judgements", "batch"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
+            require_integer(name, getattr(self, name), 1)
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,11 +132,9 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         setting: The setting.
-        tokens: For each text, tokens a step, summed over its places: the accepted tokens and the
-            one that follows them.
+        tokens: For each text, tokens a step (accepted ones and the next), summed over its places.
         places: For each text, the number of places.
-        nodes: For each text, nodes the target scored for it, summed over its places, without the
-            roots.
+        nodes: For each text, nodes without roots that the target scored, summed over its places.
     """
 
     setting: Setting
@@ -174,7 +158,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
     def over(self, other: "Tally") -> Estimate:
         """Return the ratio to another verifier's tokens a step, paired by text."""
-        return bootstrap_ratio_of_ratios(self.tokens, self.places, other.tokens, other.places)
+        return bootstrap_ratio(self.tokens, self.places, other.tokens, other.places)
 
 
 def collect(
@@ -184,7 +168,6 @@ def collect(
     temperature: float,
     max_tokens: int,
     seed: int = 0,
-    progress: bool = False,
 ) -> list[Text]:
     """Let the target answer the first turn of each question by plain decoding.
 
@@ -192,11 +175,10 @@ def collect(
         EagleGBVError: A question cannot be answered, for example because it is too long.
     """
     seeds = [request_seed(seed, number) for number in range(len(questions))]
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=own) for own in seeds
-    ]
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    seeded = [msgspec.structs.replace(params, seed=own) for own in seeds]
     prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    answers = llm.generate(prompts, params, plan=PLAIN, progress=progress)
+    answers = llm.generate(prompts, seeded, plan=PLAIN)
     for question, answer in zip(questions, answers, strict=True):
         if answer.finish_reason is FinishReason.ERROR:
             raise EagleGBVError(f"question {question.id}: {answer.error}")
@@ -214,23 +196,17 @@ def collect(
 
 @torch.inference_mode()
 def offers(
-    pair: Pair, texts: Sequence[Text], setting: Setting, sampling: Sampling | None = None
+    pair: Pair, texts: Sequence[Text], setting: Setting, sampling: Sampling
 ) -> Iterator[tuple[list[int], Offer]]:
     """Yield the trees of ``setting`` at the places of ``texts`` with the target's distributions.
 
     The first item of each pair is the text number of each tree of the batch. Trees and places are
-    those that :func:`same_drafts` judges.
-
-    Raises:
-        InvalidArgument: The setting does not speculate.
-        SamplingMismatch: The setting's verifier is not lossless for its draft sampling.
+    those that :func:`same_drafts` judges, and errors are its too.
     """
-    sampling = sampling or Sampling()
-    [drafting] = _draftings(pair, [setting])
     bench = _Bench(pair, sampling)
-    for begin in range(0, len(texts), sampling.batch):
-        for readers in bench.visit(texts, range(begin, min(begin + sampling.batch, len(texts)))):
-            yield list(readers), bench.draft(list(readers.values()), drafting)
+    [drafting] = bench.draftings([setting])
+    for readers in bench.visit(texts):
+        yield list(readers), bench.draft(list(readers.values()), drafting)
 
 
 @torch.inference_mode()
@@ -248,15 +224,8 @@ def same_drafts(
     judge parts of one tree. As in the engine, a fixed tree is drafted at temperature 0 and judged
     by the greedy walk.
 
-    Args:
-        pair: Target and drafter; their engine, if any, must have no request running.
-        texts: From :func:`collect`, usually at the settings' temperature.
-        settings: The settings to compare.
-        sampling: Sizes of the sample.
-        on_texts: Called with the number of texts that have just been done.
-
-    Returns:
-        One tally for each setting.
+    The pair's engine, if any, must have no request running. Texts are from :func:`collect`, usually
+    at the settings' temperature; ``on_texts`` gets the number of those that have just been done.
 
     Raises:
         InvalidArgument: A setting does not speculate, its verifier keeps state from step to step,
@@ -265,102 +234,46 @@ def same_drafts(
         InvalidProbabilities: A distribution is not a probability distribution.
         OutOfSlots: The texts of a batch and their trees need more KV slots than there are.
     """
-    sampling = sampling or Sampling()
     if not any(len(text.token_ids) > 1 for text in texts):
         raise InvalidArgument("texts", len(texts), "at least one of two tokens or more")
-    draftings = _draftings(pair, settings)
-    bench = _Bench(pair, sampling)
+    bench = _Bench(pair, sampling or Sampling())
+    draftings = bench.draftings(settings)
     tokens, nodes = np.zeros((2, len(settings), len(texts)))
     places = np.zeros(len(texts), dtype=np.int64)
-    for begin in range(0, len(texts), sampling.batch):
-        numbers = range(begin, min(begin + sampling.batch, len(texts)))
-        for reader, found in bench.judge(texts, numbers, draftings):
-            for setting, one in found.items():
-                tokens[setting, reader] += one.tokens
-                nodes[setting, reader] += one.nodes
-            places[reader] += 1
-        on_texts(len(numbers))
+    for readers in bench.visit(texts, on_texts):
+        here, requests = list(readers), list(readers.values())
+        places[here] += 1
+        for drafting in draftings:
+            offer = bench.draft(requests, drafting)
+            for size, verifiers in drafting.members.items():
+                iid = offer.tree.draft_sampling is DraftSampling.IID
+                part = offer.part(*size) if iid else offer
+                for number, found in bench.judge(requests, part, verifiers).items():
+                    tokens[number, here] += found
+                    nodes[number, here] += part.tree.num_nodes.cpu().numpy() - 1
     return [
         Tally(
-            setting=s,
+            setting=setting,
             tokens=tuple(own.tolist()),
             places=tuple(places.tolist()),
             nodes=tuple(sizes.tolist()),
         )
-        for s, own, sizes in zip(settings, tokens, nodes, strict=True)
+        for setting, own, sizes in zip(settings, tokens, nodes, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Result of a setting at one place: tokens a step, and number of drafted nodes."""
-
-    tokens: float
-    nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A setting that judges a part of a tree."""
-
-    number: int
-    verifier: Verifier
-    paths: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Drafting:
-    """One tree for each place, and the settings that judge it or parts of it.
+    """One tree for each place, by the largest of the plans of all settings that judge parts of it.
 
     Attributes:
-        plan: The largest of the members' plans.
-        draft_sampling: How children arise.
-        temperature: Sampling temperature.
-        members: The settings.
+        members: The settings' verifiers, by number, for each number and length of paths.
     """
 
     plan: Plan
     draft_sampling: DraftSampling
     temperature: float
-    members: tuple[_Member, ...]
-
-
-def _draftings(pair: Pair, settings: Sequence[Setting]) -> list[_Drafting]:
-    """Gather the settings that can share a tree."""
-    drafter = pair.drafter
-    if drafter is None:
-        raise InvalidArgument("drafter", None, "a drafter")
-    gathered: dict[tuple[Plan, float], list[_Member]] = {}
-    for number, setting in enumerate(settings):
-        plan = setting.plan
-        if not plan.speculative:
-            raise InvalidArgument("settings", setting.name, "settings that draft")
-        rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
-        rule.check_sampling(sampling_of(plan, rule, drafter, greedy=False), plan.paths)
-        draft_sampling = sampling_of(plan, rule, drafter, greedy=greedy)
-        verifier = make_verifier(verifier_name(plan, greedy=greedy))
-        size = {"paths": 1, "depth": 1} if draft_sampling is DraftSampling.IID else {}
-        alike = msgspec.structs.replace(
-            plan, verifier=Plan().verifier, draft_sampling=draft_sampling, **size
-        )
-        member = _Member(number, verifier, plan.paths, plan.depth)
-        gathered.setdefault((alike, setting.temperature), []).append(member)
-    return [
-        _Drafting(
-            plan=msgspec.structs.replace(
-                plan,
-                paths=max(member.paths for member in members),
-                depth=max(member.length for member in members),
-            ),
-            draft_sampling=DraftSampling.IID
-            if plan.draft_sampling is None
-            else plan.draft_sampling,
-            temperature=temperature,
-            members=tuple(members),
-        )
-        for (plan, temperature), members in gathered.items()
-    ]
+    members: Mapping[tuple[int, int], Mapping[int, Verifier]]
 
 
 class _Bench:
@@ -374,26 +287,48 @@ class _Bench:
         allocator = pair.target.allocator
         self._kv = KVSlots(allocator, PrefixCache(allocator, enabled=False))
 
-    def judge(
-        self, texts: Sequence[Text], numbers: Iterable[int], draftings: Sequence[_Drafting]
-    ) -> Iterable[tuple[int, Mapping[int, _Found]]]:
-        """Yield, for each place of each text, the text's number and the results of the settings."""
-        for readers in self.visit(texts, numbers):
-            found = self._judge_here(list(readers.values()), draftings)
-            yield from zip(readers, found, strict=True)
+    def draftings(self, settings: Sequence[Setting]) -> list[_Drafting]:
+        """Gather the settings that can share a tree."""
+        Key: TypeAlias = tuple[Plan, DraftSampling, float]
+        gathered: dict[Key, dict[tuple[int, int], dict[int, Verifier]]] = {}
+        for number, setting in enumerate(settings):
+            plan = setting.plan
+            if not plan.speculative:
+                raise InvalidArgument("settings", setting.name, "settings that draft")
+            rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
+            usual = sampling_of(plan, rule, self._drafter, greedy=False)
+            rule.check_sampling(usual, plan.paths)
+            drawn = sampling_of(plan, rule, self._drafter, greedy=greedy)
+            size = {"paths": 1, "depth": 1} if drawn is DraftSampling.IID else {}
+            alike = msgspec.structs.replace(
+                plan, verifier=Plan().verifier, draft_sampling=drawn, **size
+            )
+            members = gathered.setdefault((alike, drawn, setting.temperature), {})
+            verifier = make_verifier(verifier_name(plan, greedy=greedy))
+            members.setdefault((plan.paths, plan.depth), {})[number] = verifier
+        found = []
+        for (alike, drawn, temperature), members in gathered.items():
+            paths, depth = map(max, zip(*members, strict=True))
+            plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
+            found.append(_Drafting(plan, drawn, temperature, members))
+        return found
 
     def visit(
-        self, texts: Sequence[Text], numbers: Iterable[int]
+        self, texts: Sequence[Text], on_texts: Callable[[int], object] = lambda _: None
     ) -> Iterator[Mapping[int, Request]]:
         """Yield requests that have reached a place of their text, by the number of the text."""
-        waiting = {n: self._places(texts[n]) for n in numbers}
-        requests = {n: self._open(n, texts[n]) for n, places in waiting.items() if places}
-        while requests:
-            here = {n: waiting[n].pop(0) for n in requests}
-            self._advance([(requests[n], texts[n].token_ids[:place]) for n, place in here.items()])
-            yield requests
-            for n in [n for n in requests if not waiting[n]]:
-                self._close(requests.pop(n))
+        for first in range(0, len(texts), self._sampling.batch):
+            numbers = range(first, min(first + self._sampling.batch, len(texts)))
+            waiting = {n: self._places(texts[n]) for n in numbers}
+            requests = {n: self._open(n, texts[n]) for n in numbers if waiting[n]}
+            while requests:
+                here = {n: waiting[n].pop(0) for n in requests}
+                self._advance([(requests[n], texts[n].token_ids[:p]) for n, p in here.items()])
+                yield requests
+                for request in [requests.pop(n) for n in here if not waiting[n]]:
+                    self._kv.free(request)
+                    self._drafter.forget(request)
+            on_texts(len(numbers))
 
     def _places(self, text: Text) -> list[int]:
         """Draw where trees begin, as numbers of known tokens of the answer."""
@@ -410,16 +345,12 @@ class _Bench:
             prompt_ids=text.prompt_ids,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=RequestRng(text.seed),
+            rng=RequestRng(text.seed),
             max_tokens=len(text.token_ids),
             drafted=True,
             slots=self._target.allocator.allocate(0),
             borrowed=self._target.allocator.allocate(0),
         )
-
-    def _close(self, request: Request) -> None:
-        self._kv.free(request)
-        self._drafter.forget(request)
 
     def _advance(self, reached: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
         """Read each text up to its last known token, which is the root of the trees."""
@@ -427,7 +358,7 @@ class _Bench:
         for request, token_ids in reached:
             request.token_ids = list(token_ids)
             request.step = len(token_ids)
-            chunks.append(Chunk.of(request, self._kv.allocate(request, request.unread)))
+            chunks.append(Chunk.of(request, self._kv.allocate(request, request.to_prefill)))
         forward = Forward.of([], chunks)
         output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
         for chunk in chunks:
@@ -437,26 +368,6 @@ class _Bench:
             for chunk, features in zip(chunks, parts, strict=True):
                 self._drafter.observe(chunk.request, features)
         self._drafter.catch_up([request for request, _ in reached])
-
-    def _judge_here(
-        self, requests: list[Request], draftings: Sequence[_Drafting]
-    ) -> list[dict[int, _Found]]:
-        found: list[dict[int, _Found]] = [{} for _ in requests]
-        for drafting in draftings:
-            offer = self.draft(requests, drafting)
-            sizes = dict.fromkeys((member.paths, member.length) for member in drafting.members)
-            for paths, length in sizes:
-                members = [m for m in drafting.members if (m.paths, m.length) == (paths, length)]
-                part = (
-                    offer.part(paths, length)
-                    if drafting.draft_sampling is DraftSampling.IID
-                    else offer
-                )
-                nodes = (part.tree.num_nodes - 1).tolist()
-                for number, values in self._verify(requests, part, members).items():
-                    for own, value, size in zip(found, values.tolist(), nodes, strict=True):
-                        own[number] = _Found(value, size)
-        return found
 
     def draft(self, requests: list[Request], drafting: _Drafting) -> Offer:
         """Draft a tree for each request and score it, without keeping any of it."""
@@ -478,28 +389,24 @@ class _Bench:
                 raise fault_error(faults, request.number)
         return Offer(tree, target)
 
-    def _verify(
-        self, requests: Sequence[Request], offer: Offer, members: Sequence[_Member]
+    def judge(
+        self, requests: Sequence[Request], offer: Offer, verifiers: Mapping[int, Verifier]
     ) -> dict[int, NDArray[np.float64]]:
-        """Return tokens a step of each request, by the number of the setting."""
-        accepted: dict[int, Tensor] = {}
-        for uniforms in self._numbers(requests, offer.tree):
-            for member in members:
-                verdict = member.verifier.verify(offer.tree, offer.target, uniforms)
-                counts = verdict.accepted.double()
-                accepted[member.number] = accepted.get(member.number, 0) + counts
-        share = 1 / self._sampling.judgements
-        return {n: (1 + share * total).cpu().numpy() for n, total in accepted.items()}
-
-    def _numbers(self, requests: Sequence[Request], tree: DraftTree) -> list[VerifyUniforms]:
-        """Return the uniform numbers of each judgement."""
+        """Return each verifier's tokens a step ``[requests]``, a mean over judgements."""
+        count, tree = self._sampling.judgements, offer.tree
         drawn = [
             VerifyUniforms.draw(
-                [RequestRng(request_seed(request.stream.seed, judgement)) for request in requests],
+                [RequestRng(request_seed(request.rng.seed, judgement)) for request in requests],
                 [request.step for request in requests],
                 paths=tree.paths,
                 length=tree.length,
             )
-            for judgement in range(self._sampling.judgements)
+            for judgement in range(count)
         ]
-        return latin_hypercube(drawn, [[r.stream.seed, r.step] for r in requests])
+        uniforms = latin_hypercube(drawn, [[r.rng.seed, r.step] for r in requests])
+        found = {}
+        for number, verifier in verifiers.items():
+            verdicts = [verifier.verify(tree, offer.target, own) for own in uniforms]
+            accepted = torch.stack([verdict.accepted for verdict in verdicts]).sum(dim=0)
+            found[number] = 1 + 1 / count * accepted.cpu().numpy().astype(np.float64)
+        return found

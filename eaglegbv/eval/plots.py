@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import cycle
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.statistics import Estimate, Summary, summarise
@@ -22,19 +22,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-COLOURS: Mapping[str, str] = MappingProxyType(
-    {
-        "otbv": "#0b5fa5",
-        "global_resolution": "#d1495b",
-        "traversal": "#00798c",
-        "gbv": "#e08e1b",
-        "spectr": "#7b5ea7",
-        "specinfer": "#66a182",
-        "block": "#3d3d3d",
-        "token": "#8a8a8a",
-        "target_only": "#b08968",
-    }
-)
+COLOURS: Mapping[str, str] = {
+    "otbv": "#0b5fa5",
+    "global_resolution": "#d1495b",
+    "traversal": "#00798c",
+    "gbv": "#e08e1b",
+    "spectr": "#7b5ea7",
+    "specinfer": "#66a182",
+    "block": "#3d3d3d",
+    "token": "#8a8a8a",
+    "target_only": "#b08968",
+}
 """Colours by verifier, suited to the common colour deficiencies; every line has a label too."""
 
 FORMATS = ("png", "svg")
@@ -76,6 +74,14 @@ def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
     ]
 
 
+def error_bars(points: Sequence[tuple[float, Estimate]]) -> dict[str, Any]:
+    """Return what ``Axes.errorbar`` takes to draw a line through figures by x."""
+    figures = [figure for _, figure in points]
+    places = {"x": [x for x, _ in points], "y": [figure.value for figure in figures]}
+    thin = {"elinewidth": 0.6, "marker": "o", "markersize": 3}
+    return {**places, "yerr": whiskers(figures), **thin}
+
+
 def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] = "figure") -> None:
     """Write a picture in the format of its path's suffix; an SVG contains no date.
 
@@ -104,7 +110,7 @@ def save_pictures(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
     return paths
 
 
-# Pictures of a run, as PNG and SVG. They need matplotlib (extra ``bench``).
+# Pictures of a run.
 
 
 CHARACTERS_AN_INCH = 16
@@ -112,6 +118,7 @@ CHARACTERS_AN_INCH = 16
 PANELS_A_ROW = 3
 SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
 PLAIN_COLOUR = "#8a8a8a"
+EFFICIENCY = "block efficiency (tokens per target forward)"
 LINE_STYLES = ("-", "--", ":", "-.")
 PHASE_COLOURS: Mapping[str, str] = {
     "prefill": "#b9c6d2",
@@ -123,9 +130,6 @@ PHASE_COLOURS: Mapping[str, str] = {
 }
 
 
-Corner: TypeAlias = Literal["lower left", "lower right", "upper right"]
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A setting and its figures."""
@@ -134,31 +138,19 @@ class Measured:
     summary: Summary
 
     @property
-    def paths(self) -> int:
-        """Number of drafted paths."""
-        return self.setting.plan.paths
-
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature."""
-        return self.setting.temperature
+    def plan(self) -> Plan:
+        """How it speculates."""
+        return self.setting.plan
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a panel.
-
-    Attributes:
-        label: Name in the legend.
-        verifier: Verifier, which decides the colour.
-        points: From x to the figure, with x ascending.
-        constant: Whether its one value applies to all x: that of a verifier with one path.
-    """
+    """One line of a panel, by ascending x, in its verifier's colour."""
 
     label: str
     verifier: str
-    points: tuple[tuple[float, Estimate], ...]
-    constant: bool = False
+    points: Sequence[tuple[float, Estimate]]
+    dashed: bool = False
 
 
 def draw_all(results: Results, folder: Path) -> list[Path]:
@@ -169,19 +161,17 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         InvalidArgument: Nothing was measured, or a file cannot be written.
     """
     check_matplotlib()
-
     measured = measured_of(results)
-    drafted = bool(_drafted(measured))
     written = []
     with picture_style():
-        for picture in PICTURES:
-            if picture.of_drafts and not drafted:
+        for name, draw in PICTURES.items():
+            if draw in OF_DRAFTS and not _drafted(measured):
                 continue
-            canvas = picture.draw(measured)
+            canvas = draw(measured)
             width = int(CHARACTERS_AN_INCH * canvas.get_figwidth())
             caption = "\n".join(wrap(_caption(results), width))
             canvas.supxlabel(caption, fontsize=7, color=CAPTION)
-            written += save_pictures(canvas, folder, picture.name)
+            written += save_pictures(canvas, folder, name)
     return written
 
 
@@ -200,17 +190,17 @@ def measured_of(results: Results) -> list[Measured]:
 
 def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
     """Draw one panel for each temperature: block efficiency against the number of paths."""
-    drafted = _drafted(measured)
-    canvas, panels = _panels(sorted({one.temperature for one in drafted}))
-    for temperature, axes in panels.items():
-        here = [one for one in drafted if one.temperature == temperature]
-        lines = _lines(here, lambda one: float(one.paths), dropped="KT", alike=_without_paths)
+    canvas, panels = _by_temperature(measured, EFFICIENCY)
+    for axes, here in panels:
+        lines = _lines(
+            here,
+            lambda one: float(one.plan.paths),
+            alike=lambda one: msgspec.structs.replace(one.plan, paths=1),
+        )
         widest = max(x for line in lines for x, _ in line.points)
         _draw_lines(axes, [_held(line, widest) for line in lines])
-        axes.set_title(f"temperature {temperature:g}", fontsize=9)
         axes.set_xlabel("paths K")
-        axes.set_xticks(sorted({one.paths for one in here}))
-    _label_left(panels.values(), "block efficiency (tokens per target forward)")
+        axes.set_xticks(sorted({one.plan.paths for one in here}))
     return canvas
 
 
@@ -220,45 +210,40 @@ def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
     Verifiers that ran with a single path only are dashed lines in every panel.
     """
     drafted = _drafted(measured)
-    single = _single_path(drafted)
-    several = sorted({one.paths for one in drafted if one.setting.plan.verifier not in single})
-    canvas, panels = _panels(several or [1])
-    for paths, axes in panels.items():
-        here = [one for one in drafted if one.paths == paths or one.setting.plan.verifier in single]
-        lines = _lines(
-            here, lambda one: one.temperature, dropped="KT", alike=lambda one: one.setting.plan
-        )
-        _draw_lines(axes, lines, dashed=single if paths > 1 else frozenset(), legend="lower left")
-        axes.set_title(f"K = {paths}", fontsize=9)
+    single = {m.plan.verifier for m in drafted}
+    single -= {m.plan.verifier for m in drafted if m.plan.paths > 1}
+    several = sorted({m.plan.paths for m in drafted if m.plan.verifier not in single}) or [1]
+    canvas, panels = _panels([f"K = {paths}" for paths in several], EFFICIENCY)
+    for paths, axes in zip(several, panels, strict=True):
+        here = [m for m in drafted if m.plan.paths == paths or m.plan.verifier in single]
+        lines = _lines(here, lambda one: one.setting.temperature, alike=lambda one: one.plan)
+        dashed = single if paths > 1 else ()
+        lines = [replace(line, dashed=line.verifier in dashed) for line in lines]
+        _draw_lines(axes, lines, legend="lower left")
         axes.set_xlabel("temperature")
-    _label_left(panels.values(), "block efficiency (tokens per target forward)")
     return canvas
 
 
 def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
     """Draw one panel for each temperature: share of forwards that accept a token, by depth."""
-    drafted = _drafted(measured)
-    canvas, panels = _panels(sorted({one.temperature for one in drafted}))
-    for temperature, axes in panels.items():
-        here = [one for one in drafted if one.temperature == temperature]
+    canvas, panels = _by_temperature(measured, "share of forwards that accept so deep")
+    for axes, here in panels:
         labels = _labels(here, "T")
         lines = [
             Line(
                 labels[one.setting.name],
-                one.setting.plan.verifier,
-                tuple(
+                one.plan.verifier,
+                [
                     (float(depth), Estimate(share, share, share))
                     for depth, share in enumerate(one.summary.acceptance_by_depth, start=1)
-                ),
+                ],
             )
             for one in here
         ]
         _draw_lines(axes, lines, legend="upper right")
-        axes.set_title(f"temperature {temperature:g}", fontsize=9)
         axes.set_xlabel("depth")
-        axes.set_xticks(range(1, 1 + max(len(one.summary.acceptance_by_depth) for one in here)))
+        axes.set_xticks(range(1, 1 + max(len(line.points) for line in lines)))
         axes.set_ylim(0, 1)
-    _label_left(panels.values(), "share of forwards that accept so deep")
     return canvas
 
 
@@ -270,7 +255,7 @@ def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
         range(len(measured)),
         [rate.value for rate in rates],
         xerr=whiskers(rates),
-        color=[_colour(one.setting.plan.verifier) for one in measured],
+        color=[_colour(one.plan.verifier) for one in measured],
         error_kw={"elinewidth": 0.8, "capsize": 2},
     )
     axes.set_xlabel("tokens/s, prefill not counted (95% interval over questions)")
@@ -290,65 +275,34 @@ def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
     return canvas
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture of a run.
-
-    Attributes:
-        name: Name of its files, without suffix.
-        draw: Draws it.
-        of_drafts: Whether it shows only settings that draft, so that at least one is needed.
-    """
-
-    name: str
-    draw: "Callable[[Sequence[Measured]], Canvas]"
-    of_drafts: bool
-
-
-PICTURES = (
-    Picture("block_efficiency_by_paths", block_efficiency_by_paths, of_drafts=True),
-    Picture("block_efficiency_by_temperature", block_efficiency_by_temperature, of_drafts=True),
-    Picture("acceptance_by_depth", acceptance_by_depth, of_drafts=True),
-    Picture("tokens_per_second", tokens_per_second, of_drafts=False),
-    Picture("seconds_by_phase", seconds_by_phase, of_drafts=False),
-)
-"""All pictures, in the order in which they are drawn."""
+OF_DRAFTS = (block_efficiency_by_paths, block_efficiency_by_temperature, acceptance_by_depth)
+"""Pictures that show only settings that draft, so that at least one is needed."""
+PICTURES: "Mapping[str, Callable[[Sequence[Measured]], Canvas]]" = {
+    draw.__name__: draw for draw in (*OF_DRAFTS, tokens_per_second, seconds_by_phase)
+}
+"""All pictures, by the name of their files without suffix, in the order of drawing."""
 
 
 def _drafted(measured: Sequence[Measured]) -> list[Measured]:
-    return [one for one in measured if one.setting.plan.speculative]
-
-
-def _without_paths(one: Measured) -> object:
-    return msgspec.structs.replace(one.setting.plan, paths=1)
-
-
-def _single_path(measured: Sequence[Measured]) -> frozenset[str]:
-    """Return the verifiers that have one path in every setting."""
-    most: dict[str, int] = {}
-    for one in measured:
-        verifier = one.setting.plan.verifier
-        most[verifier] = max(one.paths, most.get(verifier, 1))
-    return frozenset(verifier for verifier, paths in most.items() if paths == 1)
+    return [one for one in measured if one.plan.speculative]
 
 
 def _lines(
     measured: Sequence[Measured],
     x: Callable[[Measured], float],
     *,
-    dropped: str,
-    alike: Callable[[Measured], object],
+    alike: Callable[[Measured], Plan],
 ) -> list[Line]:
-    """Join settings that differ only in x; labels leave out entries named in ``dropped``."""
-    labels = _labels(measured, dropped)
-    groups: dict[object, list[Measured]] = {}
+    """Join settings that differ only in x; labels leave out paths and temperature."""
+    labels = _labels(measured, "KT")
+    groups: dict[Plan, list[Measured]] = {}
     for one in measured:
         groups.setdefault(alike(one), []).append(one)
     return [
         Line(
             labels[group[0].setting.name],
-            group[0].setting.plan.verifier,
-            tuple(sorted((x(one), one.summary.block_efficiency) for one in group)),
+            group[0].plan.verifier,
+            sorted((x(one), one.summary.block_efficiency) for one in group),
         )
         for group in groups.values()
     ]
@@ -359,7 +313,7 @@ def _held(line: Line, widest: float) -> Line:
     (first, figure), *more = line.points
     if more or first == widest:
         return line
-    return Line(line.label, line.verifier, ((first, figure), (widest, figure)), constant=True)
+    return replace(line, points=[(first, figure), (widest, figure)], dashed=True)
 
 
 def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
@@ -379,24 +333,17 @@ def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
 def _draw_lines(
     axes: "Axes",
     lines: Sequence[Line],
-    dashed: frozenset[str] = frozenset(),
-    legend: Corner = "lower right",
+    legend: Literal["lower left", "lower right", "upper right"] = "lower right",
 ) -> None:
     styles: dict[str, Iterable[str]] = {}
     for line in lines:
         style = next(iter(styles.setdefault(line.verifier, cycle(LINE_STYLES))))
-        figures = [figure for _, figure in line.points]
         axes.errorbar(
-            [x for x, _ in line.points],
-            [figure.value for figure in figures],
-            yerr=whiskers(figures),
+            **error_bars(line.points),
             label=line.label,
             color=_colour(line.verifier),
-            linestyle="--" if line.constant or line.verifier in dashed else style,
+            linestyle="--" if line.dashed else style,
             linewidth=2.2 if line.verifier == "otbv" else 1.2,
-            elinewidth=0.6,
-            marker="o",
-            markersize=3,
         )
     plain_axes(axes, "y")
     # The place is named because matplotlib's search for the best one may take seconds, then warns.
@@ -404,28 +351,36 @@ def _draw_lines(
 
 
 def _colour(verifier: str) -> str:
-    if verifier == "none":
-        return PLAIN_COLOUR
-    known = COLOURS.get(verifier)
-    return known or SPARE_COLOURS[sum(verifier.encode()) % len(SPARE_COLOURS)]
+    spare = SPARE_COLOURS[sum(verifier.encode()) % len(SPARE_COLOURS)]
+    return PLAIN_COLOUR if verifier == "none" else COLOURS.get(verifier, spare)
 
 
-def _panels(values: Sequence[float]) -> "tuple[Canvas, dict[float, Axes]]":
+def _by_temperature(
+    measured: Sequence[Measured], label: str
+) -> "tuple[Canvas, list[tuple[Axes, list[Measured]]]]":
+    """Return a panel for each temperature, with the settings that draft at it."""
+    heats: dict[float, list[Measured]] = {}
+    for one in sorted(_drafted(measured), key=lambda one: one.setting.temperature):
+        heats.setdefault(one.setting.temperature, []).append(one)
+    canvas, panels = _panels([f"temperature {heat:g}" for heat in heats], label)
+    return canvas, list(zip(panels, heats.values(), strict=True))
+
+
+def _panels(titles: Sequence[str], label: str) -> "tuple[Canvas, list[Axes]]":
+    """Return a panel for each title; ``label`` is that of the common axis, at the left."""
     from matplotlib.figure import Figure as Canvas
 
-    columns = min(PANELS_A_ROW, len(values))
-    rows = ceil(len(values) / columns)
+    columns = min(PANELS_A_ROW, len(titles))
+    rows = ceil(len(titles) / columns)
     canvas = Canvas(figsize=(max(5.0, 3.6 * columns), 3.6 * rows), layout="constrained")
-    axes = canvas.subplots(rows, columns, squeeze=False, sharey=True).ravel()
-    for unused in axes[len(values) :]:
+    axes = list(canvas.subplots(rows, columns, squeeze=False, sharey=True).ravel())
+    for unused in axes[len(titles) :]:
         unused.set_visible(False)
-    return canvas, dict(zip(values, axes[: len(values)], strict=True))
-
-
-def _label_left(panels: Iterable["Axes"], label: str) -> None:
-    for number, axes in enumerate(panels):
-        if number % PANELS_A_ROW == 0:
-            axes.set_ylabel(label)
+    for one, title in zip(axes, titles, strict=False):
+        one.set_title(title, fontsize=9)
+    for leftmost in axes[: len(titles) : PANELS_A_ROW]:
+        leftmost.set_ylabel(label)
+    return canvas, axes[: len(titles)]
 
 
 def _bars_canvas(measured: Sequence[Measured]) -> "tuple[Canvas, Axes]":

@@ -2,30 +2,30 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Self
 
+import huggingface_hub
 import msgspec
+from httpx import HTTPError
 
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.llm import LLM
-from eaglegbv.utils import read_json_lines, write_whole
+from eaglegbv.loading import ask_hub, hub_refusal
+from eaglegbv.utils import cache_folder, read_json_lines, require_integer, write_whole
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One conversation to hold, as the user's turns.
+    """One conversation to hold, as the user's turns; the model's own answers go between them.
 
-    Attributes:
-        id: Unique within its file.
-        category: What kind of question it is, such as ``"writing"``.
-        turns: The user's messages in order; the model's own answers go between them.
-        source: The collection it belongs to.
+    Its id is unique within its file, and its source is the collection it belongs to.
     """
 
     id: str
@@ -35,84 +35,45 @@ class Question(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a dataset repository on the Hugging Face hub, at one revision."""
-
-    repository: str
-    path: str
-    revision: str
-
-
-@dataclass(frozen=True, slots=True)
 class Suite:
     """A collection of questions.
 
     Attributes:
         name: Name that users give.
         file: File name inside the ``prompts`` folder of a data folder, and in the cache.
+        upstream: A repository on GitHub, and its file of JSON lines, which can be read as it is.
+        hub: Dataset on the Hugging Face hub, its file of JSON lines, and a revision.
         packaged: Whether the package itself contains the file.
-        hub: The hub's file of JSON lines, if there is one.
-        upstream: Another file of JSON lines that its authors publish and that can be read as it is.
     """
 
     name: str
     file: str
-    packaged: bool = False
-    hub: HubFile | None = None
     upstream: str | None = None
+    hub: tuple[str, str, str] | None = None
+    packaged: bool = False
 
 
+_MT_BENCH = (
+    *("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
+    "b60d01a44377daa2d9434e50a91a9e4169a090d5",
+)
+_MATH = ("HuggingFaceH4/MATH-500", "test.jsonl", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be")
+_EAGLE = "SafeAILab/EAGLE: eagle/data"
+_SPEC_BENCH = "hemingkx/Spec-Bench: data/spec_bench/question.jsonl"
+_GSM8K = "openai/grade-school-math: grade_school_math/data/test.jsonl"
 SUITES: Mapping[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite("builtin", "builtin.jsonl", packaged=True),
-        Suite(
-            "mt-bench",
-            "mt_bench.jsonl",
-            hub=HubFile(
-                "HuggingFaceH4/mt_bench_prompts",
-                "raw/question.jsonl",
-                "b60d01a44377daa2d9434e50a91a9e4169a090d5",
-            ),
-        ),
-        Suite(
-            "spec-bench",
-            "spec_bench.jsonl",
-            upstream="github.com/hemingkx/Spec-Bench: data/spec_bench/question.jsonl",
-        ),
-        Suite(
-            "gsm8k",
-            "gsm8k_test.jsonl",
-            upstream="github.com/openai/grade-school-math: grade_school_math/data/test.jsonl",
-        ),
-        Suite(
-            "humaneval",
-            "humaneval.jsonl",
-            upstream="github.com/openai/human-eval: data/HumanEval.jsonl.gz",
-        ),
-        Suite(
-            "math-500",
-            "math500.jsonl",
-            hub=HubFile(
-                "HuggingFaceH4/MATH-500", "test.jsonl", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
-            ),
-        ),
+        Suite("mt-bench", "mt_bench.jsonl", hub=_MT_BENCH),
+        Suite("spec-bench", "spec_bench.jsonl", _SPEC_BENCH),
+        Suite("gsm8k", "gsm8k_test.jsonl", _GSM8K),
+        Suite("humaneval", "humaneval.jsonl", "openai/human-eval: data/HumanEval.jsonl.gz"),
+        Suite("math-500", "math500.jsonl", hub=_MATH),
         Suite("mgsm", "mgsm.jsonl.gz"),
-        Suite(
-            "mbpp",
-            "mbpp_test.jsonl",
-            upstream="github.com/google-research/google-research: mbpp/mbpp.jsonl",
-        ),
-        Suite(
-            "eagle-gsm8k",
-            "eagle_gsm8k.jsonl",
-            upstream="github.com/SafeAILab/EAGLE: eagle/data/gsm8k/question.jsonl",
-        ),
-        Suite(
-            "eagle-humaneval",
-            "eagle_humaneval.jsonl",
-            upstream="github.com/SafeAILab/EAGLE: eagle/data/humaneval/question.jsonl",
-        ),
+        Suite("mbpp", "mbpp_test.jsonl", "google-research/google-research: mbpp/mbpp.jsonl"),
+        Suite("eagle-gsm8k", "eagle_gsm8k.jsonl", f"{_EAGLE}/gsm8k/question.jsonl"),
+        Suite("eagle-humaneval", "eagle_humaneval.jsonl", f"{_EAGLE}/humaneval/question.jsonl"),
     )
 }
 
@@ -134,8 +95,7 @@ class QuestionSet:
         total = len(self.questions)
         if count is None:
             return self
-        if not 1 <= count <= total:
-            raise InvalidArgument("questions", count, f"an integer in [1, {total}]")
+        require_integer("questions", count, 1, total)
         chosen = tuple(self.questions[place] for place in evenly(count, total))
         return QuestionSet(self.suite, self.origin, chosen)
 
@@ -158,10 +118,6 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
     hub, whose file is then cached. A suite that the package contains is read from the package
     unless ``data`` is given.
 
-    Args:
-        suite_name: Name of a suite, or the path of a file.
-        data: Where to read a suite from.
-
     Raises:
         InvalidArgument: The suite does not exist, no source has it, or a file is malformed.
     """
@@ -173,19 +129,22 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
             raise InvalidArgument("questions-set", suite_name, expected)
         if data is not None:
             raise InvalidArgument("data", str(data), "nothing where --questions-set is a file")
-        name = path.name.partition(".")[0]
-        return QuestionSet(name, str(path), read_questions(path, name))
+        return _read(path, path.name.partition(".")[0])
     if data is not None:
-        path = _inside(data, suite) if data.is_dir() else data
-        return QuestionSet(suite.name, str(path), read_questions(path, suite.name))
+        return _read(_inside(data, suite) if data.is_dir() else data, suite.name)
     if suite.packaged:
         packaged = resources.files("eaglegbv") / "assets" / "questions" / suite.file
         with resources.as_file(packaged) as path:
-            return QuestionSet(suite.name, "package", read_questions(path, suite.name))
-    local = _local_file(suite)
-    if local is not None:
-        return QuestionSet(suite.name, str(local), read_questions(local, suite.name))
-    return _from_hub(suite)
+            return _read(path, suite.name, "package")
+    named = os.environ.get(DATA_VARIABLE)
+    folders = [*([Path(named)] if named else []), cache_folder()]
+    local = (folder / "prompts" / suite.file for folder in folders)
+    found = next((path for path in local if path.is_file()), None)
+    return _from_hub(suite) if found is None else _read(found, suite.name)
+
+
+def _read(path: Path, name: str, origin: str | None = None) -> QuestionSet:
+    return QuestionSet(name, origin or str(path), read_questions(path, name))
 
 
 def _inside(folder: Path, suite: Suite) -> Path:
@@ -210,11 +169,9 @@ def read_questions(path: Path, source: str) -> tuple[Question, ...]:
     questions = tuple(_question(row, place, source) for place, row in read_json_lines(path, _Row))
     if not questions:
         raise InvalidArgument("data", str(path), "at least one question")
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
-            raise InvalidArgument("data", str(path), f"unique ids; {question.id!r} occurs twice")
-        seen.add(question.id)
+    twice = [name for name, count in Counter(q.id for q in questions).items() if count > 1]
+    if twice:
+        raise InvalidArgument("data", str(path), f"unique ids; {twice[0]!r} occurs twice")
     return questions
 
 
@@ -262,60 +219,33 @@ def _question(row: _Row, place: str, source: str) -> Question:
     )
 
 
-def cache_folder() -> Path:
-    """Return the folder for downloaded questions: ``$XDG_CACHE_HOME/eaglegbv`` or its default."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "eaglegbv"
-
-
-def _local_file(suite: Suite) -> Path | None:
-    named = os.environ.get(DATA_VARIABLE)
-    folders = [Path(named), cache_folder()] if named else [cache_folder()]
-    candidates = (folder / "prompts" / suite.file for folder in folders)
-    return next((path for path in candidates if path.is_file()), None)
-
-
 def _from_hub(suite: Suite) -> QuestionSet:
     looked = (
         f"--questions-set builtin, which is packaged, --data FILE, or {suite.file} in the folder "
         f"prompts/ of ${DATA_VARIABLE} or of {cache_folder()}"
     )
     if suite.hub is None:
-        known = f"; published as {suite.upstream}" if suite.upstream else ""
+        known = f"; published as github.com/{suite.upstream}" if suite.upstream else ""
         raise InvalidArgument("questions-set", suite.name, f"its questions: {looked}{known}")
-    questions = read_questions(_fetched(suite.name, suite.hub, looked), suite.name)
+    repository, path, revision = suite.hub
+    try:
+        held = huggingface_hub.try_to_load_from_cache(
+            repository, path, repo_type="dataset", revision=revision
+        )
+        if not isinstance(held, str):
+            ask_hub(repository, "dataset")  # the download would try for half a minute
+            held = huggingface_hub.hf_hub_download(
+                repository, path, repo_type="dataset", revision=revision
+            )
+    except (OSError, HTTPError) as error:
+        expected = f"its questions: {looked}; or the Hugging Face hub's {repository}"
+        refusal = f"{expected} ({hub_refusal(error)})"
+        raise InvalidArgument("questions-set", suite.name, refusal) from error
+    questions = read_questions(Path(held), suite.name)
     cached = cache_folder() / "prompts" / suite.file
     cached.parent.mkdir(parents=True, exist_ok=True)
     write_whole(cached, b"\n".join(msgspec.json.encode(q) for q in questions) + b"\n")
-    origin = f"hub: {suite.hub.repository}@{suite.hub.revision}"
-    return QuestionSet(suite.name, origin, questions)
-
-
-def _fetched(name: str, file: HubFile, looked: str) -> Path:
-    """Return a file of the hub; if there is none, the error says where else was searched."""
-    # The import is here because the hub client takes a while to load and is seldom needed.
-    import huggingface_hub
-    from httpx import HTTPError
-
-    from eaglegbv.loading import ask_hub, hub_refusal
-
-    where, path, revision = file.repository, file.path, file.revision
-    try:
-        held = huggingface_hub.try_to_load_from_cache(
-            where, path, repo_type="dataset", revision=revision
-        )
-        if isinstance(held, str):
-            return Path(held)
-        ask_hub(where, "dataset")  # the download would try for half a minute
-        fetched = huggingface_hub.hf_hub_download(
-            where, path, repo_type="dataset", revision=revision
-        )
-        return Path(fetched)
-    except (OSError, HTTPError) as error:
-        expected = f"its questions: {looked}; or the Hugging Face hub's {where}"
-        raise InvalidArgument(
-            "questions-set", name, f"{expected} ({hub_refusal(error)})"
-        ) from error
+    return QuestionSet(suite.name, f"hub: {repository}@{revision}", questions)
 
 
 # Prompts of given lengths for measurements.
@@ -323,11 +253,7 @@ def _fetched(name: str, file: HubFile, looked: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Prompts of any length, made of questions.
-
-    Attributes:
-        questions: Token ids as the model reads them, including the chat template.
-    """
+    """Prompts of any length, made of questions as the model reads them, with the chat template."""
 
     questions: Sequence[Sequence[int]]
 
@@ -339,13 +265,9 @@ class PromptSource:
         return cls([llm.encode([{"role": "user", "content": text}]) for text in texts])
 
     def take(self, count: int, length: int) -> list[list[int]]:
-        """Return ``count`` prompts: different questions, or ``length`` tokens of several questions.
+        """Return ``count`` prompts of ``length`` tokens, or as long as the questions if that is 0.
 
         The questions are spread evenly over the file, and so over its categories.
-
-        Args:
-            count: Number of prompts.
-            length: Tokens of each prompt; 0 for the questions as they are.
         """
         total = len(self.questions)
         places = evenly(count, total) if count < total else range(count)

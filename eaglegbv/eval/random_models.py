@@ -1,18 +1,27 @@
-"""Engines over a target and an EAGLE-3 head with random weights, of any shape."""
+"""Pairs of a target and an EAGLE-3 head with made weights, of any shape.
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from math import sqrt
+The weights are random, and the head's drafts are hardly ever right. With ``memoryless`` they are
+made so that they are right as often as one wants, at full size and without published weights:
+
+- the residual branches of the target are scaled down, so that the next token depends nearly only on
+  the last one, x, through its embedding: the logits are about ``W e(x)``;
+- the head carries the same map. Its attention sees its own position only and replaces the state of
+  the token before by the embedding of the last one: ``h + v``, where ``v = e(x) - h``;
+- the head has its own embedding: the target's and *noise*, which :func:`tune` chooses by measuring.
+
+Values of attention must hold an embedding, so only as many of its entries as they have are not 0.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import log, sqrt
 
 import msgspec
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.compiling import check_backend
-from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.config import EngineConfig, Plan, Planning
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import (
@@ -26,6 +35,7 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import feature_spec, head_drafter
 from eaglegbv.models.hf import HFTarget
+from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 
 
@@ -78,48 +88,6 @@ SHAPES: Mapping[str, Shape] = {
 }
 """Shapes by name."""
 
-# How requests decode while the time of their steps is measured.
-
-
-WARM_UP_STEPS = 3
-"""Number of steps before those that are timed."""
-
-
-class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting of a measurement of steps.
-
-    Attributes:
-        plan: How requests speculate.
-        batch: Number of requests.
-        context: Tokens of each prompt.
-        temperature: Sampling temperature.
-        steps: Number of timed steps, after those that warm up.
-    """
-
-    plan: Plan
-    batch: int = 1
-    context: int = 512
-    temperature: float = 1.0
-    steps: int = 30
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("batch", self.batch),
-            ("context", self.context),
-            ("steps", self.steps),
-        ):
-            if value < 1:
-                raise InvalidArgument(name, value, "an integer of at least 1")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an answer, enough for all steps, including those whose launches are counted."""
-        return (self.plan.depth + 1) * (WARM_UP_STEPS + self.steps + 3)
-
-
-# An engine with random weights, for a target and an EAGLE-3 head of any shape.
-
-
 _GAIN = 0.64
 """Standard deviation of random weights, times the square root of the width.
 
@@ -129,56 +97,80 @@ too far for :mod:`eaglegbv.models.self_check` to accept. With a much smaller one
 show.
 """
 
+_BRANCH = 0.01
+"""Factor on the residual branches of a memoryless pair, and on what its head does not need."""
 
-@dataclass(frozen=True, slots=True)
-class Rig:
-    """Engines over models with random weights.
+_SHARPNESS = 0.9
+"""Deviation of a memoryless target's logits, by the one at which few tokens have all the mass,
+``sqrt(2 ln V)``: the entropy is then about ``0.19 ln V``, 2 nats for 32k tokens."""
 
-    Attributes:
-        engine: Engine that waits for the device at the end of every phase.
-        overlapping: Another engine with the same models, which does not wait; None if the device
-            does not run asynchronously.
-        target: Target of both engines.
-        drafter: Drafter of both engines.
-        shape: Sizes of both models.
-    """
+_FOCUS = 2.0
+"""Factor on the queries of a memoryless head: its scores of its own position exceed all others."""
 
-    engine: Engine
-    overlapping: Engine | None
-    target: HFTarget
-    drafter: EagleDrafter
-    shape: Shape
+_DECAY, _TRIES, _TUNED_WITHIN = 2.5, 8, 0.05
+_TUNED_REQUESTS, _TUNED_PROMPT, _TUNED_TOKENS = 16, 8, 32
 
 
-def build_rig(
+def random_pair(
     shape: Shape,
-    setting: StepSetting,
     *,
+    slots: int,
+    max_context: int,
     dtype: torch.dtype,
     device: torch.device,
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
-) -> Rig:
-    """Make a target and a head with random weights, and an engine with room for the setting.
+    memoryless: bool = False,
+) -> tuple[HFTarget, EagleDrafter]:
+    """Make a target and what drafts for it.
 
     The weights are the same every time, and the caller's random state is not changed.
 
     Args:
         shape: Sizes of both models.
-        setting: What will be timed.
+        slots: Tokens the KV pools hold.
+        max_context: Most positions of a text.
         dtype: Dtype of the weights.
         device: Device of the weights.
         compile_backend: Backend of ``torch.compile`` with which to compile models and verifier;
             None for no compilation.
         graphs: Whether tree forwards and drafting are recorded and replayed.
+        memoryless: Whether the head drafts what the target says; see this module.
     """
     if compile_backend is not None:  # fail before anything is made
         check_backend(compile_backend)
-    slots = setting.batch * (setting.context + setting.tokens + setting.plan.tree_slots + 64)
-    head_config = _head_config(shape)
-    with _seeded(device):
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=False,
+        initializer_range=_GAIN / sqrt(shape.hidden),
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    head_config = EagleHeadConfig(
+        arch=Arch.EAGLE3,
+        hidden_size=shape.hidden,
+        target_hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        draft_vocab_size=shape.draft_vocab,
+        feature_layers=default_feature_layers(shape.layers),
+    )
+    # Draws from seed 0; afterwards the generators continue as before.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
         with device:
-            model = AutoModelForCausalLM.from_config(_target_config(shape, setting), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if memoryless:
+            _forget(model, shape)
         target = HFTarget(
             model,
             features=feature_spec(head_config),
@@ -188,6 +180,8 @@ def build_rig(
             must_pass=False,  # what it finds is logged, and reported with the times
         )
         head = random_head(head_config, target.input_embeddings)
+        if memoryless:
+            _follow(head, target.output_embeddings)
     drafter = head_drafter(
         head,
         slots=slots,
@@ -195,14 +189,7 @@ def build_rig(
         max_context=target.max_context,
         compile_backend=compile_backend,
     )
-    make_engine = partial(
-        Engine, target, drafter, _engine_config(setting, slots), compile_backend=compile_backend
-    )
-    barrier = barrier_of(device)
-    overlapping = None if barrier is None else make_engine()
-    engine = make_engine(barrier=barrier)
-    engine.record(setting.plan, SamplingParams(temperature=setting.temperature))
-    return Rig(engine, overlapping, target, drafter, shape)
+    return target, drafter
 
 
 def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
@@ -219,54 +206,130 @@ def random_head(config: EagleHeadConfig, embedding: Tensor) -> EagleHead:
     return head.to(device, embedding.dtype).train(mode=False)
 
 
+@torch.no_grad()
+def _forget(model: LlamaForCausalLM, shape: Shape) -> None:
+    """Make the next token depend nearly only on the last one."""
+    embedding = model.model.embed_tokens.weight
+    embedding[:, shape.kv_heads * shape.hidden // shape.heads :] = 0
+    embedding.mul_(sqrt(shape.hidden) / embedding.float().norm(dim=1, keepdim=True))
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(_BRANCH)
+        layer.mlp.down_proj.weight.mul_(_BRANCH)
+    # What the head cannot draft is left with next to no mass.
+    deviation = _SHARPNESS * sqrt(2 * log(shape.draft_vocab))
+    model.lm_head.weight[: shape.draft_vocab].mul_(deviation / _GAIN)
+
+
+@torch.no_grad()
+def _follow(head: EagleHead, output_embeddings: Tensor) -> None:
+    """Give a head the target's map from the last token to the next; see this module."""
+    config, own = head.config, head.state_dict()
+    for name, weight in own.items():
+        if "norm" not in name:
+            weight.mul_(_BRANCH)
+    attention = {part: own[f"layer.self_attn.{part}_proj.weight"] for part in "qkvo"}
+    own["fc.weight"].diagonal().add_(1)  # the features of the lowest layer
+    attention["k"].diagonal().add_(1)  # embeddings come before states in what attention reads
+    attention["v"].diagonal().add_(1)
+    attention["v"][:, config.hidden_size :].diagonal().sub_(1)
+    group = config.num_heads // config.num_kv_heads
+    entries = torch.arange(config.num_kv_heads * config.head_dim, device=own["fc.weight"].device)
+    head_of, entry = entries // config.head_dim, entries % config.head_dim
+    for member in range(group):  # the query heads that read the same values
+        places = (head_of * group + member) * config.head_dim + entry
+        attention["q"][places, entries] += _FOCUS
+        attention["o"][entries, places] += 1 / group
+    own["lm_head.weight"].copy_(output_embeddings[: config.draft_vocab_size])
+    head.embedding = head.embedding.clone()
+
+
+class PairEngine:
+    """An engine over a pair without a tokenizer, which answers prompts of token ids."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Take an engine that nobody else uses."""
+        self._engine, self.metrics = engine, engine.metrics
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+        *,
+        plan: Planning,
+    ) -> list[Request]:
+        """Answer all prompts together, and return the requests when they have ended."""
+        both = zip(prompts, sampling_params, strict=True)
+        requests = [self._engine.add(prompt, params, plan) for prompt, params in both]
+        while self._engine.has_work:
+            self._engine.step()
+        return requests
+
+
+def tune(
+    target: HFTarget, drafter: EagleDrafter, plan: Plan, wanted: float, *, temperature: float
+) -> float:
+    """Choose the noise of a memoryless pair's head, by measuring; return what is reached.
+
+    Args:
+        target: The target.
+        drafter: What drafts for it; its head gets the noise.
+        plan: A fixed plan.
+        wanted: Tokens that a step of the plan is to commit for a request on average.
+        temperature: Sampling temperature.
+
+    Raises:
+        InvalidArgument: No noise leads to so many tokens.
+    """
+    noise, reached = 0.0, plan.depth + 0.5  # about what a step commits without noise
+    if 1 < wanted < reached:
+        for _ in range(_TRIES):
+            # Measured: the logarithm of the drafted tokens falls by about as much as noise grows.
+            noise += log(max(reached - 1, _BRANCH) / (wanted - 1)) / _DECAY
+            if noise < 0:
+                break
+            reached = block_efficiency(target, drafter, plan, noise, temperature=temperature)
+            if abs(reached - wanted) <= _TUNED_WITHIN * wanted:
+                return reached
+    expected = f"a number above 1 that this pair and plan can reach, not {reached:.2f} or more"
+    raise InvalidArgument("efficiency", wanted, expected)
+
+
+@torch.no_grad()
+def block_efficiency(
+    target: HFTarget, drafter: EagleDrafter, plan: Plan, noise: float, *, temperature: float
+) -> float:
+    """Return the tokens that a step commits for a request, after giving the head so much noise."""
+    embedding, own = target.input_embeddings, drafter.head.embedding
+    config = drafter.head.config
+    generator = torch.Generator(embedding.device).manual_seed(1)
+    width = config.num_kv_heads * config.head_dim
+    shape, scale = (len(embedding), width), noise * sqrt(config.hidden_size / width)
+    drawn = torch.randn(shape, generator=generator, device=embedding.device, dtype=own.dtype)
+    own.copy_(embedding)
+    own[:, :width].add_(drawn, alpha=scale)
+    engine = PairEngine(Engine(target, drafter, EngineConfig(prefix_cache=False)))
+    prompts = random_prompts(config.draft_vocab_size, _TUNED_REQUESTS, _TUNED_PROMPT)
+    params = [
+        SamplingParams(
+            temperature=temperature, max_tokens=_TUNED_TOKENS, ignore_eos=True, seed=seed
+        )
+        for seed in range(len(prompts))
+    ]
+    requests = engine.generate(prompts, params, plan=plan)
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    forwards = sum(request.metrics.target_forwards for request in requests)
+    return sum(request.metrics.committed_tokens for request in requests) / forwards
+
+
+def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
+    """Return ``count`` prompts of ``length`` random tokens, the same ones every time."""
+    generator = torch.Generator().manual_seed(1)
+    prompts: list[list[int]] = torch.randint(vocab, (count, length), generator=generator).tolist()
+    return prompts
+
+
 def barrier_of(device: torch.device) -> Callable[[], None] | None:
     """Return a function that waits for ``device`` to finish its work; None if none is needed."""
     return torch.cuda.synchronize if device.type == "cuda" else None
-
-
-@contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
-    """Draw from seed 0 in this context; afterwards the generators continue as before."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
-
-
-def _target_config(shape: Shape, setting: StepSetting) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        max_position_embeddings=setting.context + setting.tokens + setting.plan.depth + 1,
-        tie_word_embeddings=False,
-        initializer_range=_GAIN / sqrt(shape.hidden),
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def _head_config(shape: Shape) -> EagleHeadConfig:
-    return EagleHeadConfig(
-        arch=Arch.EAGLE3,
-        hidden_size=shape.hidden,
-        target_hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        vocab_size=shape.vocab,
-        draft_vocab_size=shape.draft_vocab,
-        feature_layers=default_feature_layers(shape.layers),
-    )
-
-
-def _engine_config(setting: StepSetting, slots: int) -> EngineConfig:
-    return EngineConfig(
-        kv_slots=slots,
-        max_batch=setting.batch,
-        prefix_cache=False,
-        prefill_tokens=max(1024, setting.context),
-    )

@@ -20,21 +20,16 @@ from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import Content, decode_json
+from eaglegbv.utils import Content, decode_json, require_integer
 from eaglegbv.verifiers.registry import make_any_verifier
 
 
 def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) -> Content:
-    """Return the content of a file.
-
-    Args:
-        path: The file.
-        kind: Type of its content.
-        argument: The user's name for the file, for messages.
-        expected: What the file should be, for messages.
+    """Return the content of a file, which should be ``expected``.
 
     Raises:
-        InvalidArgument: The file cannot be read, or its content is of another type.
+        InvalidArgument: The file cannot be read, or its content is of another type; the message
+            names it as the user does, by ``argument``.
     """
     try:
         content = path.read_bytes()
@@ -49,40 +44,32 @@ def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) 
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
+@dataclass(frozen=True, slots=True)
 class Journal(Generic[Entry]):
     """A file of JSON lines to which one process adds, while others may read it.
 
-    A last line that its writer has not finished, or was killed while writing, is not read.
+    A last line that its writer has not finished, or was killed while writing, is not read. The file
+    need not exist yet; ``content`` says what its entries are, for messages.
     """
 
-    def __init__(self, path: Path, kind: type[Entry], content: str) -> None:
-        """Name a file, which need not exist yet.
-
-        Args:
-            path: The file.
-            kind: Type of its entries.
-            content: What the entries are, for messages.
-        """
-        self._path = path
-        self._kind = kind
-        self._content = content
+    path: Path
+    kind: type[Entry]
+    content: str
 
     def read(self, argument: str = "out") -> list[Entry]:
         """Return all entries without changing the file.
 
-        Args:
-            argument: The user's name for the journal's folder, for messages.
-
         Raises:
-            InvalidArgument: The file cannot be read, or a line is not an entry.
+            InvalidArgument: The file cannot be read, or a line is not an entry; the message names
+                the folder as the user does, by ``argument``.
         """
         return [
             decode_json(
                 line,
-                self._kind,
+                self.kind,
                 argument=argument,
-                place=f"{self._path}:{number}",
-                expected=self._content,
+                place=f"{self.path}:{number}",
+                expected=self.content,
             )
             for number, line in enumerate(self._whole_lines().split(b"\n")[:-1], start=1)
         ]
@@ -90,21 +77,20 @@ class Journal(Generic[Entry]):
     def resume(self) -> list[Entry]:
         """Return all entries, and remove a last line that was cut short, so that more can be added.
 
-        Raises:
-            InvalidArgument: The file cannot be read, or a line is not an entry.
+        Errors are those of :meth:`read`.
         """
         entries = self.read()
-        if self._path.is_file():
-            os.truncate(self._path, len(self._whole_lines()))
+        if self.path.is_file():
+            os.truncate(self.path, len(self._whole_lines()))
         return entries
 
     def add(self, entry: Entry) -> None:
         """Append an entry to the file."""
-        with self._path.open("ab") as file:
+        with self.path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
 
     def _whole_lines(self) -> bytes:
-        content = self._path.read_bytes() if self._path.is_file() else b""
+        content = self.path.read_bytes() if self.path.is_file() else b""
         return content[: content.rfind(b"\n") + 1]
 
 
@@ -119,13 +105,7 @@ FORMAT = 1
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of decoding that a run compares.
-
-    Attributes:
-        plan: How to speculate; plain decoding for a baseline.
-        temperature: Sampling temperature.
-        baseline: Name of another library's way to generate, or None for the engine's.
-    """
+    """One way of decoding to compare; a baseline is another library's, with a plain plan."""
 
     plan: Plan
     temperature: float = 1.0
@@ -150,24 +130,19 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         elif not plan.speculative:
             parts = ["none"]
         else:
-            parts = [plan.verifier, f"K{plan.paths}", f"L{plan.depth}"]
-            if plan.draft_sampling is not None:
-                parts.append(str(plan.draft_sampling))
-            if plan.draft_width != default.draft_width:
-                parts.append(f"W{plan.draft_width}")
-            if plan.whole_vocab:
-                parts.append(f"V{plan.whole_vocab}")
-            if plan.draft_temperature != default.draft_temperature:
-                parts.append(f"D{plan.draft_temperature:g}")
-            if plan.min_confidence > 0:
-                parts.append(f"C{plan.min_confidence:g}")
-            if plan.beam is not None:
-                parts.append(f"B{plan.beam}")
-            if plan.nodes is not None:
-                parts.append(f"N{plan.nodes}")
-            if plan.shape:
-                ranks = ("".join(map(str, node)) for node in plan.shape)
-                parts.append(f"S{','.join(ranks)}")
+            ranks = ",".join("".join(map(str, node)) for node in plan.shape or ())
+            told = {
+                str(plan.draft_sampling): plan.draft_sampling is not None,
+                f"W{plan.draft_width}": plan.draft_width != default.draft_width,
+                f"V{plan.whole_vocab}": bool(plan.whole_vocab),
+                f"D{plan.draft_temperature:g}": plan.draft_temperature != default.draft_temperature,
+                f"C{plan.min_confidence:g}": plan.min_confidence > 0,
+                f"B{plan.beam}": plan.beam is not None,
+                f"N{plan.nodes}": plan.nodes is not None,
+                f"S{ranks}": bool(plan.shape),
+            }
+            unusual = [word for word, is_unusual in told.items() if is_unusual]
+            parts = [plan.verifier, f"K{plan.paths}", f"L{plan.depth}", *unusual]
         if self.temperature != 1.0:
             parts.append(f"T{self.temperature:g}")
         return " ".join(parts)
@@ -177,25 +152,21 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings that determine what a run does; it is resumed only with equal ones.
 
     Attributes:
-        suite: Name of the suite.
-        origin: Where its questions were read from.
+        origin: Where the questions of the suite were read from.
         question_ids: The questions asked, in order.
         model: Name or folder of the target.
         drafter: Name or folder of the drafter, or None.
         system: System prompt before every conversation, or None.
-        template: The whole chat template; None in results that did not record it.
-        questions_sha256: Hash of the questions; empty in results that did not record it.
-        dtype: Dtype in which the target computes; empty in results that did not record it.
-        draft_quantization: How the drafter's weights are held; empty in results that did not record
-            it.
-        backend: What runs the plans: ``local`` or ``sglang``; ``transformers`` if there are only
-            baselines.
-        backend_arguments: Further arguments of the backend.
-        compile_backend: Backend with which this engine was compiled; empty if it was not.
-        settings: The settings to compare.
         max_tokens: Most tokens of an answer.
         seed: Seed from which every request's seed is derived.
-        repeats: Number of times that everything is run.
+        template: The whole chat template. Like the three that follow, it is missing in results that
+            did not record it.
+        questions_sha256: Hash of the questions.
+        dtype: Dtype in which the target computes.
+        draft_quantization: How the drafter's weights are held.
+        backend: What runs the plans: ``local`` or ``sglang``; ``transformers`` if there are only
+            baselines.
+        compile_backend: Backend with which this engine was compiled; empty if it was not.
     """
 
     suite: str
@@ -217,30 +188,24 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     compile_backend: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in (("max_tokens", self.max_tokens), ("repeats", self.repeats)):
-            if value < 1:
-                raise InvalidArgument(name, value, "an integer of at least 1")
-        if self.seed < 0:
-            raise InvalidArgument("seed", self.seed, "an integer of at least 0")
+        require_integer("max_tokens", self.max_tokens, 1)
+        require_integer("repeats", self.repeats, 1)
+        require_integer("seed", self.seed, 0)
         names = [setting.name for setting in self.settings]
         if not names or len(set(names)) < len(names):
             raise InvalidArgument("settings", names, "one or more settings, each once")
 
     def keys(self, settings: Sequence[Setting]) -> Iterator[Key]:
         """Yield the keys of all records that these settings should have."""
-        for repeat in range(self.repeats):
-            for question in self.question_ids:
-                for setting in settings:
-                    yield setting.name, question, repeat
+        for repeat, question, one in product(range(self.repeats), self.question_ids, settings):
+            yield one.name, question, repeat
 
 
 class Turn(msgspec.Struct, kw_only=True):
     """One answer.
 
     Attributes:
-        text: The answer.
         completion_tokens: Its length in tokens; the first comes from the prompt's own forward.
-        finish_reason: Why it ended.
         wall_seconds: From the call to its return: prefill, decoding, and (de)tokenisation.
         metrics: The engine's counts. Of other libraries, only the time of prefill is known; other
             phases are missing.
@@ -259,15 +224,9 @@ class Turn(msgspec.Struct, kw_only=True):
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """One conversation: a question asked once in one setting.
+    """One conversation: a question asked once in one setting, known by its name.
 
-    Attributes:
-        question_id: Id of the question.
-        category: Category of the question.
-        setting: Name of the setting.
-        repeat: Number of the repetition, from 0.
-        turns: The answers, in order.
-        error: Why the conversation broke off, or None.
+    The error is why it broke off; repeats are numbered from 0.
     """
 
     question_id: str
@@ -289,8 +248,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         started: UTC time, ISO 8601.
         versions: Version of each package, and of Python.
-        platform: Operating system and architecture.
-        processor: Name of the processor.
         cores: Number of processor cores that the system reports.
         threads: Number of threads with which PyTorch computes.
         device: Device on which the target runs.
@@ -315,12 +272,7 @@ class Results(msgspec.Struct, kw_only=True):
 
 
 def describe_environment(device: str, packages: Sequence[str] = ()) -> Environment:
-    """Return the environment of this process.
-
-    Args:
-        device: The target's device.
-        packages: Further packages whose versions to record.
-    """
+    """Return the environment of this process, with versions of further ``packages``."""
     usual = ("eaglegbv", "torch", "transformers", "tokenizers", "numpy")
     versions = {package: metadata.version(package) for package in (*usual, *packages)}
     return Environment(
@@ -344,13 +296,7 @@ def name_of_model(model: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Settings to compare.
-
-    Attributes:
-        settings: Every lossless combination, once.
-        left_out: Names of combinations that are not lossless, or whose distribution needs more
-            paths.
-    """
+    """Settings to compare, and the names of those that were left out."""
 
     settings: tuple[Setting, ...]
     left_out: tuple[str, ...] = ()
@@ -369,21 +315,12 @@ def grid(
 ) -> Grid:
     """Return every combination once, in the order of the lists.
 
-    ``"none"`` has no paths, depth or distribution, and occurs once for each temperature. A verifier
-    that takes fewer paths than requested runs with as many as it takes, which its setting's name
-    says. Combinations of a verifier with a distribution for which it is not lossless are left out,
-    and named.
+    ``"none"`` is plain decoding, without paths, depth or distribution, once for each temperature. A
+    verifier that takes fewer paths than requested runs with as many as it takes, which its
+    setting's name says. Combinations for which a verifier is not lossless are left out, and named.
 
-    Args:
-        verifiers: Names of verifiers, including ``"none"`` for plain decoding.
-        paths: Numbers of paths.
-        depths: Lengths of a path.
-        temperatures: Sampling temperatures.
-        base: All other values of every plan.
-        draft_samplings: Draft samplings, None for each verifier's own; by default that of ``base``.
-        draft_temperatures: Multiples of the sampling temperature; by default that of ``base``.
-        baselines: Names of other libraries' ways, which come after the rest, once for each
-            temperature.
+    ``base`` has all other values of every plan, and the defaults of the next two; a draft sampling
+    of None is each verifier's own. Baselines come last, once for each temperature.
 
     Raises:
         InvalidArgument: A value is out of range, or a verifier does not exist.

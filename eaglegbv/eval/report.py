@@ -16,8 +16,6 @@ from eaglegbv.eval.statistics import (
 )
 from eaglegbv.fused_linears import Quantization
 
-HEADINGS = ("setting", "block efficiency", "tokens/s", "speed-up", "with prefill")
-
 
 def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[str]]:
     """Return the main table, headings first: one row per setting, with or without intervals."""
@@ -27,17 +25,11 @@ def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[
             return "-"
         return with_interval(estimate, digits) if intervals else f"{estimate.value:.{digits}f}"
 
-    rows = [
-        [
-            s.setting,
-            figure(s.block_efficiency),
-            figure(s.tokens_per_second, 1),
-            figure(s.speedup),
-            figure(s.wall_speedup),
-        ]
-        for s in summaries
-    ]
-    return [list(HEADINGS), *rows]
+    rows = [["setting", "block efficiency", "tokens/s", "speed-up", "with prefill"]]
+    for s in summaries:
+        speeds = [figure(s.tokens_per_second, 1), figure(s.speedup), figure(s.wall_speedup)]
+        rows.append([s.setting, figure(s.block_efficiency), *speeds])
+    return rows
 
 
 def with_interval(estimate: Estimate, digits: int = 2) -> str:
@@ -53,16 +45,16 @@ def with_interval(estimate: Estimate, digits: int = 2) -> str:
 
 def served_table(settings: RunSettings, records: Sequence[Record]) -> list[list[str]]:
     """Return what was accepted in every setting with a record, headings first; no speeds."""
-    headings = ("setting", "conversations", "broken off", "tokens")
-    rows = [[*headings, ACCEPTANCE_LENGTH.name, BLOCK_EFFICIENCY.name]]
+    counts = ("setting", "conversations", "broken off", "tokens")
+    rows = [[*counts, ACCEPTANCE_LENGTH.name, BLOCK_EFFICIENCY.name]]
     for setting in settings.settings:
         own = [record for record in records if record.setting == setting.name]
         held = whole(own)
         tokens = sum(turn.completion_tokens for record in held for turn in record.turns)
-        counts = map(str, (len(held), len(own) - len(held), tokens))
-        figures = (with_interval(f.pooled(held)) for f in (ACCEPTANCE_LENGTH, BLOCK_EFFICIENCY))
+        figures = [with_interval(f.pooled(held)) for f in (ACCEPTANCE_LENGTH, BLOCK_EFFICIENCY)]
         if own:
-            rows.append([setting.name, *counts, *figures])
+            broken = len(own) - len(held)
+            rows.append([setting.name, str(len(held)), str(broken), str(tokens), *figures])
     return rows
 
 
@@ -80,9 +72,15 @@ def plain_text(rows: Sequence[Sequence[str]]) -> str:
 
 def markdown(results: Results, summaries: Sequence[Summary]) -> str:
     """Return the report of a run: what was run, where, and the results."""
+    lines = [f"- {name}: {fact}" for name, fact in facts(results).items()]
+    broken = [
+        f"- {r.setting}, {r.question_id}, repeat {r.repeat}: {r.error}"
+        for r in results.records
+        if r.error is not None
+    ]
     sections = [
         f"# {results.settings.suite}",
-        "\n".join(f"- {name}: {fact}" for name, fact in facts(results).items()),
+        "\n".join(lines),
         markdown_table(table(summaries)),
         "## What the figures mean",
         _definitions(results.settings),
@@ -90,9 +88,11 @@ def markdown(results: Results, summaries: Sequence[Summary]) -> str:
         acceptance_text(summaries),
         "## Milliseconds per token of the answers, by phase (prefill counted)",
         _phases(summaries),
-        *_errors(results),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    if broken:
+        heading = "## Conversations that broke off (counted in no figure)"
+        sections += [heading, "\n".join(broken)]
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def write_markdown(folder: Path, results: Results, summaries: Sequence[Summary]) -> Path:
@@ -132,19 +132,20 @@ def _definitions(settings: RunSettings) -> str:
 def facts(results: Results) -> dict[str, str]:
     """Return what was run and where, by heading."""
     settings, where = results.settings, results.environment
-    versions = ", ".join(f"{package} {version}" for package, version in where.versions.items())
+    compiled = f" (compiled by {settings.compile_backend})" if settings.compile_backend else ""
+    arguments = "".join(f", {name}={value}" for name, value in settings.backend_arguments.items())
     return {
         "Questions": f"{len(settings.question_ids)} from {settings.origin}",
         "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
         "Drafter": drafter_name(settings.drafter, settings.draft_quantization),
-        "Backend": _backend(settings),
+        "Backend": f"{settings.backend}{compiled}{arguments}",
         "Chat template": _template(settings.template),
         "System prompt": settings.system or "none",
         "Most tokens an answer": str(settings.max_tokens),
         "Repeats, seed": f"{settings.repeats}, {settings.seed}",
         "Machine": f"{where.processor}, {where.cores} cores, {where.threads} threads; "
         f"{where.device}; {where.platform}",
-        "Versions": versions,
+        "Versions": ", ".join(f"{package} {own}" for package, own in where.versions.items()),
         "Started": where.started,
     }
 
@@ -155,12 +156,6 @@ def drafter_name(drafter: str | None, quantization: str) -> str:
         return "none"
     held = "" if quantization in ("", Quantization.NONE) else f" (weights in {quantization})"
     return f"{drafter}{held}"
-
-
-def _backend(settings: RunSettings) -> str:
-    arguments = [f"{name}={value}" for name, value in settings.backend_arguments.items()]
-    compiled = f" (compiled by {settings.compile_backend})" if settings.compile_backend else ""
-    return ", ".join([f"{settings.backend}{compiled}", *arguments])
 
 
 def _template(template: str | None) -> str:
@@ -191,14 +186,6 @@ def _phases(summaries: Sequence[Summary]) -> str:
         cells = [f"{told[phase]:.2f}" if phase in told else "-" for phase in phases]
         rows.append([s.setting, *cells])
     return markdown_table(rows)
-
-
-def _errors(results: Results) -> list[str]:
-    broken = [record for record in results.records if record.error is not None]
-    if not broken:
-        return []
-    lines = [f"- {r.setting}, {r.question_id}, repeat {r.repeat}: {r.error}" for r in broken]
-    return ["## Conversations that broke off (counted in no figure)", "\n".join(lines)]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -6,12 +6,12 @@ latest run; full tables of a paper's comparison stay in its file.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -164,17 +164,13 @@ def read_evidence(folder: Path) -> dict[str, Evidence]:
     Raises:
         InvalidArgument: A file's content is not what its name says.
     """
-    known = [path for path in _files(folder) if _kind(path.stem) is not None]
+    known = [path for path in sorted(folder.glob("*.json")) if _kind(path.stem) is not None]
     return {path.stem: _read(path) for path in known}
 
 
 def other_files(folder: Path) -> list[Path]:
     """Return the files of a folder whose names begin with none of :data:`KINDS`."""
-    return [path for path in _files(folder) if _kind(path.stem) is None]
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.json"))
+    return [path for path in sorted(folder.glob("*.json")) if _kind(path.stem) is None]
 
 
 def add_evidence(folder: Path, name: str, source: Path) -> Path:
@@ -227,40 +223,29 @@ def compact(results: Results) -> Results:
 
 
 def _sum(turns: Sequence[Turn]) -> Turn:
+    """Add up turns; no figure needs plans, cached tokens or pre-emptions."""
+    metrics = [turn.metrics for turn in turns]
+    timed = {phase: [m.seconds[phase] for m in metrics if phase in m.seconds] for phase in Phase}
+
+    def columns(counts: Iterable[Sequence[int]]) -> list[int]:
+        return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
     return Turn(
         text="",
         completion_tokens=sum(turn.completion_tokens for turn in turns),
         finish_reason="",
         wall_seconds=round(sum(turn.wall_seconds for turn in turns), DIGITS),
-        metrics=reduce(_add, (turn.metrics for turn in turns), RequestMetrics()),
+        metrics=RequestMetrics(
+            prompt_tokens=sum(m.prompt_tokens for m in metrics),
+            target_forwards=sum(m.target_forwards for m in metrics),
+            committed_tokens=sum(m.committed_tokens for m in metrics),
+            accepted_tokens=sum(m.accepted_tokens for m in metrics),
+            drafted_nodes=sum(m.drafted_nodes for m in metrics),
+            offered_by_depth=columns(m.offered_by_depth for m in metrics),
+            accepted_by_depth=columns(m.accepted_by_depth for m in metrics),
+            seconds={phase: round(sum(own), DIGITS) for phase, own in timed.items() if own},
+        ),
     )
-
-
-def _add(a: RequestMetrics, b: RequestMetrics) -> RequestMetrics:
-    """Add up the counts from which figures are computed.
-
-    No figure needs plans, cached tokens or pre-emptions, and files are smaller without them.
-    """
-    phases = [phase for phase in Phase if phase in a.seconds or phase in b.seconds]
-    return RequestMetrics(
-        prompt_tokens=a.prompt_tokens + b.prompt_tokens,
-        target_forwards=a.target_forwards + b.target_forwards,
-        committed_tokens=a.committed_tokens + b.committed_tokens,
-        accepted_tokens=a.accepted_tokens + b.accepted_tokens,
-        drafted_nodes=a.drafted_nodes + b.drafted_nodes,
-        offered_by_depth=_columns(a.offered_by_depth, b.offered_by_depth),
-        accepted_by_depth=_columns(a.accepted_by_depth, b.accepted_by_depth),
-        seconds={
-            phase: round(a.seconds.get(phase, 0.0) + b.seconds.get(phase, 0.0), DIGITS)
-            for phase in phases
-        },
-    )
-
-
-def _columns(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    longest = max(len(a), len(b))
-    padded = [[*column, *[0] * (longest - len(column))] for column in (a, b)]
-    return [sum(pair) for pair in zip(*padded, strict=True)]
 
 
 def _from(kind: type[Evidence], source: Path) -> Evidence:
@@ -270,14 +255,16 @@ def _from(kind: type[Evidence], source: Path) -> Evidence:
         told = source / "report.txt"
         title = told.read_text(encoding="utf-8").partition("\n")[0] if told.is_file() else ""
         # The first file of the folder that tells where it was measured.
-        places = (_where(path.read_bytes()) for path in sorted(source.glob("*.json")))
-        return PaperResults(
-            report=_decode(source / "report.json", Report),
-            title=title,
-            environment=next(filter(None, places), None),
-        )
+        environment = next(filter(None, map(_where, sorted(source.glob("*.json")))), None)
+        report = _decode(source / "report.json", Report)
+        return PaperResults(report=report, title=title, environment=environment)
     if kind is DrafterResults:
-        return _without_questions(_decode(source, DrafterResults))
+        found = _decode(source, DrafterResults)
+        bare = tuple(
+            NamedReport(name=d.name, report=msgspec.structs.replace(d.report, by_question={}))
+            for d in found.drafters
+        )
+        return msgspec.structs.replace(found, origin=Path(found.origin).name, drafters=bare)
     return _decode(source / "study.json" if kind is Study and source.is_dir() else source, kind)
 
 
@@ -285,19 +272,11 @@ class _Where(msgspec.Struct):
     environment: Environment | None = None
 
 
-def _where(content: bytes) -> Environment | None:
+def _where(path: Path) -> Environment | None:
     try:
-        return msgspec.json.decode(content, type=_Where).environment
+        return msgspec.json.decode(path.read_bytes(), type=_Where).environment
     except msgspec.DecodeError:  # for example, a file of texts
         return None
-
-
-def _without_questions(found: DrafterResults) -> DrafterResults:
-    bare = [
-        msgspec.structs.replace(one, report=msgspec.structs.replace(one.report, by_question={}))
-        for one in found.drafters
-    ]
-    return msgspec.structs.replace(found, origin=Path(found.origin).name, drafters=tuple(bare))
 
 
 def _read(path: Path) -> Evidence:
@@ -433,7 +412,7 @@ def _verdicts(content: PaperResults) -> str:
     return f"of {counted.total()} directions {counts}"
 
 
-def _study_section(study: Study, pictures: str) -> Section:
+def _study_section(_: str, study: Study, pictures: str) -> Section:
     """Return the section of a study: its first drafter, with the most paths."""
     own = [cell for cell in study.sampled if cell.drafter == study.drafters[0]]
     most = max((cell.paths for cell in own), default=0)
@@ -471,7 +450,7 @@ def _batch_section(name: str, content: BatchResults, pictures: str) -> Section:
     )
 
 
-def _drafters_section(content: DrafterResults, pictures: str) -> Section:
+def _drafters_section(_: str, content: DrafterResults, pictures: str) -> Section:
     names = [one.name for one in content.drafters]
     reports = [one.report for one in content.drafters]
     return Section(
@@ -528,8 +507,8 @@ def _run_ranks(runs: Mapping[str, Results]) -> list[list[str]]:
         for figure in (BLOCK_EFFICIENCY, TOKENS_PER_SECOND):
             for temperature, rank in rank_settings(results, figure).items():
                 best = f"`{rank.leader}` ({rank.value:.2f})"
-                others = [_listed(rank.tied), _listed(rank.behind)]
-                rows.append([name, f"{temperature:g}", figure.name, best, *others])
+                where = [name, f"{temperature:g}", figure.name]
+                rows.append([*where, best, _listed(rank.tied), _listed(rank.behind)])
     return rows
 
 
@@ -539,8 +518,8 @@ def _load_ranks(content: BatchResults) -> list[list[str]]:
         rank = rank_ways(ways)
         best = f"`{rank.leader}` ({with_interval(ways[rank.leader])})"
         prompt = f"{cell.context} tokens" if cell.context else "as it is"
-        others = [_listed(rank.tied), _listed(rank.behind)]
-        rows.append([f"{cell.temperature:g}", prompt, str(cell.batch), best, *others])
+        where = [f"{cell.temperature:g}", prompt, str(cell.batch)]
+        rows.append([*where, best, _listed(rank.tied), _listed(rank.behind)])
     return rows
 
 
@@ -608,9 +587,11 @@ def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
                 with TemporaryDirectory() as own:
                     drawn = [one for one in draw_study(content, Path(own)) if one.suffix == ".svg"]
                     path.write_bytes(drawn[0].read_bytes())
-            else:
-                with picture_style():
-                    save_picture(_canvas(part, content), path)
+            with picture_style():
+                if isinstance(content, BatchResults):
+                    save_picture(_batch_canvas(over_plain(content.timings)), path)
+                if isinstance(content, Results):
+                    save_picture(PICTURES[part](measured_of(content)), path)
             written.append(path)
     return written
 
@@ -630,14 +611,6 @@ def _parts(content: Evidence) -> Iterator[str]:
             yield "block_efficiency_by_paths"
         if len({s.temperature for s in content.settings.settings}) > 1 and plans:
             yield "block_efficiency_by_temperature"
-
-
-def _canvas(part: str, content: Evidence) -> "Canvas":
-    if isinstance(content, BatchResults):
-        return _batch_canvas(over_plain(content.timings))
-    assert isinstance(content, Results)
-    picture = next(one for one in PICTURES if one.name == part)
-    return picture.draw(measured_of(content))
 
 
 def _batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
@@ -729,17 +702,18 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
+_SECTIONS: Mapping[type[Evidence], Callable[[str, Any, str], Section]] = {
+    Results: _run_section,
+    PaperResults: _paper_section,
+    BatchResults: _batch_section,
+    DrafterResults: _drafters_section,
+    Study: _study_section,
+}
+
+
 def _section(name: str, content: Evidence, pictures: Sequence[str]) -> Section:
     drawn = "\n".join(f"![{link.rpartition('/')[2]}]({link})" for link in pictures)
-    if isinstance(content, PaperResults):
-        return _paper_section(name, content, drawn)
-    if isinstance(content, BatchResults):
-        return _batch_section(name, content, drawn)
-    if isinstance(content, DrafterResults):
-        return _drafters_section(content, drawn)
-    if isinstance(content, Study):
-        return _study_section(content, drawn)
-    return _run_section(name, content, drawn)
+    return _SECTIONS[type(content)](name, content, drawn)
 
 
 def _position(name: str) -> int:

@@ -2,9 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -29,6 +28,7 @@ from eaglegbv.eval.statistics import FIGURES
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Message
 from eaglegbv.utils import write_whole
 
 
@@ -47,11 +47,13 @@ def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> In
     """Return the error for a folder that holds a run with other settings than those wanted now."""
     short, long = [], []
     for field in wanted.__struct_fields__:
-        values = [getattr(settings, field) for settings in (found, wanted)]
-        if values[0] == values[1]:
+        before, now = getattr(found, field), getattr(wanted, field)
+        if before == now:
             continue
-        if all(_is_short(value) for value in values):
-            before, now = ("none" if value in (None, "") else value for value in values)
+        if all(
+            isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in (before, now)
+        ):
+            before, now = ("none" if value in (None, "") else value for value in (before, now))
             short.append(f"{field} {before}, now {now}")
         else:
             long.append(field)
@@ -60,20 +62,11 @@ def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> In
     return InvalidArgument("out", str(path), expected)
 
 
-def _is_short(value: object) -> bool:
-    return value is None or (isinstance(value, str | int | float) and len(str(value)) <= SHORT)
-
-
 class RunFolder:
     """A folder with ``run.json`` (settings) and ``records.jsonl`` (one line a record).
 
-    Opening a folder that holds a run with equal settings resumes it.
-
-    Attributes:
-        path: The folder.
-        settings: Settings of the run.
-        environment: Where the run was started.
-        records: All records so far, including those of earlier sessions.
+    Opening a folder that holds a run with equal settings resumes it: its environment is where it
+    was started, and its records are all so far.
 
     Raises:
         InvalidArgument: The folder holds a run with other settings, or cannot be written.
@@ -117,11 +110,7 @@ class RunFolder:
 
 
 def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Struct]) -> Path:
-    """Write ``results.json`` into ``folder``.
-
-    The file has the settings, the environment, the definitions of the figures (and whether prefill
-    counts in them), the summary and the records.
-    """
+    """Write ``results.json`` into ``folder``, with what the figures mean and their summary."""
     path = folder / "results.json"
     content = {
         "format": results.format,
@@ -138,12 +127,7 @@ def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Stru
 def read_results(
     path: Path, argument: str = "results", *, expected: str = "a results.json"
 ) -> Results:
-    """Read a ``results.json``.
-
-    Args:
-        path: The file.
-        argument: The user's name for the file, for messages.
-        expected: What the file may be, for messages.
+    """Read a ``results.json``; ``argument`` and ``expected`` are for messages.
 
     Raises:
         InvalidArgument: The file cannot be read or is not a ``results.json``.
@@ -155,10 +139,6 @@ def read_results(
 
 def load_results(path: Path, argument: str = "results") -> Results:
     """Read a run from its folder, finished or not, or from a ``results.json``.
-
-    Args:
-        path: The folder or the file.
-        argument: The user's name for the folder or file, for messages.
 
     Raises:
         InvalidArgument: There is no run.
@@ -204,29 +184,20 @@ def _pretty(content: object) -> bytes:
 # Holding conversations in several settings, interleaved, and recording their figures.
 
 
-Message = dict[str, str]
-
 WARM_UP_TOKENS = 16
 
 
-class Answer(Protocol):
-    """The parts of a completion that the runner needs."""
+class _Answer(Protocol):
+    """The parts of a completion that the runner needs; see :class:`eaglegbv.text.Completion`."""
 
     @property
-    def text(self) -> str:
-        """The answer."""
-
+    def text(self) -> str: ...
     @property
-    def token_ids(self) -> Sequence[int]:
-        """Tokens of the answer."""
-
+    def token_ids(self) -> Sequence[int]: ...
     @property
-    def finish_reason(self) -> str:
-        """Why the answer ended."""
-
+    def finish_reason(self) -> str: ...
     @property
-    def metrics(self) -> RequestMetrics:
-        """The engine's counts."""
+    def metrics(self) -> RequestMetrics: ...
 
 
 class Generate(Protocol):
@@ -234,7 +205,7 @@ class Generate(Protocol):
 
     def __call__(
         self, prompts: list[Message], sampling_params: SamplingParams, *, plan: Plan
-    ) -> Answer:
+    ) -> _Answer:
         """Return the answer to one conversation."""
 
 
@@ -244,76 +215,79 @@ def run(
     settings: RunSettings,
     *,
     baselines: Mapping[str, Generate] = MappingProxyType({}),
-    done: Collection[tuple[str, str, int]] = (),
+    done: Collection[Key] = (),
     on_record: Callable[[Record], None],
 ) -> None:
     """Ask every question in every setting, ``settings.repeats`` times.
 
     Settings take turns question by question, and which one begins changes with the question, so
     that whatever slows the machine for a while slows all of them alike. Before that, each setting
-    answers once without being recorded. Each conversation feeds the model's own answers back.
+    answers once without being recorded. Each conversation feeds the model's own answers back, and a
+    question's seed is the same in every setting.
 
-    Args:
-        generate: Answers one conversation by a plan.
-        questions: The questions to ask.
-        settings: What to compare, and how.
-        baselines: For each baseline, by name, what answers in its settings instead.
-        done: Keys of records that need not be measured again.
-        on_record: Receives each record as soon as it is measured.
+    Baselines, by name, answer in their settings instead of ``generate``. Records whose keys are
+    done are not measured again; ``on_record`` gets each of the others as soon as it is complete.
     """
-    finished = frozenset(done)
-    todo = [
-        (repeat, number, setting)
-        for repeat, number, setting in _schedule(len(questions), settings)
-        if (setting.name, questions[number].id, repeat) not in finished
+    todo = _todo(questions, settings, done)
+    answering = {
+        setting: generate if setting.baseline is None else baselines[setting.baseline]
+        for setting in dict.fromkeys(setting for setting, *_ in todo)
+    }
+    for setting, answer in answering.items():
+        short = msgspec.structs.replace(settings, max_tokens=WARM_UP_TOKENS)
+        first = msgspec.structs.replace(questions[0], turns=questions[0].turns[:1])
+        _converse(answer, short, setting, first, 0, 0)
+    for asked in todo:
+        on_record(_converse(answering[asked[0]], settings, *asked))
+
+
+def hold_at_once(
+    generate: Generate,
+    questions: Sequence[Question],
+    settings: RunSettings,
+    *,
+    at_once: int,
+    done: Collection[Key],
+    on_record: Callable[[Record], None],
+) -> None:
+    """Do the same as :func:`run` with ``at_once`` conversations at a time, and no warm-up.
+
+    ``generate`` is called from several threads, ``on_record`` in the calling thread.
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        todo = _todo(questions, settings, done)
+        waiting = [pool.submit(_converse, generate, settings, *asked) for asked in todo]
+        try:
+            for future in as_completed(waiting):
+                on_record(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _todo(
+    questions: Sequence[Question], settings: RunSettings, done: Collection[Key]
+) -> list[tuple[Setting, Question, int, int]]:
+    """Return setting, question, repeat and seed of each conversation that is not done, in turns."""
+    finished, count = frozenset(done), len(settings.settings)
+    return [
+        (setting, question, repeat, request_seed(settings.seed, repeat * len(questions) + number))
+        for repeat in range(settings.repeats)
+        for number, question in enumerate(questions)
+        for position in range(count)
+        for setting in [settings.settings[(repeat + number + position) % count]]
+        if (setting.name, question.id, repeat) not in finished
     ]
 
-    def answering(setting: Setting) -> Generate:
-        return generate if setting.baseline is None else baselines[setting.baseline]
 
-    for setting in dict.fromkeys(setting for _, _, setting in todo):
-        _warm_up(answering(setting), questions[0], setting, settings)
-    for repeat, number, setting in todo:
-        seed = request_seed(settings.seed, repeat * len(questions) + number)
-        answer = answering(setting)
-        on_record(converse(answer, questions[number], setting, settings, repeat, seed))
-
-
-def _schedule(questions: int, settings: RunSettings) -> Iterator[tuple[int, int, Setting]]:
-    count = len(settings.settings)
-    for repeat in range(settings.repeats):
-        for number in range(questions):
-            for position in range(count):
-                yield repeat, number, settings.settings[(repeat + number + position) % count]
-
-
-def _warm_up(
-    generate: Generate, question: Question, setting: Setting, settings: RunSettings
-) -> None:
-    params = SamplingParams(temperature=setting.temperature, max_tokens=WARM_UP_TOKENS)
-    # An error in the question is reported when it is asked.
-    with suppress(EagleGBVError):
-        generate(_messages(settings, question.turns[:1], []), params, plan=setting.plan)
-
-
-def converse(
+def _converse(
     generate: Generate,
-    question: Question,
-    setting: Setting,
     settings: RunSettings,
+    setting: Setting,
+    question: Question,
     repeat: int,
     seed: int,
 ) -> Record:
-    """Hold one conversation, feeding the model's own answers back.
-
-    Args:
-        generate: Answers the conversation.
-        question: The question to ask.
-        setting: The setting to ask it in.
-        settings: Settings of the run.
-        repeat: Number of the repetition.
-        seed: Seed from which every turn's seed is derived.
-    """
+    """Hold one conversation, feeding the model's own answers back; turns have seeds of ``seed``."""
     record = Record(
         question_id=question.id,
         category=question.category,
@@ -321,14 +295,14 @@ def converse(
         repeat=repeat,
         turns=[],
     )
-    for number in range(len(question.turns)):
+    messages = [{"role": "system", "content": settings.system}] if settings.system else []
+    for number, asked in enumerate(question.turns):
+        messages = [*messages, {"role": "user", "content": asked}]
         params = SamplingParams(
             temperature=setting.temperature,
             max_tokens=settings.max_tokens,
             seed=request_seed(seed, number),
         )
-        answers = [turn.text for turn in record.turns]
-        messages = _messages(settings, question.turns[: number + 1], answers)
         start = time.perf_counter()
         try:
             answer = generate(messages, params, plan=setting.plan)
@@ -336,6 +310,7 @@ def converse(
             record.error = str(error)
             break
         wall_seconds = time.perf_counter() - start
+        messages = [*messages, {"role": "assistant", "content": answer.text}]
         record.turns.append(
             Turn(
                 text=answer.text,
@@ -346,49 +321,3 @@ def converse(
             )
         )
     return record
-
-
-def _messages(settings: RunSettings, turns: Sequence[str], answers: Sequence[str]) -> list[Message]:
-    messages = [{"role": "system", "content": settings.system}] if settings.system else []
-    for turn, answer in zip(turns[:-1], answers, strict=True):
-        messages.append({"role": "user", "content": turn})
-        messages.append({"role": "assistant", "content": answer})
-    messages.append({"role": "user", "content": turns[-1]})
-    return messages
-
-
-def hold_at_once(
-    generate: Generate,
-    questions: Sequence[Question],
-    settings: RunSettings,
-    *,
-    own: Sequence[Setting],
-    at_once: int,
-    done: Collection[Key],
-    on_record: Callable[[Record], None],
-) -> None:
-    """Ask every question in some of the settings, several conversations at a time.
-
-    Args:
-        generate: Answers conversations; called from several threads.
-        questions: The questions to ask.
-        settings: Settings of the whole run; a question's seed is the same in every setting.
-        own: The settings in which ``generate`` answers.
-        at_once: Number of conversations at a time.
-        done: Keys of records that need not be held again.
-        on_record: Receives each record, in the calling thread, as soon as it is complete.
-    """
-    with ThreadPoolExecutor(at_once) as pool:
-        waiting = [
-            pool.submit(converse, generate, question, setting, settings, repeat, seed)
-            for repeat in range(settings.repeats)
-            for setting in own
-            for number, question in enumerate(questions)
-            for seed in [request_seed(settings.seed, repeat * len(questions) + number)]
-            if (setting.name, question.id, repeat) not in done
-        ]
-        try:
-            for future in as_completed(waiting):
-                on_record(future.result())
-        finally:
-            pool.shutdown(cancel_futures=True)

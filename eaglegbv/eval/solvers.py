@@ -14,7 +14,7 @@ the acceptance that its own distribution b prescribes, and the residual.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from time import process_time
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
+from eaglegbv.utils import require_integer
 from eaglegbv.verifiers.global_resolution import TOLERANCE, Solver, solve
 from eaglegbv.verifiers.spectr import k_seq
 from eaglegbv.verifiers.transport import RankedProbs, Transport, labels, transport
@@ -62,28 +63,19 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     width: int
 
     def __post_init__(self) -> None:
-        limits = {"vocab": (2, 1 << 20), "drafts": (2, 16), "width": (1, self.vocab)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+        require_integer("vocab", self.vocab, 2, 1 << 20)
+        require_integer("drafts", self.drafts, 2, 16)
+        require_integer("width", self.width, 1, self.vocab)
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one solver on the nodes of one size.
+class Row(Setting, frozen=True, kw_only=True):
+    """Results of one solver on the nodes of one size; those that it refused have no figures.
 
     Attributes:
-        vocab: Number of tokens, V.
-        drafts: Number of drafts, n.
-        width: Number of tokens of the draft distribution.
-        solver: Name of the solver.
-        instances: Number of nodes.
         median_ms: Median milliseconds of processor time from the two distributions and the drafts
-            to the selected draft; None if the solver refused all nodes.
-        mean_ms: Mean of the same.
+            to the selected draft.
         success: Share of the nodes solved in time and within the tolerance.
-        refused: Number of nodes that were too large for the solver; they count in no other figure
-            but ``success``.
+        refused: Number of nodes that were too large for the solver; they count in ``success``.
         fallbacks: Number of nodes at which the solver's loss of acceptance was above the tolerance,
             so that K-SEQ took its place.
         late: Number of nodes that took longer than the time limit.
@@ -93,9 +85,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         shortfall: Largest bound on the lost acceptance that a solver gave without falling back.
     """
 
-    vocab: int
-    drafts: int
-    width: int
     solver: str
     instances: int
     median_ms: float | None
@@ -111,14 +100,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison.
-
-    Attributes:
-        seed: Seed of everything random.
-        time_limit_ms: Milliseconds of processor time a node may take.
-        tolerance: Loss of acceptance above which a solver has failed.
-        rows: What was measured.
-    """
+    """A comparison; see :func:`compare`."""
 
     seed: int
     time_limit_ms: float
@@ -182,13 +164,7 @@ class Answer:
 def settings_of(
     sizes: Iterable[tuple[int, int]] = STANDARD, widths: Sequence[int | None] = (None, WIDTH)
 ) -> list[Setting]:
-    """Return every size with every width, each once.
-
-    Args:
-        sizes: V and n of each size.
-        widths: Numbers of tokens that a draft distribution keeps; None, or any number beyond V,
-            keeps all.
-    """
+    """Return every size (V, n) with every width, each once; None, or more than V, keeps all."""
     wanted = [(v, n, v if w is None else min(v, w)) for v, n in sizes for w in widths]
     return [Setting(vocab=v, drafts=n, width=w) for v, n, w in dict.fromkeys(wanted)]
 
@@ -201,25 +177,17 @@ def compare(
     seed: int = 0,
     time_limit: float = 1.0,
     tolerance: float = TOLERANCE,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[Row], object] = lambda _: None,
 ) -> Report:
     """Give the same nodes to every solver, and return the results.
 
-    Args:
-        settings: Sizes of the nodes.
-        solvers: The solvers.
-        instances: Number of nodes of each size.
-        seed: Seed of distributions, drafts and uniforms.
-        time_limit: Seconds of processor time above which a node counts as not solved; nothing is
-            interrupted.
-        tolerance: Loss of acceptance above which a solver has failed.
-        on_row: Called with each row as soon as it is complete.
+    A node counts as not solved above ``time_limit`` seconds of processor time (nothing is
+    interrupted), or if its loss of acceptance is above ``tolerance``.
 
     Raises:
         InvalidArgument: ``instances`` or ``time_limit`` is not positive.
     """
-    if instances < 1:
-        raise InvalidArgument("instances", instances, "an integer of at least 1")
+    require_integer("instances", instances, 1)
     if not time_limit > 0:
         raise InvalidArgument("time_limit", time_limit, "a positive number")
     rows = []
@@ -229,8 +197,7 @@ def compare(
             given = list(nodes(setting, instances, seed))
             answers = solve_all(solver, given, warm=warm, tolerance=tolerance)
             rows.append(row(setting, solver, given, answers, time_limit=time_limit))
-            if on_row is not None:
-                on_row(rows[-1])
+            on_row(rows[-1])
     return Report(seed=seed, time_limit_ms=1e3 * time_limit, tolerance=tolerance, rows=tuple(rows))
 
 
@@ -262,12 +229,8 @@ def solve_all(
 ) -> list[Answer | None]:
     """Give every node to one solver; the answer is None where a node is too large for it.
 
-    Args:
-        solver: The solver.
-        given: The nodes.
-        warm: A node that is not measured, so that no other node's time includes the set-up of a
-            first call.
-        tolerance: Loss of acceptance above which K-SEQ takes a solver's place.
+    A first call sets things up, so a node ``warm`` is solved before that is not measured. Where a
+    solver's loss of acceptance is above ``tolerance``, K-SEQ takes its place.
     """
     if solver is not Solver.EXACT:
         return [planned(node, solver, tolerance) for node in given]
@@ -285,38 +248,28 @@ def row(
 ) -> Row:
     """Summarise the answers of :func:`solve_all` for nodes of one size.
 
-    Args:
-        setting: Size of the nodes.
-        solver: The solver.
-        given: The nodes.
-        answered: The solver's answers.
-        time_limit: Seconds of processor time above which a node counts as not solved.
+    A node that took more than ``time_limit`` seconds of processor time counts as not solved.
     """
     answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
     bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
     solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
-    found = bool(answers)
+    seconds = [a.seconds for _, a in answers]
+    some = bool(answers)
     return Row(
-        vocab=setting.vocab,
-        drafts=setting.drafts,
-        width=setting.width,
+        **msgspec.structs.asdict(setting),
         solver=str(solver),
         instances=len(given),
-        median_ms=1e3 * median(a.seconds for _, a in answers) if found else None,
-        mean_ms=1e3 * _mean([a.seconds for _, a in answers]) if found else None,
+        median_ms=1e3 * median(seconds) if some else None,
+        mean_ms=1e3 * fmean(seconds) if some else None,
         success=len(solved) / len(given),
         refused=len(given) - len(answers),
         fallbacks=len(answers) - len(bounds),
-        late=sum(a.seconds > time_limit for _, a in answers),
-        deviation=max(a.deviation(node) for node, a in answers) if found else None,
-        acceptance=_mean([a.acceptance for _, a in answers]) if found else None,
-        optimum=_mean([optimal_acceptance(node) for node, _ in answers]) if found else None,
+        late=sum(one > time_limit for one in seconds),
+        deviation=max(a.deviation(node) for node, a in answers) if some else None,
+        acceptance=fmean(a.acceptance for _, a in answers) if some else None,
+        optimum=fmean(optimal_acceptance(node) for node, _ in answers) if some else None,
         shortfall=max(bounds, default=None),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
 
 
 def optimal_acceptance(node: Node) -> float:
@@ -329,11 +282,8 @@ def optimal_acceptance(node: Node) -> float:
 def exact(node: Node) -> Answer:
     """Select by the exact transport, as the batched verifiers do."""
     start = process_time()
-    ranked = RankedProbs.of(
-        torch.from_numpy(node.ids).view(1, 1, -1),
-        torch.from_numpy(node.draft).view(1, 1, -1),
-        torch.from_numpy(node.wanted).view(1, 1, -1),
-    )
+    columns = (node.ids, node.draft, node.wanted)
+    ranked = RankedProbs.of(*(torch.from_numpy(column).view(1, 1, -1) for column in columns))
     drafts = torch.tensor([[len(node.drawn)]])
     plan = transport(ranked, drafts)
     tokens = torch.from_numpy(node.ids[node.drawn])

@@ -4,15 +4,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import zip_longest
 from statistics import median
-from types import MappingProxyType
 from typing import Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.eval.records import Record, Results, Setting
+from eaglegbv.eval.records import Record, Results, Setting, Turn
 from eaglegbv.eval.throughput import Cell, Timing, speeds_by_cell
 from eaglegbv.metrics import Phase, RequestMetrics
 
@@ -48,32 +48,18 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
+    above: Sequence[float], below: Sequence[float], *base: Sequence[float], seed: int = 0
 ) -> Estimate:
-    """Return sum(numerators) / sum(denominators) with its percentile bootstrap interval.
+    """Return sum(above) / sum(below), or its ratio to that of ``base``, with its interval.
 
     Args:
-        numerators: One entry for each unit (a question); units are resampled as a whole.
-        denominators: One entry for each unit.
+        above: Numerators, one for each unit (a question); units are resampled as a whole.
+        below: Denominators of the same units.
+        base: Nothing, or numerators and denominators, of the same units, to compare with.
         seed: Seed of the resampling.
     """
-    return bootstrap_ratio_of_ratios(
-        numerators, denominators, [1.0] * len(numerators), [1.0] * len(numerators), seed=seed
-    )
-
-
-def bootstrap_ratio_of_ratios(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    base_numerators: Sequence[float],
-    base_denominators: Sequence[float],
-    *,
-    seed: int = 0,
-) -> Estimate:
-    """Return (sum n / sum d) / (sum base n / sum base d), paired by unit, with its interval."""
-    return bootstrap(
-        [numerators, denominators, base_numerators, base_denominators], _double_ratio, seed=seed
-    )
+    ones = [1.0] * len(above)
+    return bootstrap([above, below, *(base or (ones, ones))], _double_ratio, seed=seed)
 
 
 def bootstrap(
@@ -84,11 +70,7 @@ def bootstrap(
 ) -> Estimate:
     """Return a figure of column sums with its percentile bootstrap interval.
 
-    Args:
-        columns: Columns with one entry for each unit; units are resampled as a whole, in all
-            columns alike.
-        figure: Maps sums ``[columns, ...]`` to values ``[...]``.
-        seed: Seed of the resampling.
+    Columns have one entry for each unit; ``figure`` maps sums ``[columns, ...]`` to ``[...]``.
     """
     entries = np.array(columns, dtype=np.float64)
     units = entries.shape[1]
@@ -101,16 +83,13 @@ def bootstrap(
 
 
 def _double_ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    above: NDArray[np.float64] = np.asarray(sums[0] * sums[3])
-    below: NDArray[np.float64] = np.asarray(sums[1] * sums[2])
-    return np.where(below > 0, above / np.where(below > 0, below, 1.0), 0.0)
-
-
-# Acceptance pooled over requests: how many drafted tokens a target forward accepts.
+    below = np.asarray(sums[1] * sums[2])
+    above = np.asarray(sums[0] * sums[3])
+    return np.asarray(np.divide(above, below, out=np.zeros_like(below), where=below > 0))
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of decoding forwards.
+    """How many drafted tokens target forwards accept, pooled over requests.
 
     Attributes:
         forwards: Decoding forwards of the target.
@@ -121,27 +100,10 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     by_depth: tuple[int, ...]
 
     @classmethod
-    def of(cls, metrics: Iterable[RequestMetrics], depth: int) -> Self:
+    def of(cls, metrics: Sequence[RequestMetrics], depth: int) -> Self:
         """Pool requests whose trees are at most ``depth`` deep."""
-        return cls.pooled(
-            [
-                cls(
-                    forwards=m.target_forwards,
-                    by_depth=(*m.accepted_by_depth, *[0] * (depth - len(m.accepted_by_depth))),
-                )
-                for m in metrics
-            ],
-            depth,
-        )
-
-    @classmethod
-    def pooled(cls, parts: "Sequence[Acceptance]", depth: int) -> Self:
-        """Add up counts, each of ``depth`` entries."""
-        columns = zip([0] * depth, *(part.by_depth for part in parts), strict=True)
-        return cls(
-            forwards=sum(part.forwards for part in parts),
-            by_depth=tuple(sum(column) for column in columns),
-        )
+        accepted = _added([0] * depth, *(m.accepted_by_depth for m in metrics))
+        return cls(forwards=sum(m.target_forwards for m in metrics), by_depth=tuple(accepted))
 
     @property
     def accepted(self) -> int:
@@ -159,56 +121,43 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(count / max(1, self.forwards) for count in self.by_depth)
 
 
+def _added(*counts: Sequence[int]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+
 # A benchmark's figures, each as the ratio of two sums over conversations.
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Numerator and denominator of a figure."""
-
-    above: float
-    below: float
-
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(self.above + other.above, self.below + other.below)
-
-    @property
-    def ratio(self) -> float:
-        """Value of the figure; 0 if nothing was counted."""
-        return self.above / self.below if self.below else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Figure:
-    """A ratio of two sums over conversations.
+    """A ratio of two sums over the answers of conversations that did not break off.
 
-    Attributes:
-        name: Heading of its column.
-        definition: What is divided by what, and whether prefill counts.
-        above: Returns what a conversation adds to the numerator.
-        below: Returns what a conversation adds to the denominator.
+    Its definition says what is divided by what, and whether prefill counts.
     """
 
     name: str
     definition: str
-    above: Callable[[Record], float]
-    below: Callable[[Record], float]
+    above: Callable[[Turn], float]
+    below: Callable[[Turn], float]
 
-    def of(self, record: Record) -> Sums:
-        """Return the sums of one conversation."""
-        return Sums(self.above(record), self.below(record))
+    def of(self, records: Iterable[Record]) -> float:
+        """Return the figure; 0 if nothing was counted."""
+        above, below = map(sum, self.columns(records))
+        return above / below if below else 0.0
 
-    def by_question(self, records: Iterable[Record]) -> dict[str, Sums]:
-        """Return the sums of each question over its repeats, without broken conversations."""
-        sums: defaultdict[str, Sums] = defaultdict(lambda: Sums(0.0, 0.0))
+    def columns(
+        self, records: Iterable[Record], questions: Iterable[str] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """Return the numerators and denominators of questions (all by default) over repeats."""
+        turns: defaultdict[str, list[Turn]] = defaultdict(list)
         for record in whole(records):
-            sums[record.question_id] += self.of(record)
-        return dict(sums)
+            turns[record.question_id] += record.turns
+        own = list(turns.values()) if questions is None else [turns[q] for q in questions]
+        return [sum(map(self.above, t)) for t in own], [sum(map(self.below, t)) for t in own]
 
     def pooled(self, records: Iterable[Record]) -> Estimate:
         """Return the figure with its bootstrap interval over questions."""
-        sums = list(self.by_question(records).values())
-        return bootstrap_ratio([s.above for s in sums], [s.below for s in sums])
+        return bootstrap_ratio(*self.columns(records))
 
 
 def whole(records: Iterable[Record]) -> list[Record]:
@@ -216,57 +165,46 @@ def whole(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.error is None]
 
 
-def _committed(record: Record) -> float:
-    return sum(turn.metrics.committed_tokens for turn in record.turns)
-
-
-def _forwards(record: Record) -> float:
-    return sum(turn.metrics.target_forwards for turn in record.turns)
-
-
-def _decode_seconds(record: Record) -> float:
-    return sum(turn.decode_seconds for turn in record.turns)
-
-
 BLOCK_EFFICIENCY = Figure(
     "block efficiency",
     "tokens committed by decoding forwards per decoding forward of the target; "
     "prefill and the token it brings are not counted",
-    _committed,
-    _forwards,
+    lambda turn: turn.metrics.committed_tokens,
+    lambda turn: turn.metrics.target_forwards,
 )
 ACCEPTANCE_LENGTH = Figure(
     "acceptance length",
     "drafted tokens accepted per decoding forward of the target; prefill is not counted",
-    lambda record: sum(turn.metrics.accepted_tokens for turn in record.turns),
-    _forwards,
+    lambda turn: turn.metrics.accepted_tokens,
+    lambda turn: turn.metrics.target_forwards,
 )
 TOKENS_PER_SECOND = Figure(
     "tokens/s",
     "tokens committed by decoding forwards per second of wall time less prefill: "
     "prefill is not counted, neither its time nor the token it brings",
-    _committed,
-    _decode_seconds,
+    lambda turn: turn.metrics.committed_tokens,
+    lambda turn: turn.decode_seconds,
 )
 WALL_TOKENS_PER_SECOND = Figure(
     "tokens/s with prefill",
     "all tokens of the answers per second of all wall time: prefill, chat template and "
     "(de)tokenisation are counted",
-    lambda record: sum(turn.completion_tokens for turn in record.turns),
-    lambda record: sum(turn.wall_seconds for turn in record.turns),
+    lambda turn: turn.completion_tokens,
+    lambda turn: turn.wall_seconds,
 )
 SECONDS_PER_FORWARD = Figure(
     "ms/forward",
     "milliseconds of wall time less prefill per decoding forward; prefill is not counted",
-    lambda record: 1000 * _decode_seconds(record),
-    _forwards,
+    lambda turn: 1000 * turn.decode_seconds,
+    lambda turn: turn.metrics.target_forwards,
 )
-
-_ALL = (
-    *(BLOCK_EFFICIENCY, ACCEPTANCE_LENGTH),
-    *(TOKENS_PER_SECOND, WALL_TOKENS_PER_SECOND, SECONDS_PER_FORWARD),
-)
-FIGURES: Mapping[str, Figure] = MappingProxyType({figure.name: figure for figure in _ALL})
+FIGURES: Mapping[str, Figure] = {
+    figure.name: figure
+    for figure in (
+        *(BLOCK_EFFICIENCY, ACCEPTANCE_LENGTH),
+        *(TOKENS_PER_SECOND, WALL_TOKENS_PER_SECOND, SECONDS_PER_FORWARD),
+    )
+}
 
 
 # The figures of a run, from its records.
@@ -277,24 +215,16 @@ OTHER = "other"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one setting.
+    """The figures of one setting, as :data:`FIGURES` defines them.
+
+    Speeds are medians over repeats; intervals are bootstrap intervals over questions.
 
     Attributes:
-        setting: Name of the setting.
         conversations: Number of conversations measured to their end.
         errors: Number of conversations that broke off; they count in no figure.
-        committed_tokens: Tokens committed by decoding forwards.
-        target_forwards: Decoding forwards of the target.
-        acceptance_length: Accepted tokens per target forward.
-        block_efficiency: Committed tokens per target forward.
         acceptance_by_depth: Share of the forwards offering a node at each depth that accepted one.
-        tokens_per_second: Committed tokens per second of decoding, prefill excluded; the median
-            over repeats with a bootstrap interval over questions.
-        wall_tokens_per_second: Tokens of the answers per second, prefill included, with the same
-            median and interval.
-        speedup: ``tokens_per_second`` over that of plain decoding on the same questions; the
-            median over repeats with a bootstrap interval over questions. None without plain
-            decoding in the run.
+        speedup: ``tokens_per_second`` over that of plain decoding on the same questions; None
+            without plain decoding in the run.
         wall_speedup: The same ratio for ``wall_tokens_per_second``.
         milliseconds_by_phase: Milliseconds per answer token in each known phase; ``other`` is wall
             time outside them.
@@ -318,60 +248,47 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarise(results: Results) -> list[Summary]:
     """Return the figures of every setting with a record, in the run's order."""
     by_setting = _by_setting(results)
+    # What others are compared with: plain decoding at the same temperature.
+    plain = {s.temperature: by_setting[s.name] for s in results.settings.settings if s.plain}
     return [
-        _summarise(setting, by_setting[setting.name], _plain(setting, results, by_setting))
+        _summarise(setting, by_setting[setting.name], plain.get(setting.temperature, []))
         for setting in results.settings.settings
-        if setting.name in by_setting
+        if by_setting[setting.name]
     ]
 
 
-def _by_setting(results: Results) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = {}
+def _by_setting(results: Results) -> defaultdict[str, list[Record]]:
+    found: defaultdict[str, list[Record]] = defaultdict(list)
     for record in results.records:
-        found.setdefault(record.setting, []).append(record)
+        found[record.setting].append(record)
     return found
-
-
-def _plain(
-    setting: Setting, results: Results, by_setting: Mapping[str, Sequence[Record]]
-) -> Sequence[Record]:
-    """Return the records of plain decoding at the setting's temperature."""
-    for other in results.settings.settings:
-        if other.plain and other.temperature == setting.temperature:
-            return by_setting.get(other.name, ())
-    return ()
 
 
 def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Record]) -> Summary:
     counted = whole(records)
-    metrics = [turn.metrics for record in counted for turn in record.turns]
-    accepted = ACCEPTANCE_LENGTH.by_question(counted).values()
+    turns = [turn for record in counted for turn in record.turns]
+    metrics = [turn.metrics for turn in turns]
     return Summary(
         setting=setting.name,
         conversations=len(counted),
         errors=len(records) - len(counted),
         committed_tokens=sum(m.committed_tokens for m in metrics),
         target_forwards=sum(m.target_forwards for m in metrics),
-        acceptance_length=sum(accepted, start=Sums(0.0, 0.0)).ratio,
+        acceptance_length=ACCEPTANCE_LENGTH.of(counted),
         block_efficiency=BLOCK_EFFICIENCY.pooled(counted),
-        acceptance_by_depth=_acceptance_by_depth(counted),
+        acceptance_by_depth=_acceptance_by_depth(metrics),
         tokens_per_second=_median_over_repeats(TOKENS_PER_SECOND, counted),
         wall_tokens_per_second=_median_over_repeats(WALL_TOKENS_PER_SECOND, counted),
         speedup=_speedup(TOKENS_PER_SECOND, counted, plain),
         wall_speedup=_speedup(WALL_TOKENS_PER_SECOND, counted, plain),
-        milliseconds_by_phase=_milliseconds_by_phase(counted),
+        milliseconds_by_phase=_milliseconds_by_phase(turns),
     )
 
 
-def _acceptance_by_depth(records: Iterable[Record]) -> list[float]:
-    offered: defaultdict[int, int] = defaultdict(int)
-    accepted: defaultdict[int, int] = defaultdict(int)
-    for record in records:
-        for turn in record.turns:
-            for depth, count in enumerate(turn.metrics.offered_by_depth):
-                offered[depth] += count
-                accepted[depth] += turn.metrics.accepted_by_depth[depth]
-    return [accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth]]
+def _acceptance_by_depth(metrics: Sequence[RequestMetrics]) -> list[float]:
+    offered = _added(*(m.offered_by_depth for m in metrics))
+    accepted = _added(*(m.accepted_by_depth for m in metrics))
+    return [a / o for a, o in zip(accepted, offered, strict=True) if o]
 
 
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
@@ -390,12 +307,12 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
     """
     questions = sorted({r.question_id for own in records for r in own})
     repeats = sorted({r.repeat for own in records for r in own})
-    columns: list[list[float]] = []
-    for repeat in repeats:
-        for own in records:
-            sums = figure.by_question(r for r in own if r.repeat == repeat)
-            here = [sums.get(question, Sums(0.0, 0.0)) for question in questions]
-            columns += [[s.above for s in here], [s.below for s in here]]
+    columns = [
+        column
+        for repeat in repeats
+        for own in records
+        for column in figure.columns([r for r in own if r.repeat == repeat], questions)
+    ]
     if not columns:
         return Estimate(0.0, 0.0, 0.0)
 
@@ -420,18 +337,12 @@ def _median_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
     """Return a figure over that of ``base`` on the questions both answered, repeats pooled."""
-    ours, theirs = figure.by_question(records), figure.by_question(base)
-    shared = sorted(ours.keys() & theirs.keys())
-    return bootstrap_ratio_of_ratios(
-        [ours[question].above for question in shared],
-        [ours[question].below for question in shared],
-        [theirs[question].above for question in shared],
-        [theirs[question].below for question in shared],
-    )
+    ours, theirs = ({r.question_id for r in whole(own)} for own in (records, base))
+    shared = sorted(ours & theirs)
+    return bootstrap_ratio(*figure.columns(records, shared), *figure.columns(base, shared))
 
 
-def _milliseconds_by_phase(records: Iterable[Record]) -> dict[str, float]:
-    turns = [turn for record in records for turn in record.turns]
+def _milliseconds_by_phase(turns: Sequence[Turn]) -> dict[str, float]:
     tokens = sum(turn.completion_tokens for turn in turns)
     if not tokens:
         return {}
@@ -449,13 +360,9 @@ def _milliseconds_by_phase(records: Iterable[Record]) -> dict[str, float]:
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranking within one cell.
+    """Ranking within one cell: who leads with which figure, and the others, highest first.
 
-    Attributes:
-        leader: The one with the highest figure.
-        value: The leader's figure.
-        tied: Those whose interval does not lie below the leader, highest first.
-        behind: The others, highest first.
+    Those that are tied cannot be told apart from the leader.
     """
 
     leader: str
@@ -476,28 +383,25 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
     lies below 1.
     """
     by_setting = _by_setting(results)
-    ranks = {}
-    for temperature in dict.fromkeys(s.temperature for s in results.settings.settings):
-        here = {
-            s.name: own
-            for s in results.settings.settings
-            if s.temperature == temperature and (own := whole(by_setting.get(s.name, ())))
-        }
-        if here:
-            ranks[temperature] = _rank(here, figure)
-    return ranks
+    heats: dict[float, dict[str, list[Record]]] = {}
+    for setting in results.settings.settings:
+        if own := whole(by_setting[setting.name]):
+            heats.setdefault(setting.temperature, {})[setting.name] = own
+    return {temperature: _rank(own, figure) for temperature, own in heats.items()}
 
 
 def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:
-    values = {name: figure.pooled(own).value for name, own in records.items()}
+    def is_behind(name: str, leader: str) -> bool:
+        return paired_ratio(figure, records[name], records[leader]).high < 1
+
+    return _ranked({name: figure.of(own) for name, own in records.items()}, is_behind)
+
+
+def _ranked(values: Mapping[str, float], is_behind: Callable[[str, str], bool]) -> Rank:
     leader, *others = sorted(values, key=lambda name: -values[name])
-    sides = {n: paired_ratio(figure, records[n], records[leader]).side_of_one() for n in others}
-    return Rank(
-        leader=leader,
-        value=values[leader],
-        tied=tuple(name for name in others if sides[name] is not SideOfOne.BELOW),
-        behind=tuple(name for name in others if sides[name] is SideOfOne.BELOW),
-    )
+    behind = tuple(name for name in others if is_behind(name, leader))
+    tied = tuple(name for name in others if name not in behind)
+    return Rank(leader=leader, value=values[leader], tied=tied, behind=behind)
 
 
 def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
@@ -516,15 +420,10 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
     return {cell: ways for cell, ways in found.items() if ways}
 
 
-def rank_ways(ways: dict[str, Estimate]) -> Rank:
+def rank_ways(ways: Mapping[str, Estimate]) -> Rank:
     """Rank ways by their speed over plain decoding.
 
     A way is behind if even its best repeat is below the leader's worst.
     """
-    leader, *others = sorted(ways, key=lambda way: -ways[way].value)
-    return Rank(
-        leader=leader,
-        value=ways[leader].value,
-        tied=tuple(way for way in others if ways[way].high >= ways[leader].low),
-        behind=tuple(way for way in others if ways[way].high < ways[leader].low),
-    )
+    values = {way: speed.value for way, speed in ways.items()}
+    return _ranked(values, lambda way, leader: ways[way].high < ways[leader].low)

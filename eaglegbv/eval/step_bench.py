@@ -1,181 +1,223 @@
-"""Step time by phase for models of any shape, beside the least time that the machine allows.
+"""Step times by phase for many settings of one pair of models, beside the time of products alone.
 
-The floor of a forward is the larger of two times: reading all its weights, and the keys and values
-it attends to, once at the measured bandwidth; and doing its multiplications at the measured rate.
-Time above the floor goes to launches, small kernels and Python. Verification and commit have no
-floor here, because they compute little.
+The *floor* of a phase is the time of its products with weights and nothing else: the model's own
+linear layers over random rows, in one CUDA graph where there are any. Time above the floor goes to
+attention, small kernels, launches and Python. Verification and commit have no floor here, because
+they compute little.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 import msgspec
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from eaglegbv.cuda_graphs import REPLAYED
+from eaglegbv.config import EngineConfig, Plan, plan_name
+from eaglegbv.cuda_graphs import (
+    REPLAYED,
+    GraphMode,
+    OperationWatch,
+    Recorder,
+    make_recorder,
+)
+from eaglegbv.drafters.draft_model import StandaloneDrafter
+from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle_model import Eagle1Head
 from eaglegbv.engine import Engine
-from eaglegbv.eval.random_models import WARM_UP_STEPS, Rig, Shape, StepSetting, barrier_of
-from eaglegbv.metrics import Phase, StepRecord, Stopwatch, seconds_by_phase
-from eaglegbv.request import Request
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.random_models import barrier_of, random_prompts
+from eaglegbv.loading import Pair
+from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
+from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
 
-# What the machine can do.
+STEP = "step"
+"""Name of the whole step beside those of its phases."""
+
+PHASES = (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
+
+_FLOOR_RUNS, _KERNELS = 8, 12
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured rates of a device.
-
-    Attributes:
-        bandwidth: Bytes a second that a large copy moves; each byte counts once for reading and
-            once for writing.
-        flops: Multiplications and additions a second of a large matrix product.
-    """
-
-    bandwidth: float
-    flops: float
-
-
-def measure_machine(dtype: torch.dtype, device: torch.device, *, megabytes: int = 256) -> Machine:
-    """Time a large copy and a large matrix product, and keep the best of several runs of each.
-
-    Args:
-        dtype: Dtype of the matrices.
-        device: Device to measure.
-        megabytes: Size of the copy, in MiB.
-    """
-    barrier = barrier_of(device)
-    source = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
-    sink = torch.empty_like(source)
-    copy = _best(lambda: sink.copy_(source), barrier)
-    size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn((size, size), device=device).to(dtype)
-    b = torch.randn((size, size), device=device).to(dtype)
-    product = _best(lambda: torch.mm(a, b), barrier)
-    return Machine(bandwidth=2 * source.numel() / copy, flops=2 * size**3 / product)
-
-
-def _best(work: Callable[[], object], barrier: Callable[[], None] | None, runs: int = 6) -> float:
-    """Return the shortest time of several runs, in seconds."""
-    times = []
-    for _ in range(runs):
-        watch = Stopwatch(barrier)
-        with watch.phase(Phase.FORWARD):
-            work()
-        times.append(watch.seconds[Phase.FORWARD])
-    return min(times)
-
-
-# The least time of a phase.
-
-
-def forward_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
-    """Return the least seconds of a forward of the target."""
-    rows = setting.batch * setting.plan.tree_nodes
-    cached = setting.batch * setting.context * rig.target.pool.bytes_per_slot
-    read = (target_bytes(rig) + cached) / machine.bandwidth
-    return max(read, 2 * rows * _target_weights(rig) / machine.flops)
-
-
-def draft_floor(rig: Rig, setting: StepSetting, machine: Machine) -> float:
-    """Return the least seconds of drafting.
-
-    Every level of a tree reads the head once. The projection of features is left out because it
-    is read only once a step.
-    """
-    if not setting.plan.speculative:
-        return 0.0
-    weights = sum(p.numel() for name, p in rig.drafter.head.named_parameters() if "fc" not in name)
-    size = rig.target.dtype.itemsize
-    rows = setting.batch * setting.plan.paths
-    level = max(weights * size / machine.bandwidth, 2 * rows * weights / machine.flops)
-    return setting.plan.depth * level
-
-
-def _target_weights(rig: Rig) -> int:
-    """Return the number of weights in a forward's products; the embedding is only looked up."""
-    every: int = sum(p.numel() for p in rig.target.model.parameters())
-    return every - rig.target.input_embeddings.numel()
-
-
-def target_bytes(rig: Rig) -> int:
-    """Return the bytes of the weights that a forward of the target reads."""
-    return _target_weights(rig) * rig.target.dtype.itemsize
-
-
-# Counts of the tensor operations that code dispatches.
-
-
-class OperationCounter(TorchDispatchMode):
-    """Counts the tensor operations dispatched within it; views count too."""
-
-    def __init__(self) -> None:
-        parent: Any = super()
-        parent.__init__()
-        self.count = 0
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, since torch.compile takes other modes for a change in what it traced."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Count an operation and run it."""
-        del types
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-# Times of steps.
-
-
-class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a phase of a step.
+class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """Setting of a measurement of steps.
 
     Attributes:
-        phase: Name of the phase, or ``step`` for the whole step.
-        seconds: Median time.
-        floor: Least time that the machine allows; None if it is not computed.
+        plan: How requests speculate.
+        batch: Number of requests.
+        context: Tokens of each prompt.
+        temperature: Sampling temperature.
+        steps: Number of timed steps.
     """
 
-    phase: str
-    seconds: float
-    floor: float | None
+    plan: Plan
+    batch: int = 1
+    context: int = 512
+    temperature: float = 1.0
+    steps: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "steps"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidArgument(name, value, "an integer of at least 1")
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an answer that no step ends, those whose operations are counted included."""
+        return (self.plan.depth + 1) * (self.steps + 3)
+
+    @property
+    def slots(self) -> int:
+        """KV slots that all requests need together."""
+        return self.batch * (self.context + self.max_tokens + self.plan.tree_slots + 64)
+
+    @property
+    def max_context(self) -> int:
+        """Positions that a text needs."""
+        return self.context + self.max_tokens + self.plan.depth + 1
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Times of a setting's steps.
 
     Attributes:
-        phases: Phases in order, then the whole step; each phase waits for the device before the
-            next begins.
+        seconds: Median time of each phase, and of the whole step; each phase waits for the device
+            before the next begins.
+        floors: Time of the products alone of drafting, of the forward, and of both as the step's.
         overlapping: Median seconds of a step as in normal use, where the host prepares a phase
             while the device is busy with the one before; None if the device does not run
             asynchronously.
-        operations: Tensor operations a step dispatches, without those within a CUDA graph.
+        busy: Seconds of a step in which kernels run on a CUDA device; None on others.
+        kernels: Seconds of those that take most of them, by name.
         launches: Kernels, copies and graphs that a step launches on a CUDA device; None on others.
-        replayed: Forwards of the target that replayed a recording, among all since the start.
-        machine: Measured rates from which the floors are computed.
-        weights: Bytes of the weights a forward of the target reads.
-        block_efficiency: Tokens committed per request and step; near 1 because weights are random.
+        operations: Tensor operations a step dispatches, without those within a CUDA graph.
+        eager: How often drafts and forwards of the timed steps replayed no recording, and attention
+            was PyTorch's instead of FlashInfer's, by part and reason.
+        block_efficiency: Tokens committed per request and step.
     """
 
-    phases: tuple[PhaseTime, ...]
+    seconds: dict[str, float]
+    floors: dict[str, float]
     overlapping: float | None
-    operations: int
+    busy: float | None
+    kernels: dict[str, float]
     launches: int | None
-    replayed: int
-    machine: Machine
-    weights: int
+    operations: int
+    eager: dict[str, int]
     block_efficiency: float
+
+
+# The time of products alone.
+
+
+Products = Sequence[tuple[int, Callable[[Tensor], Tensor]]]
+"""Products with weights, each after the width of what it multiplies."""
+
+
+class Floors:
+    """Times of a pair's products with weights, by number of rows."""
+
+    def __init__(self, pair: Pair) -> None:
+        """Find the products of a target and its drafter."""
+        target, drafter = pair.target, pair.drafter
+        self._like = target.input_embeddings
+        self._forward = _linears(target.model) if isinstance(target, HFTarget) else []
+        self._level: Products = []
+        if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, HFTarget):
+            self._level = _linears(drafter.model.model)
+        elif isinstance(drafter, EagleDrafter):
+            head = drafter.head
+            if isinstance(head, Eagle1Head):  # its output layer is the target's
+                self._level = [*_linears(head), (target.hidden_size, head.logits)]
+            else:  # features are projected once a step, not at every level
+                self._level = _linears(head, besides="fc")
+        self._known: dict[tuple[int, int], float] = {}
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights that a forward of the target multiplies with."""
+        entries = sum(layer.in_features * layer.out_features for _, layer in self._forward)
+        return entries * self._like.itemsize
+
+    def of(self, setting: StepSetting) -> dict[str, float]:
+        """Return the least seconds of drafting, of the forward and of both in a setting."""
+        plan, batch = setting.plan, setting.batch
+        forward = self._seconds(self._forward, batch * plan.tree_nodes)
+        draft = 0.0
+        if plan.asks_drafter:
+            draft = plan.depth * self._seconds(self._level, batch * plan.paths)
+        return {Phase.DRAFT: draft, Phase.FORWARD: forward, STEP: draft + forward}
+
+    @torch.inference_mode()
+    def _seconds(self, products: Products, rows: int) -> float:
+        """Return the shortest time of all products with so many rows."""
+        known = self._known.get((id(products), rows))
+        if known is not None:
+            return known
+        inputs = {width: self._like.new_empty((rows, width)).normal_() for width, _ in products}
+
+        def work() -> tuple[Tensor, ...]:
+            return tuple(product(inputs[width]) for width, product in products)
+
+        cuda = self._like.is_cuda
+        recorder = make_recorder(GraphMode.AUTO, cuda=cuda, recordable=True) or Recorder()
+        run, wait = recorder.record(work), barrier_of(self._like.device) or (lambda: None)
+        times = []
+        for _ in range(_FLOOR_RUNS):
+            wait()
+            start = time.perf_counter()
+            run()
+            wait()
+            times.append(time.perf_counter() - start)
+        self._known[id(products), rows] = min(times)
+        return min(times)
+
+
+def _linears(model: nn.Module, besides: str = "") -> list[tuple[int, nn.Linear]]:
+    """Return the linear layers of a model, without the one of a name."""
+    modules = model.named_modules()
+    return [
+        (m.in_features, m) for name, m in modules if isinstance(m, nn.Linear) and name != besides
+    ]
+
+
+# Times of steps, and what a device runs.
+
+
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+def _profiled(engine: Engine, device: torch.device) -> tuple[int | None, dict[str, float]]:
+    """Run a step; return its launches, and the seconds of each kernel, as the profiler has them."""
+    if device.type != "cuda":
+        return None, {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        _step(engine)
+        torch.cuda.synchronize()
+    events = profiled.key_averages()
+    return launches_of(events), kernel_seconds(events)
+
+
+def launches_of(events: Any) -> int:  # noqa: ANN401  the profiler's own list
+    """Return how often the host launched anything, by a profiler's averages."""
+    return sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
+
+
+def kernel_seconds(events: Any) -> dict[str, float]:  # noqa: ANN401  the profiler's own list
+    """Return the seconds of each kernel and copy on the device, the longest first."""
+    own = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    own.sort(key=lambda e: -e.self_device_time_total)
+    return {e.key: e.self_device_time_total / 1e6 for e in own}
 
 
 @dataclass(slots=True)
@@ -190,64 +232,86 @@ class _Collector:
             self.records.append(record)
 
 
-def time_steps(rig: Rig, setting: StepSetting, machine: Machine) -> StepReport:
+def time_steps(
+    pair: Pair, setting: StepSetting, floors: Floors, *, compile_backend: str | None = None
+) -> StepReport:
     """Time the phases of a setting's steps.
 
+    The same steps run once before they are timed, so that all is compiled and recorded by then.
+
     Args:
-        rig: The engines that run the steps.
+        pair: Target and drafter, whose pools have room for the setting.
         setting: What is timed.
-        machine: Measured rates from which to compute the floors.
+        floors: Times of the pair's products.
+        compile_backend: Backend that compiles the verifier; None for no compilation.
 
     Raises:
+        InvalidArgument: The pair cannot run the setting.
         StepFailed: A step broke off.
     """
-    requests = _add(rig.engine, rig.shape, setting)
-    timed = _timed(rig.engine, setting)
-    with OperationCounter() as counter:
-        _step(rig.engine)
-    launches = _launches(rig)
-    for request in requests:
-        rig.engine.cancel(request)
+    config = EngineConfig(
+        max_batch=setting.batch,
+        prefix_cache=False,
+        prefill_tokens=max(1024, setting.batch * setting.context),  # no request is ahead
+    )
+    make = partial(Engine, pair.target, pair.drafter, config, compile_backend=compile_backend)
+    barrier = barrier_of(pair.target.device)
+    with _decoding(make(), pair, setting) as engine:
+        _timed(engine, setting)
+        with OperationWatch() as watched:
+            _step(engine)
+        launches, kernels = _profiled(engine, pair.target.device)
+    before = _eager(pair)
+    with _decoding(make(barrier=barrier), pair, setting) as engine:
+        timed = _timed(engine, setting)
     overlapping = None
-    if rig.overlapping is not None:
-        _add(rig.overlapping, rig.shape, setting)
-        overlapping = median(record.seconds for record in _timed(rig.overlapping, setting))
-    committed = sum(record.committed for record in timed)
+    if barrier is not None:
+        with _decoding(make(), pair, setting) as engine:
+            overlapping = median(record.seconds for record in _timed(engine, setting))
+    phases = [seconds_by_phase(record.spans) for record in timed]
+    seconds = {str(p): median(own.get(p, 0.0) for own in phases) for p in PHASES}
     return StepReport(
-        phases=_phase_times(rig, setting, machine, timed),
+        seconds={**seconds, STEP: median(record.seconds for record in timed)},
+        floors=floors.of(setting),
         overlapping=overlapping,
-        operations=counter.count,
+        busy=None if launches is None else sum(kernels.values()),
+        kernels=dict(list(kernels.items())[:_KERNELS]),
         launches=launches,
-        replayed=rig.target.graph_counts.get(REPLAYED, 0),
-        machine=machine,
-        weights=target_bytes(rig),
-        block_efficiency=committed / (len(timed) * setting.batch),
+        operations=watched.count,
+        # Without graphs there are no counts.
+        eager=dict(_eager(pair) - before) if pair.target.graph_counts else {"all": len(timed)},
+        block_efficiency=sum(r.committed for r in timed) / (len(timed) * setting.batch),
     )
 
 
-def _add(engine: Engine, shape: Shape, setting: StepSetting) -> list[Request]:
-    """Queue the setting's requests, with random prompts."""
-    generator = torch.Generator().manual_seed(1)
+@contextmanager
+def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engine]:
+    """Let the engine answer the setting's requests, with random prompts, within this context."""
     requests = []
-    for n in range(setting.batch):
-        prompt = torch.randint(shape.vocab, (setting.context,), generator=generator)
-        params = SamplingParams(
-            temperature=setting.temperature,
-            max_tokens=setting.tokens,
-            ignore_eos=True,
-            seed=n,
-        )
-        requests.append(engine.add(prompt.tolist(), params, setting.plan))
-    return requests
+    try:
+        for seed, prompt in enumerate(
+            random_prompts(pair.target.vocab_size, setting.batch, setting.context)
+        ):
+            params = SamplingParams(
+                temperature=setting.temperature,
+                max_tokens=setting.max_tokens,
+                ignore_eos=True,
+                seed=seed,
+            )
+            requests.append(engine.add(prompt, params, setting.plan))
+        yield engine
+    finally:
+        for request in requests:
+            engine.cancel(request)
 
 
 def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
-    """Return the records of the timed steps."""
+    """Return the records of the setting's steps."""
     collector = _Collector()
     engine.observe(collector)
-    while len(collector.records) < WARM_UP_STEPS + setting.steps:
+    while len(collector.records) < setting.steps:
         _step(engine)
-    return collector.records[WARM_UP_STEPS : WARM_UP_STEPS + setting.steps]
+    return collector.records
 
 
 def _step(engine: Engine) -> None:
@@ -257,52 +321,56 @@ def _step(engine: Engine) -> None:
             raise commit.request.error
 
 
-_LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
-
-
-def _launches(rig: Rig) -> int | None:
-    """Return how much a further step launches, as the profiler counts it."""
-    if rig.target.device.type != "cuda":
-        return None
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        _step(rig.engine)
-        torch.cuda.synchronize()
-    events = profile.key_averages()
-    launches: int = sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
-    return launches
-
-
-def _phase_times(
-    rig: Rig, setting: StepSetting, machine: Machine, timed: Sequence[StepRecord]
-) -> tuple[PhaseTime, ...]:
-    seconds = [seconds_by_phase(record.spans) for record in timed]
-    floors: dict[Phase, float] = {
-        Phase.FORWARD: forward_floor(rig, setting, machine),
-        Phase.DRAFT: draft_floor(rig, setting, machine),
+def _eager(pair: Pair) -> Counter[str]:
+    """Return what replayed no recording so far, by part and reason; prompts never do."""
+    target, drafter = pair.target, pair.drafter
+    parts: dict[str, Mapping[str, int]] = {
+        "forward": target.graph_counts,
+        "draft": {} if drafter is None else drafter.graph_counts,
+        "attention": target.attention_fallbacks,
     }
-    times = [
-        PhaseTime(
-            phase=phase,
-            seconds=median(s.get(phase, 0.0) for s in seconds),
-            floor=floors.get(phase),
-        )
-        for phase in (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
+    return Counter(
+        {
+            f"{part}: {reason}": count
+            for part, counts in parts.items()
+            for reason, count in counts.items()
+            if reason not in (REPLAYED, "prefill")
+        }
+    )
+
+
+# A table for a terminal, printed row by row.
+
+
+_COLUMNS = (*PHASES, STEP, "overlapping", "floor", "x floor", "busy", "launches", "operations")
+HEADINGS = ["milliseconds", *_COLUMNS, "tokens", "ran eagerly"]
+
+
+def step_row(setting: StepSetting, report: StepReport) -> list[str]:
+    """Return the cells of a setting under :data:`HEADINGS`."""
+    floor = report.floors[STEP]
+    step = report.seconds[STEP] if report.overlapping is None else report.overlapping
+    others = (*report.seconds.values(), report.overlapping, floor)
+    return [
+        setting_name(setting),
+        *("-" if seconds is None else f"{1e3 * seconds:.3f}" for seconds in others),
+        f"{step / floor:.2f}" if floor else "-",
+        "-" if report.busy is None else f"{1e3 * report.busy:.3f}",
+        "-" if report.launches is None else str(report.launches),
+        str(report.operations),
+        f"{report.block_efficiency:.2f}",
+        ", ".join(f"{what} {n}" for what, n in report.eager.items()) or "-",
     ]
-    whole = median(record.seconds for record in timed)
-    return (*times, PhaseTime(phase="step", seconds=whole, floor=sum(floors.values())))
 
 
-def step_table(report: StepReport) -> list[list[str]]:
-    """Return rows for a terminal, headings first."""
-    rows = [["phase", "ms", "floor ms", "times the floor"]]
-    rows += [_row(phase.phase, phase.seconds, phase.floor) for phase in report.phases]
-    if report.overlapping is not None:
-        rows.append(_row("step, overlapping", report.overlapping, report.phases[-1].floor))
-    return rows
+def setting_name(setting: StepSetting) -> str:
+    """Return what tells a setting from others, such as ``otbv 4x6, batch 1, 512, T=1``."""
+    plan = plan_name(setting.plan)
+    return f"{plan}, batch {setting.batch}, {setting.context}, T={setting.temperature:g}"
 
 
-def _row(name: str, seconds: float, floor: float | None) -> list[str]:
-    if not floor:
-        return [name, f"{1e3 * seconds:.3f}", "-", "-"]
-    return [name, f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", f"{seconds / floor:.2f}"]
+def aligned(cells: Sequence[str]) -> str:
+    """Return a line whose columns stand below those of other lines."""
+    first, *others = cells
+    pairs = zip(others, HEADINGS[1:], strict=True)
+    return "  ".join([first.ljust(32), *(c.rjust(max(7, len(h))) for c, h in pairs)]).rstrip()

@@ -11,10 +11,9 @@ At temperature 0 all sampled paths coincide: a sampled tree is one path, whateve
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,14 +25,14 @@ from eaglegbv.eval.plots import (
     CAPTION,
     COLOURS,
     check_matplotlib,
+    error_bars,
     picture_style,
     plain_axes,
     save_pictures,
-    whiskers,
 )
 from eaglegbv.eval.records import Environment, Setting
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
@@ -52,17 +51,13 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the study.
 
     Attributes:
-        temperatures: Temperatures of the target.
         draft_temperatures: Multiples of the target's temperature.
         paths: Numbers of paths of sampled trees.
         depth: Length of a path, and depth of fixed trees.
         sizes: Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
         beam: For fixed trees, the nodes of a level that get children, and the children of each.
-        draft_width: Number of candidates that a draft distribution keeps.
         places: Number of places of each text.
         judgements: How often each tree is judged.
-        max_tokens: Most tokens of a text.
-        seed: Seed of the texts.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
@@ -87,15 +82,30 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             expected = f"ascending numbers of nodes up to {needed} or more"
             raise InvalidArgument("sizes", self.sizes, expected)
 
-    @property
-    def sampling(self) -> Sampling:
-        """Sizes of the sample."""
-        return Sampling(places=self.places, judgements=self.judgements, batch=BATCH)
+    def trees(self, temperature: float) -> tuple[list[Setting], list[Setting]]:
+        """Return the sampled trees of a temperature, and the fixed ones by size.
 
-    def sampled(self, temperature: float) -> Iterator[Setting]:
-        """Yield the sampled trees of a temperature."""
-        for k, hotter in product(self.paths, self.draft_temperatures):
+        At temperature 0, sampled trees are one path. Otherwise the last of the fixed trees is the
+        largest once more, judged by the sampled trees' verifier.
+        """
+
+        def fixed(verifier: str, beam: int, nodes: int) -> Setting:
             plan = Plan(
+                verifier=verifier,
+                paths=max(self.paths),
+                depth=self.depth,
+                draft_sampling=DraftSampling.FIXED,
+                draft_width=self.draft_width,
+                beam=beam,
+                nodes=nodes,
+            )
+            return Setting(plan=plan, temperature=temperature)
+
+        ladder = [fixed(FIXED, self.beam, size) for size in self.sizes]
+        if temperature == 0:
+            return [fixed(FIXED, 1, self.depth)], ladder
+        plans = [
+            Plan(
                 verifier=SAMPLED,
                 paths=k,
                 depth=self.depth,
@@ -103,44 +113,28 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
                 draft_width=self.draft_width,
                 draft_temperature=hotter,
             )
-            yield Setting(plan=plan, temperature=temperature)
+            for k, hotter in product(self.paths, self.draft_temperatures)
+        ]
+        sampled = [Setting(plan=plan, temperature=temperature) for plan in plans]
+        return sampled, [*ladder, fixed(SAMPLED, self.beam, self.sizes[-1])]
 
-    def fixed(self, temperature: float) -> Iterator[Setting]:
-        """Yield the fixed trees of a temperature, by size."""
-        for size in self.sizes:
-            yield Setting(plan=self._fixed(FIXED, self.beam, size), temperature=temperature)
 
-    def path(self) -> Setting:
-        """Return the path to which sampled trees reduce at temperature 0."""
-        return Setting(plan=self._fixed(FIXED, 1, self.depth), temperature=0.0)
+class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of a fixed tree: mean number of nodes, and tokens a step."""
 
-    def largest_fixed(self, temperature: float) -> Setting:
-        """Return the largest fixed tree, judged by the sampled trees' verifier."""
-        plan = self._fixed(SAMPLED, self.beam, self.sizes[-1])
-        return Setting(plan=plan, temperature=temperature)
-
-    def _fixed(self, verifier: str, beam: int, nodes: int) -> Plan:
-        return Plan(
-            verifier=verifier,
-            paths=max(self.paths),
-            depth=self.depth,
-            draft_sampling=DraftSampling.FIXED,
-            draft_width=self.draft_width,
-            beam=beam,
-            nodes=nodes,
-        )
+    drafter: str
+    temperature: float
+    verifier: str
+    nodes: float
+    tokens: Estimate
 
 
 class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a sampled tree.
+    """Results of a sampled tree, beside those of :class:`FixedCell`.
 
     Attributes:
-        drafter: Name of the drafter.
-        temperature: Temperature of the target.
         paths: Number of paths, K; 1 at temperature 0.
         draft_temperature: Draft temperature as a multiple of ``temperature``.
-        nodes: Mean number of nodes.
-        tokens: Tokens a step.
         fixed: Tokens a step of fixed trees with as many nodes.
         over_fixed: Ratio of ``tokens`` to ``fixed``.
         over_equal: Ratio to the same tree drafted at the target's own temperature.
@@ -157,37 +151,8 @@ class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
     over_equal: Estimate
 
 
-class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a fixed tree.
-
-    Attributes:
-        drafter: Name of the drafter.
-        temperature: Temperature of the target.
-        verifier: Name of the verifier that judged it.
-        nodes: Mean number of nodes.
-        tokens: Tokens a step.
-    """
-
-    drafter: str
-    temperature: float
-    verifier: str
-    nodes: float
-    tokens: Estimate
-
-
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings and results of a study.
-
-    Attributes:
-        model: The target.
-        drafters: The drafters.
-        questions: Identifiers of the questions.
-        suite: Name of their suite.
-        settings: What was compared.
-        environment: Where and when it was measured.
-        sampled: Results of the sampled trees.
-        fixed: Results of the fixed trees.
-    """
+    """Settings and results of a study of the answers to questions, known by their ids."""
 
     model: str
     drafters: tuple[str, ...]
@@ -199,8 +164,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     fixed: tuple[FixedCell, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(NamedTuple):
     """The cells of one drafter at one temperature."""
 
     sampled: tuple[SampledCell, ...]
@@ -216,27 +180,19 @@ def study_cells(
     *,
     on_texts: Callable[[int], object] = lambda _: None,
 ) -> Cells:
-    """Measure one drafter at one temperature.
+    """Measure one drafter on texts that the target wrote at ``temperature``.
 
-    Args:
-        name: Name of the drafter.
-        pair: Target and drafter.
-        texts: Texts that the target wrote at ``temperature``.
-        temperature: Temperature of the target.
-        settings: What to compare.
-        on_texts: Called with the number of texts that have just been done.
+    ``on_texts`` is called with the number of texts that have just been done.
     """
-    sampled = list(settings.sampled(temperature)) if temperature > 0 else [settings.path()]
-    fixed = list(settings.fixed(temperature))
-    extra = [settings.largest_fixed(temperature)] if temperature > 0 else []
-    asked = [*sampled, *fixed, *extra]
-    tallies = same_drafts(pair, texts, asked, settings.sampling, on_texts=on_texts)
+    sampled, fixed = settings.trees(temperature)
+    sampling = Sampling(settings.places, settings.judgements, BATCH)
+    tallies = same_drafts(pair, texts, [*sampled, *fixed], sampling, on_texts=on_texts)
     drawn, sizes = tallies[: len(sampled)], tallies[len(sampled) :]
     ladder = [tally for tally in sizes if tally.setting.plan.verifier == FIXED]
     equal = {t.setting.plan.paths: t for t in drawn if t.setting.plan.draft_temperature == 1.0}
     cells = []
     for tally in drawn:
-        plan = tally.setting.plan
+        plan, places = tally.setting.plan, tally.places
         tokens = of_size(ladder, tally.mean_nodes)
         cells.append(
             SampledCell(
@@ -246,14 +202,22 @@ def study_cells(
                 draft_temperature=plan.draft_temperature,
                 nodes=tally.mean_nodes,
                 tokens=tally.estimate(),
-                fixed=sum(tokens) / sum(tally.places),
-                over_fixed=bootstrap_ratio_of_ratios(
-                    tally.tokens, tally.places, tokens, tally.places
-                ),
+                fixed=sum(tokens) / sum(places),
+                over_fixed=bootstrap_ratio(tally.tokens, places, tokens, places),
                 over_equal=tally.over(equal[plan.paths]),
             )
         )
-    return Cells(tuple(cells), tuple(_fixed_cell(name, tally) for tally in sizes))
+    judged = [
+        FixedCell(
+            drafter=name,
+            temperature=temperature,
+            verifier=tally.setting.plan.verifier,
+            nodes=tally.mean_nodes,
+            tokens=tally.estimate(),
+        )
+        for tally in sizes
+    ]
+    return Cells(tuple(cells), tuple(judged))
 
 
 def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
@@ -276,17 +240,7 @@ def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
     raise InvalidArgument("nodes", nodes, f"at most {known[-1][0]}, the largest fixed tree's")
 
 
-def _fixed_cell(name: str, tally: Tally) -> FixedCell:
-    return FixedCell(
-        drafter=name,
-        temperature=tally.setting.temperature,
-        verifier=tally.setting.plan.verifier,
-        nodes=tally.mean_nodes,
-        tokens=tally.estimate(),
-    )
-
-
-# The study of sampled and deterministic trees as tables, findings and a picture.
+# Its tables, findings and picture.
 
 
 WORDS = {
@@ -311,21 +265,12 @@ def study_table(study: Study) -> list[list[str]]:
     ]
     for group in _groups(study):
         own, top = _equal(group), best(group)
-        rows.append(
-            [
-                own.drafter,
-                f"{own.temperature:g}",
-                str(own.paths) if own.temperature > 0 else "any",
-                f"{own.nodes:.1f}",
-                f"{own.tokens.value:.3f}",
-                f"{own.fixed:.3f}",
-                with_interval(own.over_fixed, 3),
-                f"{top.draft_temperature:g}x",
-                f"{top.tokens.value:.3f}",
-                with_interval(top.over_equal, 3),
-                with_interval(top.over_fixed, 3),
-            ]
-        )
+        k = str(own.paths) if own.temperature > 0 else "any"
+        tokens = [f"{own.tokens.value:.3f}", f"{own.fixed:.3f}", with_interval(own.over_fixed, 3)]
+        ratios = [with_interval(top.over_equal, 3), with_interval(top.over_fixed, 3)]
+        better = [f"{top.draft_temperature:g}x", f"{top.tokens.value:.3f}", *ratios]
+        known = [own.drafter, f"{own.temperature:g}", k, f"{own.nodes:.1f}"]
+        rows.append([*known, *tokens, *better])
     return rows
 
 
@@ -336,15 +281,12 @@ def findings(study: Study) -> list[str]:
 
 def tree_findings(study: Study) -> list[str]:
     """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
-    found = []
-    for drafter, k, groups in _by_paths(study):
-        if k > 1:
-            own = [_equal(group) for group in groups]
-            found.append(
-                f"{drafter}, K = {k}: sampled at the target's own temperature against fixed, "
-                f"as many nodes: {_by_side([(c.temperature, c.over_fixed) for c in own])}"
-            )
-    return found
+    return [
+        f"{drafter}, K = {k}: sampled at the target's own temperature against fixed, as many "
+        f"nodes: {_by_side([(c.temperature, c.over_fixed) for c in map(_equal, groups)])}"
+        for drafter, k, groups in _by_paths(study)
+        if k > 1
+    ]
 
 
 def temperature_findings(study: Study) -> list[str]:
@@ -352,18 +294,18 @@ def temperature_findings(study: Study) -> list[str]:
     found = []
     for drafter, k, groups in _by_paths(study):
         for name, colder in (("hotter", False), ("colder", True)):
-            turned = [_turned(group, colder=colder) for group in groups]
-            ratios = [(c.temperature, c.over_equal) for c in turned if c is not None]
+            turned = [
+                [c for c in g if c.draft_temperature != 1 and (c.draft_temperature < 1) == colder]
+                for g in groups
+            ]
+            ratios = [(c.temperature, c.over_equal) for c in map(best, filter(None, turned))]
             if ratios:
                 found.append(
                     f"{drafter}, K = {k}: sampled {name}, at the best such multiple, against "
                     f"at the target's own temperature: {_by_side(ratios)}"
                 )
-        multiples = [best(group) for group in groups]
-        found.append(
-            f"{drafter}, K = {k}: best of all multiples "
-            + ", ".join(f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in multiples)
-        )
+        multiples = [f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in map(best, groups)]
+        found.append(f"{drafter}, K = {k}: best of all multiples {', '.join(multiples)}")
     return found
 
 
@@ -394,12 +336,6 @@ def _groups(study: Study) -> list[list[SampledCell]]:
 
 def _equal(group: Sequence[SampledCell]) -> SampledCell:
     return next(cell for cell in group if cell.draft_temperature == 1.0)
-
-
-def _turned(group: Sequence[SampledCell], *, colder: bool) -> SampledCell | None:
-    """Return the best cell drafted colder than the target, or hotter; None if there is none."""
-    cells = [c for c in group if c.draft_temperature != 1 and (c.draft_temperature < 1) == colder]
-    return best(cells) if cells else None
 
 
 def draw_study(study: Study, folder: Path) -> list[Path]:
@@ -438,25 +374,13 @@ def draw_study(study: Study, folder: Path) -> list[Path]:
 
 
 def _by_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> None:
-    own, tops = [_equal(g) for g in groups], [best(g) for g in groups]
-    heats = [cell.temperature for cell in own]
-    axes.errorbar(
-        heats,
-        [cell.tokens.value for cell in own],
-        yerr=whiskers([cell.tokens for cell in own]),
-        color=COLOURS["otbv"],
-        elinewidth=0.6,
-        marker="o",
-        markersize=3,
-        label="sampled (otbv)",
-    )
-    axes.plot(
-        heats,
-        [cell.tokens.value for cell in tops],
-        color=COLOURS["otbv"],
-        linestyle=":",
-        label="sampled, best draft temperature",
-    )
+    own = [_equal(group) for group in groups]
+    heats, colour = [cell.temperature for cell in own], COLOURS["otbv"]
+    tokens = [(cell.temperature, cell.tokens) for cell in own]
+    axes.errorbar(**error_bars(tokens), color=colour, label="sampled (otbv)")
+    tops = [best(group).tokens.value for group in groups]
+    label = "sampled, best draft temperature"
+    axes.plot(heats, tops, color=colour, linestyle=":", label=label)
     axes.plot(
         heats,
         [cell.fixed for cell in own],

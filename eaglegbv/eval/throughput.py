@@ -13,6 +13,7 @@ import msgspec
 from eaglegbv.config import Planning
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.baselines import Generation
+from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.rng import request_seed
@@ -67,52 +68,46 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens / self.seconds
 
 
-# Ways to generate: the engine with one planning, watched or not, and transformers.
+# Ways to generate: the engine with one planning, and transformers.
 
 
 _CHOICES = (FORWARDS, REASONS)
 
 
 class Way(Protocol):
-    """A way to generate."""
+    """A way to generate: a name for tables, and most prompts at once (None for any number)."""
 
     @property
-    def name(self) -> str:
-        """Name of the way in tables."""
-
+    def name(self) -> str: ...  # noqa: D102
     @property
-    def max_batch(self) -> int | None:
-        """Most prompts it takes at once; None for any number."""
+    def max_batch(self) -> int | None: ...  # noqa: D102
 
     def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        """Answer all prompts with ``tokens`` tokens each.
-
-        Args:
-            prompts: Token ids.
-            tokens: Length of each answer.
-            temperature: Sampling temperature.
-            seed: Seed of all random numbers.
-
-        Returns:
-            Number of tokens generated, all answers together.
-        """
+        """Answer all prompts of token ids with ``tokens`` tokens each; return their number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineWay:
-    """The engine with one planning; see :class:`Way`.
+    """The engine with one planning, and the plans it chose in each cell; see :class:`Way`.
+
+    Ways share an engine and its counters, so what was counted before a call is subtracted.
 
     Attributes:
         name: Name of the way in tables.
-        llm: The engine.
+        llm: The engine, with its models.
         plan: How all requests are planned.
-        max_batch: None, because the engine takes any number of prompts.
+        chosen: Decoding forwards, counted once per request, by plan and by reason in each cell.
     """
 
     name: str
-    llm: LLM
+    llm: LLM | PairEngine
     plan: Planning
-    max_batch: int | None = None
+    chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
+    _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
+
+    @property
+    def max_batch(self) -> None:
+        """None: the engine takes any number of prompts."""
 
     def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
         """See :meth:`Way.run`."""
@@ -125,44 +120,13 @@ class EngineWay:
             )
             for n in range(len(prompts))
         ]
+        before = self._counted()
         answers = self.llm.generate(prompts, params, plan=self.plan)
         for answer in answers:
             if answer.error is not None:  # for example, a prompt longer than the model's context
-                raise EagleGBVError(answer.error)
-        return sum(len(answer.token_ids) for answer in answers)
-
-
-@dataclass(slots=True)
-class WatchedWay:
-    """A way of the engine that counts the plans chosen in each cell; see :class:`Way`.
-
-    Ways share an engine and its counters, so what was counted before a call is subtracted.
-
-    Attributes:
-        way: The way.
-        chosen: Decoding forwards, counted once per request, by plan and by reason in each cell.
-    """
-
-    way: EngineWay
-    chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
-    _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
-
-    @property
-    def name(self) -> str:
-        """See :attr:`Way.name`."""
-        return self.way.name
-
-    @property
-    def max_batch(self) -> int | None:
-        """See :attr:`Way.max_batch`."""
-        return self.way.max_batch
-
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        """See :meth:`Way.run`."""
-        before = self._counted()
-        generated = self.way.run(prompts, tokens, temperature=temperature, seed=seed)
+                raise EagleGBVError(str(answer.error))
         self._last = {m: counts - before[m] for m, counts in self._counted().items()}
-        return generated
+        return sum(len(answer.token_ids) for answer in answers)
 
     def note(self, timing: Timing) -> None:
         """Count the last call if the timing is of this way; calls without one only warmed up."""
@@ -172,25 +136,20 @@ class WatchedWay:
                 chosen.setdefault(metric, Counter()).update(counts)
 
     def _counted(self) -> dict[Metric, Counter[str]]:
-        values = self.way.llm.metrics.values
+        values = self.llm.metrics.values
         return {m: Counter({k: int(n) for k, n in values.get(m, {}).items()}) for m in _CHOICES}
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersWay:
-    """transformers' ``generate``; see :class:`Way`.
-
-    Attributes:
-        name: Name of the way in tables.
-        generation: Plain or assisted generation, with ends of sequence ignored.
-    """
+    """transformers' ``generate``, plain or assisted, past ends of sequence; see :class:`Way`."""
 
     name: str
     generation: Generation
 
     @property
     def max_batch(self) -> int | None:
-        """See :attr:`Way.max_batch`."""
+        """See :class:`Way`."""
         return self.generation.baseline.max_batch
 
     def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
@@ -378,7 +337,7 @@ def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:
     return f"T={temperature:g},{length} {way}"
 
 
-def choice_lines(way: WatchedWay) -> list[str]:
+def choice_lines(way: EngineWay) -> list[str]:
     """Return one line for each cell: the shares of the plans chosen, and of the reasons."""
     lengths = any(cell.context for cell in way.chosen)
     return [

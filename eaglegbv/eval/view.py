@@ -3,8 +3,9 @@
 import html
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -101,7 +102,12 @@ def content_of(path: Path) -> Content:
     """
     if path.is_dir():
         return results_content(load_results(path, "path"))
-    if _begins_with(path, b"{"):
+    try:
+        with path.open("rb") as file:
+            one_object = file.read(64).lstrip().startswith(b"{")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if one_object:
         found = read_results(path, "path", expected="a trace, or a results.json")
         return results_content(found)
     return trace_content(path)
@@ -155,7 +161,7 @@ def trace_content(path: Path) -> Content:
         raise InvalidArgument("path", str(path), "a trace with at least one step")
     arguments = [_decoded(step.args, dict[str, object], path) for step in steps]
     trees = [_decoded(step.args, _Arguments, path).trees for step in steps]
-    phases = list(_phases(boxes))
+    phases = _phases(boxes)
     drafted = [tree for of_step in trees for tree in of_step if len(tree.token_ids) > 1]
     requests, left_out = _requests(trees[:MOST_STEPS])
     notes = []
@@ -165,13 +171,16 @@ def trace_content(path: Path) -> Content:
         notes.append(f"The last {left_out:,} draft trees are left out; the charts have all.")
     if not any(trees):
         notes.append("The trace has no draft trees: generate --trace FILE --trace-trees adds them.")
+    totals: Counter[str] = Counter()
+    for by_phase in phases:
+        totals.update(by_phase)
     return {
         "kind": "trace",
         "title": f"Trace: {path.name}",
         "facts": _facts(arguments, drafted),
         "notes": notes,
         "by_depth": _acceptance_by_depth(drafted),
-        "phases": _sums(phases),
+        "phases": dict(totals),
         "requests": requests,
         "steps": [
             {
@@ -185,25 +194,15 @@ def trace_content(path: Path) -> Content:
     }
 
 
-def _phases(boxes: Sequence[_Event]) -> Iterator[dict[str, float]]:
-    """Yield the milliseconds of each step by phase; ``boxes`` has each step before its phases."""
-    current: dict[str, float] | None = None
+def _phases(boxes: Sequence[_Event]) -> list[dict[str, float]]:
+    """Return the milliseconds of each step by phase; ``boxes`` has each step before its phases."""
+    found: list[dict[str, float]] = []
     for event in boxes:
         if event.name == "step":
-            if current is not None:
-                yield current
-            current = {}
-        elif current is not None:
-            current[event.name] = current.get(event.name, 0.0) + event.dur / 1000
-    if current is not None:
-        yield current
-
-
-def _sums(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    totals: Counter[str] = Counter()
-    for by_phase in phases:
-        totals.update(by_phase)
-    return dict(totals)
+            found.append({})
+        elif found:
+            found[-1][event.name] = found[-1].get(event.name, 0.0) + event.dur / 1000
+    return found
 
 
 def _facts(
@@ -248,16 +247,16 @@ def _requests(trees: Sequence[Sequence[_Tree]]) -> tuple[list[Content], int]:
                 continue
             tree.step = step
             shown.setdefault(tree.request, []).append(tree)
-    return [_request(number, own) for number, own in sorted(shown.items())], left_out
-
-
-def _request(number: int, trees: list[_Tree]) -> Content:
-    return {
-        "number": number,
-        "plan": trees[-1].plan,
-        "prompt": _beginning(trees[0]),
-        "trees": [msgspec.to_builtins(tree) for tree in trees],
-    }
+    requests: list[Content] = [
+        {
+            "number": number,
+            "plan": own[-1].plan,
+            "prompt": _beginning(own[0]),
+            "trees": [msgspec.to_builtins(tree) for tree in own],
+        }
+        for number, own in sorted(shown.items())
+    ]
+    return requests, left_out
 
 
 def _beginning(tree: _Tree) -> str:
@@ -270,34 +269,29 @@ def _beginning(tree: _Tree) -> str:
 
 def _conversations(records: Sequence[Record]) -> Content:
     """Return as many conversations as fit, and a note on the others."""
-    shown, letters = 0, 0
-    for record in records:
-        letters += sum(len(turn.text) for turn in record.turns)
-        if letters > MOST_LETTERS:
-            break
-        shown += 1
+    letters = accumulate(sum(len(turn.text) for turn in record.turns) for record in records)
+    shown = sum(total <= MOST_LETTERS for total in letters)
     cut = f"The first {shown:,} of {len(records):,} conversations are shown; the charts have all."
     return {
         "notes": [] if shown == len(records) else [cut],
-        "conversations": [_conversation(record) for record in records[:shown]],
-    }
-
-
-def _conversation(record: Record) -> Mapping[str, object]:
-    return {
-        "question": record.question_id,
-        "category": record.category,
-        "setting": record.setting,
-        "repeat": record.repeat,
-        "error": record.error,
-        "turns": [
+        "conversations": [
             {
-                "text": turn.text,
-                "tokens": turn.completion_tokens,
-                "finish": turn.finish_reason,
-                "block_efficiency": turn.metrics.block_efficiency,
+                "question": record.question_id,
+                "category": record.category,
+                "setting": record.setting,
+                "repeat": record.repeat,
+                "error": record.error,
+                "turns": [
+                    {
+                        "text": turn.text,
+                        "tokens": turn.completion_tokens,
+                        "finish": turn.finish_reason,
+                        "block_efficiency": turn.metrics.block_efficiency,
+                    }
+                    for turn in record.turns
+                ],
             }
-            for turn in record.turns
+            for record in records[:shown]
         ],
     }
 
@@ -323,11 +317,3 @@ def _decoded(raw: bytes | msgspec.Raw, kind: type[T], path: Path) -> T:
 def _unreadable(path: Path, error: Exception) -> InvalidArgument:
     expected = f"a results.json, its folder, or a Chrome trace ({error})"
     return InvalidArgument("path", str(path), expected)
-
-
-def _begins_with(path: Path, sign: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(64).lstrip().startswith(sign)
-    except OSError as error:
-        raise _unreadable(path, error) from error

@@ -7,9 +7,8 @@ argument, so no global state says which request or which pool is meant.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,7 @@ from eaglegbv.attention.base import (
 )
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, SlotAllocator, slot_bytes
-from eaglegbv.compiling import (
-    can_generate,
-    check_backend,
-    compile_graph,
-    generating_products,
-    making_graphs,
-)
+from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.cuda_graphs import (
     MAX_ROWS,
@@ -54,6 +47,7 @@ from eaglegbv.cuda_graphs import (
     Bucket,
     GraphMode,
     NotRecordable,
+    Outcomes,
     Recorder,
     Work,
     make_recorder,
@@ -61,7 +55,7 @@ from eaglegbv.cuda_graphs import (
 )
 from eaglegbv.devices import send
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, first_line
-from eaglegbv.fused_linears import in_use, prepare
+from eaglegbv.fused_linears import prepare
 from eaglegbv.models.self_check import (
     COMPILED,
     PLAIN,
@@ -127,7 +121,7 @@ class HFTarget(Target):
         self.dtype = model.dtype
         self.device = model.device
         self.eos_token_ids = _eos_token_ids(model)
-        self.features = FeatureSpec.none() if features is None else features
+        self.features = features or FeatureSpec()
         self.features.check(self.num_layers)
         self.self_check: str | None = None
         self._must_pass = must_pass
@@ -136,17 +130,17 @@ class HFTarget(Target):
         expected = plain_outputs(model, self.features)
         model.set_attn_implementation(PLAIN)
         self._compiled = False
-        generates = can_generate(compile_backend, dtype=self.dtype, device=self.device)
         probe = Probe()
-        generated = model.base_model if generates else None
-        self._products = prepare(model, lambda: self._probe(probe), generated=generated)
+        compiled = None if compile_backend is None else model.base_model
+        prepare(model, lambda: self._probe(probe), compiled=compiled)
         check_layers(type(model).__name__, probe.calls, config, self.max_context)
         # Where forwards are padded, the padding writes to a slot of the pool without an owner.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
         self._make_pool(size, probe.calls[0], spare)
         self.attention = attention(self.pool)
+        self.attention_fallbacks = self.attention.fallbacks
         self._static: StaticForward | None = None
-        with making_graphs(), generating_products() if generates else nullcontext():
+        with making_graphs(compile_backend, dtype=self.dtype, device=self.device):
             if compile_backend is not None:
                 self._compile(compile_backend)
             self._prove(expected)
@@ -157,13 +151,10 @@ class HFTarget(Target):
             self._prove(expected)  # this forward is recorded
             self._prove(expected)  # this one is replayed
             self._static.counts.clear()
+            self.graph_counts = self._static.counts
 
     def _make_pool(self, size: PoolSize, layer: LayerCall, spare: int) -> None:
-        """Make a pool with ``spare`` more slots than requests may use.
-
-        A given number counts only the slots for requests. If memory decides, it has to hold the
-        spare ones too.
-        """
+        """Make a pool with ``spare`` more slots than requests may use, if memory decides in it."""
         included = spare if size.slots is None else 0
         fitting = size.slots_of(
             slot_bytes(self.num_layers, layer.kv_heads, layer.head_dim, self.dtype),
@@ -177,11 +168,7 @@ class HFTarget(Target):
         self.pool = KVPool(*held, self.dtype, self.device)
 
     def _prove(self, expected: TargetOutput) -> None:
-        """Check that packed trees give the plain model's outputs.
-
-        Raises:
-            ModelNotSupported: They do not, and must.
-        """
+        """Check that packed trees give the plain model's outputs, or raise if they must."""
         try:
             check_forward(type(self.model).__name__, self, expected)
         except ModelNotSupported as error:
@@ -204,7 +191,6 @@ class HFTarget(Target):
             InvalidArgument: The backend does not exist, the model cannot be a single graph, or its
                 head calls another part of it.
         """
-        check_backend(backend)
         self.model.set_attn_implementation(COMPILED)
         name, base = type(self.model).__name__, self.model.base_model
         base.forward = compile_graph(base.forward, backend)
@@ -238,11 +224,10 @@ class HFTarget(Target):
     ) -> TargetOutput:
         """Run the model over a batch with the given attention; see :meth:`Target.forward`."""
         compiled = self._compiled
-        with ExitStack() as around:
-            around.enter_context(torch.inference_mode() if compiled else torch.no_grad())
-            if compiled:
-                around.enter_context(attending(attend))
-                around.enter_context(in_use(self._products))
+        with (
+            torch.inference_mode() if compiled else torch.no_grad(),
+            attending(attend) if compiled else nullcontext(),
+        ):
             token_ids, positions = batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
             out = self.model(
                 # Graphs are made for tensors of one kind: those of inference mode.
@@ -264,16 +249,6 @@ class HFTarget(Target):
         """See :meth:`Target.record`."""
         if self._static is not None:
             self._static.record(requests, nodes)
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """See :meth:`Target.graph_counts`."""
-        return {} if self._static is None else self._static.counts
-
-    @property
-    def attention_fallbacks(self) -> Mapping[str, int]:
-        """See :meth:`Target.attention_fallbacks`."""
-        return self.attention.fallbacks
 
     @property
     def input_embeddings(self) -> Tensor:
@@ -302,7 +277,7 @@ class StaticForward:
 
     def __init__(self, target: HFTarget, recorder: Recorder) -> None:
         """Start with nothing recorded."""
-        self.counts: Counter[str] = Counter()
+        self.counts = Outcomes()
         self._target = target
         self._recorder = recorder
         self._recorded: dict[Bucket, _Recorded] = {}
@@ -312,20 +287,17 @@ class StaticForward:
         self._features: Tensor | None = None
 
     def forward(self, segments: Sequence[Segment]) -> TargetOutput | None:
-        """Score the segments' new tokens; return None if they must run without a recording.
-
-        The result is overwritten by the next forward.
-        """
+        """Score new tokens until the next forward; None if they run without a recording."""
         rows = sum(segment.num_new for segment in segments)
         bucket = Bucket.holding(len(segments), rows)
         if any(segment.visible is None for segment in segments):
-            self.counts["prefill"] += 1
+            self.counts.note("forwards", "prefill")
         elif bucket is None:
-            self.counts["too many rows"] += 1
+            self.counts.note("forwards", "too many rows")
         elif not self._run(bucket, segments):
-            self.counts[self._refused[bucket]] += 1
+            self.counts.note("forwards", self._refused[bucket])
         else:
-            self.counts[REPLAYED] += 1
+            self.counts.note("forwards", REPLAYED)
             assert self._logits is not None  # made with the first recording
             features = None if self._features is None else self._features[:rows]
             return TargetOutput(self._logits[:rows], features)
@@ -503,10 +475,8 @@ def load_model(
     loaded, report = opened
     # transformers would continue with random numbers in their place.
     if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])[:4]
-        raise ModelNotSupported(
-            "model", str(model), f"a file with all weights, not without {missing}"
-        )
+        expected = f"a file with all weights, not without {sorted(report['missing_keys'])[:4]}"
+        raise ModelNotSupported("model", str(model), expected)
     if not isinstance(loaded, PreTrainedModel):
         raise ModelNotSupported("model", str(model), "a causal language model")
     nn.Module.to(loaded, torch.device(device))
@@ -525,11 +495,8 @@ def _check_supported(model: PreTrainedModel, size: PoolSize) -> None:
     if size.slots is not None and size.slots < MIN_SLOTS:
         raise InvalidArgument("max_slots", size.slots, f"at least {MIN_SLOTS} slots")
     if model.config.is_encoder_decoder or not model._supports_attention_backend:
-        raise ModelNotSupported(
-            "model",
-            type(model).__name__,
-            "a decoder-only model on transformers' attention interface",
-        )
+        expected = "a decoder-only model on transformers' attention interface"
+        raise ModelNotSupported("model", type(model).__name__, expected)
 
 
 def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: int) -> list[int]:
@@ -537,23 +504,18 @@ def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: 
 
     These states are outputs of layers; the last layer's is normed.
     """
-    match features.kind:
-        case FeatureKind.NONE:
-            return []
-        case FeatureKind.FINAL:
-            layers = [num_layers - 1]
-        case FeatureKind.LAYERS:
-            layers = [layer - 1 for layer in features.layers]
+    if features.kind is FeatureKind.NONE:
+        return []
+    before = (num_layers,) if features.kind is FeatureKind.FINAL else features.layers
     earlier = _states_before_layers(model, num_layers)
-    return [layer + earlier for layer in layers]
+    return [layer - 1 + earlier for layer in before]
 
 
 @torch.no_grad()
 def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
     """Return how many hidden states precede the first layer's output when only some are requested.
 
-    Transformers before 5.23 counts none; later versions count the embedding, as they do when all
-    states are requested.
+    Transformers before 5.23 counts none; later versions count the embedding.
     """
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])
@@ -583,6 +545,4 @@ def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     eos = None if generation is None else generation.eos_token_id
     if eos is None:
         eos = model.config.get_text_config(decoder=True).eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset([eos] if isinstance(eos, int) else eos or ())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict, Unpack
 
 import torch
@@ -13,11 +14,8 @@ from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
 
-PLAIN = "eaglegbv_paged"
-"""Name of the attention function of an uncompiled model."""
-
-COMPILED = "eaglegbv_paged_opaque"
-"""Name of the attention function of a compiled model."""
+PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled model
+COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
 
 
 class _Settings(TypedDict, total=False):
@@ -59,21 +57,8 @@ def _attend(
     return eaglegbv_attend(call, q, k, v).unsqueeze(0), None
 
 
-def _attend_compiled(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **settings: Unpack[_Settings],
-) -> tuple[Tensor, None]:
-    return _attend(
-        module, query, key, value, attention_mask, eaglegbv_attend=attend_opaque, **settings
-    )
-
-
 AttentionInterface.register(PLAIN, _attend)
-AttentionInterface.register(COMPILED, _attend_compiled)
+AttentionInterface.register(COMPILED, partial(_attend, eaglegbv_attend=attend_opaque))
 
 # Check, when a target is built, that a transformers model honours the paged attention.
 #
@@ -150,35 +135,24 @@ def check_layers(
         ModelNotSupported: A layer did not call the function, layers differ in shape, or a window
             differs from the configuration's.
     """
-    layers = [call.layer for call in calls]
-    if layers != list(range(config.num_hidden_layers)):
-        raise ModelNotSupported(
-            "model",
-            name,
-            f"one attention call in each of {config.num_hidden_layers} layers, got {layers}",
-        )
+    layers, count = [call.layer for call in calls], config.num_hidden_layers
+    if layers != list(range(count)):
+        expected = f"one attention call in each of {count} layers, got {layers}"
+        raise ModelNotSupported("model", name, expected)
     shapes = {(call.kv_heads, call.head_dim) for call in calls}
     if len(shapes) > 1 or any(call.value_dim != call.head_dim for call in calls):
-        raise ModelNotSupported(
-            "model", name, f"keys and values of one shape in all layers, got {sorted(shapes)}"
-        )
+        expected = f"keys and values of one shape in all layers, got {sorted(shapes)}"
+        raise ModelNotSupported("model", name, expected)
     facts = config.to_dict()
     kinds = facts.get("layer_types") or [None] * len(calls)
     for call, kind in zip(calls, kinds, strict=True):
-        expected = None if kind == "full_attention" else facts.get("sliding_window")
         if kind not in (None, "full_attention", "sliding_attention"):
             raise ModelNotSupported("model", name, f"full or sliding attention, got {kind!r}")
-        if _reach(call.window, max_context) != _reach(expected, max_context):
-            raise ModelNotSupported(
-                "model",
-                name,
-                f"the window {expected} of its configuration in layer {call.layer}, "
-                f"got {call.window}",
-            )
-
-
-def _reach(window: int | None, max_context: int) -> int:
-    return max_context if window is None else min(window, max_context)
+        window = None if kind == "full_attention" else facts.get("sliding_window")
+        asked, named = (min(w or max_context, max_context) for w in (call.window, window))
+        if asked != named:
+            where = f"of its configuration in layer {call.layer}, got {call.window}"
+            raise ModelNotSupported("model", name, f"the window {window} {where}")
 
 
 def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput:
@@ -201,12 +175,8 @@ def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput
             output_hidden_states=features.kind is not FeatureKind.NONE,
         )
     rows = torch.arange(len(ends), device=model.device), torch.tensor(ends, device=model.device)
-    states: list[Tensor] = []
-    match features.kind:
-        case FeatureKind.FINAL:
-            states = [out.hidden_states[-1][rows]]
-        case FeatureKind.LAYERS:
-            states = [out.hidden_states[layer][rows] for layer in features.layers]
+    layers = (-1,) if features.kind is FeatureKind.FINAL else features.layers
+    states = [out.hidden_states[layer][rows] for layer in layers]
     return TargetOutput(out.logits[rows].float(), torch.cat(states, dim=-1) if states else None)
 
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -21,27 +22,17 @@ class FeatureKind(StrEnum):
     NONE = "none"
     FINAL = "final"
     """The hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2)."""
-    LAYERS = "layers"
-    """The inputs of several layers, concatenated (EAGLE-3)."""
+    LAYERS = "layers"  # the inputs of several layers, concatenated (EAGLE-3)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """The features a target hands to a drafter.
+    """The features a target hands to a drafter."""
 
-    Attributes:
-        kind: Which hidden states.
-        layers: For ``LAYERS``: numbers of the layers whose inputs are taken, 1 ... num_layers - 1;
-            the input of layer i is the output of layer i - 1, before any final norm.
-    """
-
-    kind: FeatureKind
+    kind: FeatureKind = FeatureKind.NONE  # which hidden states
+    # For `LAYERS`: numbers of the layers whose inputs are taken, 1 ... num_layers - 1; the input of
+    # layer i is the output of layer i - 1, before any final norm.
     layers: tuple[int, ...] = ()
-
-    @classmethod
-    def none(cls) -> Self:
-        """Return a specification without features."""
-        return cls(FeatureKind.NONE)
 
     @classmethod
     def final(cls) -> Self:
@@ -64,22 +55,17 @@ class FeatureSpec:
             raise InvalidArgument("features.layers", self.layers, "at least one layer")
         for layer in self.layers:
             if not 1 <= layer < num_layers:
-                raise InvalidArgument(
-                    "features.layers", layer, f"layers from 1 to {num_layers - 1} (their inputs)"
-                )
+                expected = f"layers from 1 to {num_layers - 1} (their inputs)"
+                raise InvalidArgument("features.layers", layer, expected)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """Result of a forward. It is valid until the next forward, which may overwrite it.
+    """Result of a forward. It is valid until the next forward, which may overwrite it."""
 
-    Attributes:
-        logits: ``[rows asked for, vocab]`` float32, not warped.
-        features: ``[packed rows, width]`` in the target's dtype, or None where the target was built
-            with no features.
-    """
-
-    logits: Tensor
+    logits: Tensor  # [rows asked for, vocab] float32, not warped
+    # [packed rows, width] in the target's dtype, or None where the target was built with no
+    # features.
     features: Tensor | None
 
     def of_rows(self, rows: Tensor) -> Self:
@@ -90,48 +76,25 @@ class TargetOutput:
 
 
 class Target(ABC):
-    """A language model that scores packed tree segments over a paged KV pool.
+    """A language model that scores packed tree segments over a paged KV pool."""
 
-    Attributes:
-        vocab_size: Number of logits.
-        hidden_size: Width of a hidden state.
-        num_layers: Number of decoder layers.
-        max_context: Most positions the model handles.
-        dtype: Dtype of weights, keys and features.
-        device: Device of the model and its KV pool.
-        eos_token_ids: Tokens that end a text.
-        features: What :meth:`forward` captures, fixed when the target is built.
-        allocator: Owner of the slots, shared with the drafter's pool.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_context: int
-    dtype: torch.dtype
-    device: torch.device
-    eos_token_ids: frozenset[int]
-    features: FeatureSpec
-    allocator: SlotAllocator
+    vocab_size: int  # number of logits
+    hidden_size: int  # width of a hidden state
+    num_layers: int  # number of decoder layers
+    max_context: int  # most positions the model handles
+    dtype: torch.dtype  # dtype of weights, keys and features
+    device: torch.device  # device of the model and its KV pool
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    features: FeatureSpec  # what `forward` captures, fixed when the target is built
+    graph_counts: Mapping[str, int] = MappingProxyType({})
+    """Number of forwards that replayed a recording, or by why not; empty without recordings."""
+    attention_fallbacks: Mapping[str, int] = MappingProxyType({})
+    """Attention calls that fell back to the slower backend, by what the faster one lacks."""
+    allocator: SlotAllocator  # owner of the slots, shared with the drafter's pool
 
     def record(self, requests: int, nodes: int) -> None:
-        """Record now what steps would otherwise record when they first need it.
-
-        Args:
-            requests: Most requests of a step.
-            nodes: Most nodes of a request's tree.
-        """
+        """Record what steps of up to so many requests, and nodes of each, would record later."""
         del requests, nodes
-
-    @property
-    def graph_counts(self) -> Mapping[str, int]:
-        """Number of forwards that replayed a recording, or by why not; empty without recordings."""
-        return {}
-
-    @property
-    def attention_fallbacks(self) -> Mapping[str, int]:
-        """Attention calls that fell back to the slower backend, by what the faster one lacks."""
-        return {}
 
     @property
     def max_slots(self) -> int:

@@ -13,6 +13,7 @@ from eaglegbv import calibration as cost_cache
 from eaglegbv.calibration import CostCache, calibrate, shape_of, was_disturbed
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.loading import Pair
 from eaglegbv.scheduler.planner import KnownCosts, Measured, Planner, StepCosts, StepShape
 from eaglegbv.utils import CACHE_FOLDER
 
@@ -30,12 +31,12 @@ def cache_of(*facts: object, dtype: torch.dtype = torch.float32) -> CostCache:
     return CostCache.of(*facts, device=torch.device("cpu"), dtype=dtype)
 
 
-def drafting() -> LLM:
-    return LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096))
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096)).pair
 
 
-def test_calibration_leaves_nothing_behind_and_keeps_to_its_time() -> None:
-    pair = drafting().pair
+def test_calibration_leaves_nothing_behind_and_keeps_to_its_time(pair: Pair) -> None:
     free = pair.target.allocator.num_free
     one = calibrate(pair, AUTO, EngineConfig(), seconds=0.0)
     assert {step.shape.cell for step in one.sampled} == {(0, 0, 0)}
@@ -63,7 +64,7 @@ def test_costs_are_measured_once_and_kept(folder: Path, caplog: pytest.LogCaptur
     assert [path.name for path in folder.iterdir()] == [kept.name]
     wrong = msgspec.json.decode(written)
     wrong["sampled"][0][1] = -1.0
-    for damaged in (b"{", written[:-20], msgspec.json.encode(wrong)):
+    for damaged in (written[:-20], msgspec.json.encode(wrong)):
         kept.write_bytes(damaged)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -102,12 +103,15 @@ def test_a_machine_that_was_busy_is_noticed(repeats, share: float, disturbed: bo
 
 @pytest.mark.parametrize("answers", [(True, False), (True, True)])
 def test_a_disturbed_calibration_says_so_and_measures_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: tuple[bool, ...]
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answers: tuple[bool, ...],
 ) -> None:
     left = list(answers)
     monkeypatch.setattr(cost_cache, "was_disturbed", lambda *_: left.pop(0))
     with caplog.at_level(logging.WARNING):
-        calibrate(drafting().pair, LIMITS, EngineConfig(max_batch=1), seconds=0.0)
+        calibrate(pair, LIMITS, EngineConfig(max_batch=1), seconds=0.0)
     assert left == []
     assert "busy" in caplog.text
     assert "measured once more" in caplog.text
@@ -115,7 +119,7 @@ def test_a_disturbed_calibration_says_so_and_measures_again(
 
 
 def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(folder: Path) -> None:
-    drafting()
+    LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096))
     LLM(engine=EngineConfig(kv_slots=4096, calibrate=False))
     assert not folder.exists()
 
@@ -140,17 +144,16 @@ def test_other_settings_and_processors_have_other_files(monkeypatch: pytest.Monk
     assert cache_of("a", "b") != caches[0]
 
 
-def test_what_has_no_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = drafting().pair
+def test_what_has_no_room_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.target, "max_context", 30)
     nothing = calibrate(pair, AUTO, EngineConfig())
     assert nothing == KnownCosts()
     assert Planner(nothing).known == nothing
 
 
-def test_plans_that_cannot_run_are_refused_before_anything_is_measured() -> None:
+def test_plans_that_cannot_run_are_refused_before_anything_is_measured(pair: Pair) -> None:
     with pytest.raises(InvalidArgument, match="one without state over steps"):
-        calibrate(drafting().pair, AutoPlan(verifier="greedy_block", max_paths=1), EngineConfig())
+        calibrate(pair, AutoPlan(verifier="greedy_block", max_paths=1), EngineConfig())
 
 
 def test_models_of_one_shape_share_a_file(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.g_test import GTest, g_test, joint_probs
-from support.tiny_engine import TinyEngine, tiny_engine
+from support.g_test import GTest, g_test
+from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
 from eaglegbv.cuda_graphs import GraphMode
@@ -30,8 +30,8 @@ from eaglegbv.tree import DraftTree
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 8
 TOKENS = 3
-SAMPLES = 8_500
-LEVEL = 1e-4
+SAMPLES, SHIFT, POWER = 1_500, 0.08, 0.65
+LEVEL = 1e-3
 LIMITS = AutoPlan(max_paths=3, max_depth=3)
 
 
@@ -49,13 +49,7 @@ def engine(tiny: TinyEngine) -> Engine:
 @pytest.fixture(scope="module")
 def dist() -> np.ndarray:
     """The exact joint distribution of the first tokens, from the plain model."""
-    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0)
-
-    @torch.inference_mode()
-    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
-        return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
-
-    return joint_probs(next_probs, PROMPT, TOKENS)
+    return tiny_engine(vocab=VOCAB, sharpness=3.0).joint_probs(PROMPT, TOKENS)
 
 
 class RestlessPlanner(Planner):
@@ -79,12 +73,19 @@ class RestlessPlanner(Planner):
         self.accepted += accepted
 
 
+def keep_little(monkeypatch: pytest.MonkeyPatch, kept: int, most: int) -> None:
+    """Have no prompt be worth the drafter's reading, and few positions kept of what it missed."""
+    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
+    monkeypatch.setattr("eaglegbv.drafting._KEPT", kept)
+    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", most)
+
+
 class PeekingPlanner(Planner):
     """Decodes plainly where the number that draws a plain step's token is small."""
 
     def assign(self, requests: list[Request], **_: object) -> None:
         for request in requests:
-            [number] = request.stream.draw(request.step, Purpose.CORRECTION, 1)
+            [number] = request.rng.draw(request.step, Purpose.CORRECTION, 1)
             request.plan = PLAIN if number < 0.4 else Plan(paths=3, depth=2)
 
 
@@ -96,23 +97,33 @@ def check(engine: Engine, dist: np.ndarray, samples: int) -> GTest:
     ]
     while engine.has_work:
         engine.step()
-    cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
-    return g_test(cells.tolist(), dist)
+    return g_test(cells_of(requests, VOCAB), dist, shift=SHIFT, level=LEVEL)
 
 
 def test_joint_distribution_is_the_targets(engine: Engine, dist: np.ndarray) -> None:
     result = check(engine, dist, SAMPLES)
-    assert result.power > 0.65, result
+    assert result.power > POWER, result
     assert result.p_value > LEVEL, result
     assert len(engine.metrics.values[FORWARDS]) > 2
 
 
-def test_joint_distribution_when_plans_follow_the_text_and_other_requests(
-    engine: Engine, dist: np.ndarray
+def test_joint_distribution_when_plans_follow_the_texts_and_drafters_begin_anew(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, dist: np.ndarray
 ) -> None:
+    """Another plan every step; drafters missed nearly all of what was read before they draft."""
+    forgotten: set[int] = set()
+    skip = EagleDrafter.skip
+
+    def noted(self: EagleDrafter, request: Request, *, keep: int) -> None:
+        forgotten.add(request.number)
+        skip(self, request, keep=keep)
+
+    monkeypatch.setattr(EagleDrafter, "skip", noted)
+    keep_little(monkeypatch, 1, 2)
     engine._planner = RestlessPlanner()
     result = check(engine, dist, SAMPLES)
     assert result.p_value > LEVEL, result
+    assert len(forgotten) == SAMPLES
     assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
 
 
@@ -121,38 +132,30 @@ def test_a_planner_that_peeks_is_noticed(engine: Engine, dist: np.ndarray) -> No
     assert check(engine, dist, 2_500).p_value < LEVEL
 
 
-def test_greedy_text_is_that_of_plain_decoding(engine: Engine, tiny: TinyEngine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40)
-    expected = tiny.tokens([PROMPT], params, PLAIN)
-    planner = RestlessPlanner()
-    for engine._planner in (Planner(), planner):
-        request = engine.add(PROMPT, params, AUTO if engine._planner is not planner else LIMITS)
-        while engine.has_work:
-            engine.step()
-            engine.check()
-        assert [request.token_ids] == expected
-        assert len(request.metrics.plans) > 1
-        assert any("lookup" in name for name in request.metrics.plans)
+def looked_up(request: Request) -> int:
+    """How many steps were of tokens looked up."""
+    return sum(n for name, n in request.metrics.plans.items() if "lookup" in name)
 
 
-def test_a_text_in_a_loop_is_looked_up_and_the_drafter_goes_on_after_it(
-    engine: Engine, tiny: TinyEngine
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=60)
-    expected = tiny.tokens([PROMPT], params, PLAIN)
-    request = engine.add(PROMPT, params, AUTO)
+def run_checked(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
         engine.check()
-    assert [request.token_ids] == expected
-    assert sum(n for name, n in request.metrics.plans.items() if "lookup" in name) > 1
-    without = engine.add(PROMPT, params, AutoPlan(lookup_depth=0))
-    sampled = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1), AUTO)
-    while engine.has_work:
-        engine.step()
-    assert [without.token_ids] == expected
-    for other in (without, sampled):
-        assert not any("lookup" in name for name in other.metrics.plans)
+
+
+def test_greedy_text_is_that_of_plain_decoding(engine: Engine, tiny: TinyEngine) -> None:
+    """A text in a loop is looked up, where that may be, and the drafter goes on after it."""
+    params = SamplingParams(temperature=0, max_tokens=60)
+    expected = tiny.tokens([PROMPT], params, PLAIN)
+    for planner, plan in (
+        (Planner(), AUTO), (RestlessPlanner(), LIMITS), (Planner(), AutoPlan(lookup_depth=0))
+    ):  # fmt: skip
+        engine._planner = planner
+        request = engine.add(PROMPT, params, plan)
+        run_checked(engine)
+        assert [request.token_ids] == expected
+        assert len(request.metrics.plans) > 1
+        assert (looked_up(request) > 1) == bool(plan.lookup_depth)
 
 
 def test_greedy_and_sampled_texts_in_one_batch_and_pre_empted_between_steps(
@@ -177,8 +180,7 @@ def test_greedy_and_sampled_texts_in_one_batch_and_pre_empted_between_steps(
     assert len(sampled.token_ids) == 60
     for request in (*greedy, sampled, cancelled):
         assert not request.draft_states
-        looked_up = any("lookup" in name for name in request.metrics.plans)
-        assert looked_up == request.params.greedy
+        assert bool(looked_up(request)) == request.params.greedy
 
 
 def test_lookups_beside_trees_drafted_on_a_device(tiny: TinyEngine) -> None:
@@ -188,9 +190,8 @@ def test_lookups_beside_trees_drafted_on_a_device(tiny: TinyEngine) -> None:
     requests = [padded.engine.add(prompt, params, AUTO) for prompt in (PROMPT, PROMPT[1:])]
     padded.run(requests)
     assert [request.token_ids for request in requests] == expected
-    plans = requests[0].metrics.plans
-    assert any("lookup" in name for name in plans)
-    assert any(name not in ("none",) and "lookup" not in name for name in plans)
+    assert looked_up(requests[0])
+    assert any(name != "none" and "lookup" not in name for name in requests[0].metrics.plans)
 
 
 def test_an_answer_ends_before_a_lookup_would_leave_the_context(engine: Engine) -> None:
@@ -209,29 +210,15 @@ def test_requests_of_one_seed_draw_numbers_of_their_own(engine: Engine) -> None:
     params, plan = SamplingParams(max_tokens=12, seed=5), Plan(paths=2, depth=2)
     auto = [engine.add(PROMPT, params, AUTO) for _ in range(2)]
     fixed = [engine.add(PROMPT, params, plan) for _ in range(2)]
-    numbers = [r.stream.draw(0, Purpose.DRAFT, 4).tolist() for r in auto + fixed]
+    numbers = [r.rng.draw(0, Purpose.DRAFT, 4).tolist() for r in auto + fixed]
     assert numbers[0] != numbers[1]
     assert numbers[2] == numbers[3]
     assert numbers[2] not in numbers[:2]
 
 
-def test_a_fixed_plan_in_the_same_batch_stays_and_gives_its_own_text(
-    engine: Engine, tiny: TinyEngine
-) -> None:
-    plan, params = Plan(paths=2, depth=3), SamplingParams(max_tokens=30, seed=11)
-    [alone] = tiny.tokens([PROMPT], params, plan)
-    fixed = engine.add(PROMPT, params, plan)
-    crowd = [engine.add(PROMPT[:n], SamplingParams(max_tokens=9 * n), AUTO) for n in (1, 2, 3)]
-    while engine.has_work:
-        engine.step()
-        engine.check()
-    assert fixed.token_ids == alone
-    assert set(fixed.metrics.plans) == {"otbv 2x3"}
-    assert all(len(r.token_ids) == 9 * n for n, r in zip((1, 2, 3), crowd, strict=True))
-
-
 def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
-    request = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1), AUTO)
+    request = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1, ignore_eos=True), AUTO)
+    assert engine.explain_plans() == "no request leaves its plan to the engine"
     records: list[StepRecord] = []
 
     class Collector:
@@ -239,6 +226,9 @@ def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
             records.append(record)
 
     engine.observe(Collector())
+    for _ in range(12):
+        engine.step()
+    assert engine.explain_plans().startswith("tokens/s expected at batch 1: ")
     while engine.has_work:
         engine.step()
     metrics = engine.metrics
@@ -257,33 +247,6 @@ def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
     assert "was never timed" in records[1].why
 
 
-def test_the_planner_explains_itself_while_requests_run(engine: Engine) -> None:
-    # Long enough to be running still, however many tokens a step commits.
-    engine.add(PROMPT, SamplingParams(max_tokens=100, seed=1, ignore_eos=True), AUTO)
-    assert engine.explain_plans() == "no request leaves its plan to the engine"
-    for _ in range(16):
-        engine.step()
-    assert engine.explain_plans().startswith("tokens/s expected at batch 1: ")
-
-
-@pytest.mark.parametrize(("cached", "worth", "reads"), [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
-def test_prompts_wait_for_the_drafter_while_nobody_drafts(
-    monkeypatch: pytest.MonkeyPatch, cached: int, worth: int, reads: int
-) -> None:
-    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=bool(cached))
-    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: bool(worth))
-    prompt = PROMPT * 8
-    request = tiny.engine.add(prompt, SamplingParams(max_tokens=30, seed=1), AUTO)
-    tiny.engine.step()
-    assert request.prefilled
-    assert tiny.engine._drafting.behind(request) == (0 if reads else len(prompt))
-    # It is read as soon as somebody drafts.
-    monkeypatch.setattr(tiny.engine, "_planner", RestlessPlanner())
-    while tiny.engine.has_work:
-        tiny.engine.step()
-    assert request.metrics.drafted_nodes > 0
-
-
 def plain(self: Planner, requests: list[Request], **_: object) -> None:
     """Have those decode plainly that leave it open; see :meth:`Planner.assign`."""
     for request in requests:
@@ -296,9 +259,7 @@ def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
     monkeypatch: pytest.MonkeyPatch, graphs: GraphMode
 ) -> None:
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefix_cache=False, graphs=graphs)
-    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
-    monkeypatch.setattr("eaglegbv.drafting._KEPT", 10)
-    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 20)
+    keep_little(monkeypatch, 10, 20)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     expected = tiny.tokens([PROMPT * 9], params, PLAIN)
     with monkeypatch.context() as resting:
@@ -318,58 +279,11 @@ def test_a_drafter_long_at_rest_keeps_the_end_of_what_it_missed(
     assert [request.token_ids] == expected
 
 
-def test_what_waits_for_the_drafter_is_shared_by_those_that_may_skip_it(
+def test_drafters_that_skip_read_no_row_that_they_did_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, check_slots=True)
-    engine, prompt = tiny.engine, PROMPT * 30
-    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = tiny_engine(vocab=VOCAB, sharpness=3.0).tokens([prompt], params, PLAIN)
-
-    def answer(plan: Plan | AutoPlan) -> Request:
-        request = engine.add(prompt, params, plan)
-        while engine.has_work:
-            engine.step()
-        assert [request.token_ids] == expected
-        return request
-
-    with monkeypatch.context() as resting:
-        resting.setattr(Planner, "assign", plain)
-        first = engine.add(prompt, params, AUTO)
-        engine.step()
-        # All but what the drafter may still read.
-        assert (first.skipped, first.shared) == (150 - 64, 80)
-        second = answer(AUTO)
-        assert second.metrics.cached_tokens == 80
-        assert [first.token_ids] == expected
-        third = answer(AUTO)
-        assert third.metrics.cached_tokens == 144
-        # The next turn of a conversation finds the answer too.
-        turn = engine.add([*prompt, *expected[0], 1], params, AUTO)
-        engine.step()
-        assert turn.shared == (150 + 39) // 16 * 16
-        engine.cancel(turn)
-    # Whoever has a plan of its own reads all of it, and drafts as if alone.
-    fixed = answer(Plan(paths=2, depth=2))
-    assert fixed.metrics.cached_tokens == 0
-    assert fixed.metrics.accepted_tokens > 0
-    engine._planner = RestlessPlanner()
-    late = answer(AUTO)
-    assert late.metrics.cached_tokens == 144
-    assert late.metrics.drafted_nodes > 0
-    engine._planner = Planner()
-    again = answer(Plan(paths=2, depth=2))
-    assert again.metrics.cached_tokens == 144
-    assert again.metrics.accepted_by_depth == fixed.metrics.accepted_by_depth
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_drafters_that_skip_read_no_row_that_they_did_not_run(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
     """Texts that begin alike come, rest, draft and are pre-empted at random, in little room."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, slots=900, max_batch=6, check_slots=True)
     engine, allocator = tiny.engine, tiny.target.allocator
     assert isinstance(engine._drafting.drafter, EagleDrafter)
@@ -392,9 +306,8 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
         return tree
 
     monkeypatch.setattr(EagleDrafter, "draft", sound)
+    keep_little(monkeypatch, 5, 12)
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: chance.random() < 0.3)
-    monkeypatch.setattr("eaglegbv.drafting._KEPT", 5)
-    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 12)
     resting = Planner()
     monkeypatch.setattr(resting, "assign", partial(plain, resting))
     prompts = [PROMPT * n + [n % VOCAB] * m for n in (4, 9, 20) for m in (1, 3, 30)]
@@ -418,43 +331,6 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
     assert engine._cache.counts.shared > 500
     assert engine.metrics.value(PREEMPTIONS) > 3
     assert sum(request.metrics.accepted_tokens for _, request in requests) > 300
-
-
-def test_joint_distribution_where_drafters_begin_anew_behind_what_they_missed(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, dist: np.ndarray
-) -> None:
-    forgotten: Counter[int] = Counter()
-    skip = EagleDrafter.skip
-
-    def counted(self: EagleDrafter, request: Request, *, keep: int) -> None:
-        forgotten[request.number] += 1
-        skip(self, request, keep=keep)
-
-    monkeypatch.setattr(EagleDrafter, "skip", counted)
-    monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
-    monkeypatch.setattr("eaglegbv.drafting._KEPT", 1)
-    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 2)
-    engine._planner = RestlessPlanner()
-    result = check(engine, dist, SAMPLES)
-    assert result.p_value > LEVEL, result
-    assert len(forgotten) == SAMPLES
-    assert len(engine.metrics.values[FORWARDS]) == 1 + len(plans_of(LIMITS, greedy=True))
-
-
-def test_a_long_prompt_is_skipped_whole_once_its_beginning_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tiny = tiny_engine(vocab=VOCAB, sharpness=3.0, prefill_tokens=50)
-    monkeypatch.setattr(Planner, "worth_reading", lambda self, request, *, rows, batch: rows < 90)
-    monkeypatch.setattr("eaglegbv.drafting._KEPT", 10)
-    monkeypatch.setattr("eaglegbv.drafting._MOST_KEPT", 20)
-    request = tiny.engine.add(PROMPT * 40, SamplingParams(), AUTO)
-    behind = []
-    while not request.prefilled:
-        tiny.engine.step()
-        behind.append(tiny.engine._drafting.behind(request))
-    # What waited is read at the end, with what is left: an end is enough.
-    assert behind == [10, 10, 10, 0]
 
 
 def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:

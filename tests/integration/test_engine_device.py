@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.pretend_device import DEVICE, PretendDevice, marked
-from support.tiny_engine import TinyEngine, tiny_engine
+from support.tiny_engine import tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
 
 SETTINGS = {
     "plain": (PLAIN, SamplingParams(max_tokens=12, seed=3, ignore_eos=True)),
-    "otbv": (Plan(paths=3, depth=3), SamplingParams(max_tokens=12, seed=3, ignore_eos=True)),
     "warped": (
         Plan(verifier="gbv", paths=2, depth=3),
         SamplingParams(max_tokens=12, seed=5, temperature=0.8, top_k=7, top_p=0.9, min_p=0.01),
@@ -48,7 +47,6 @@ SETTINGS = {
         Plan(verifier="specinfer", paths=2, depth=2, draft_sampling=DraftSampling.WOR),
         SamplingParams(max_tokens=12, seed=5, repetition_penalty=1.2, presence_penalty=0.3),
     ),
-    "greedy": (Plan(paths=2, depth=3), SamplingParams(max_tokens=12, temperature=0)),
     "stateful": (
         Plan(verifier="greedy_block", paths=1, depth=3),
         SamplingParams(max_tokens=12, seed=2),
@@ -91,31 +89,20 @@ def test_penalties_send_tokens_and_no_row_of_the_vocabulary(
     assert max(sent) < VOCAB
 
 
-def reads_of_steps(away: TinyEngine, device: PretendDevice, plan: Plan) -> list[list[str]]:
+def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
+    away = tiny_engine(device="cuda")
     params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True, top_k=8, top_p=0.95)
     for prompt in PROMPTS:
-        away.engine.add(prompt, params, plan)
+        away.engine.add(prompt, params, Plan(paths=2, depth=3))
     steps = []
     for _ in range(3):
         device.reads.clear()
-        device.blocking.clear()
         away.engine.step()
-        assert device.blocking == []
         steps.append(list(device.reads))
-    return steps
-
-
-def test_a_step_waits_once(device: PretendDevice) -> None:
-    away = tiny_engine(device="cuda")
-    assert reads_of_steps(away, device, PLAIN) == [["fetch"]] * 3
-
-
-def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
-    away = tiny_engine(device="cuda")
-    first, *others = reads_of_steps(away, device, Plan(paths=2, depth=3))
-    assert first == ["fetch"]  # prompts are read
-    # What goes on from two levels, three tensors by one wait each; the trees; then the verdict.
-    assert others == [["fetch"] * (2 * 3 + 8 + 1)] * 2
+    assert device.blocking == []
+    # Prompts are read. Then what goes on from two levels, three tensors by one wait each; the
+    # trees; and the verdict.
+    assert steps == [["fetch"], *[["fetch"] * (2 * 3 + 8 + 1)] * 2]
 
 
 def test_what_would_wait_or_mix_is_noticed(device: PretendDevice) -> None:

@@ -6,12 +6,15 @@ instead of after it.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from support.g_test import g_test, joint_probs
+from support.tabular_target import TabularTarget
+from support.tiny_engine import cells_of
 from support.token_drafting import random_llama, random_table
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
@@ -20,9 +23,8 @@ from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
@@ -68,28 +70,7 @@ def p_value(drafter: Drafter, plan: Plan, samples: int) -> float:
     while engine.has_work:
         engine.step()
     assert not any(request.error for request in requests)
-    cells = np.ravel_multi_index(np.array([r.token_ids for r in requests]).T, [VOCAB] * TOKENS)
-    return g_test(cells.tolist(), exact_probs(target)).p_value
-
-
-STOPPING = {
-    "otbv": Plan(verifier="otbv", paths=3, depth=3, min_confidence=0.3),
-    "gbv": Plan(verifier="gbv", paths=3, depth=3, min_confidence=0.3),
-    "block": Plan(verifier="block", paths=1, depth=3, min_confidence=0.3),
-    "traversal": Plan(verifier="traversal", paths=3, depth=3, min_confidence=0.3),
-    "specinfer wor": Plan(
-        verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=3, min_confidence=0.3
-    ),
-    "otbv greedy": Plan(
-        verifier="otbv", draft_sampling=DraftSampling.GREEDY, paths=3, depth=3, min_confidence=0.3
-    ),
-    "spechub": Plan(verifier="spechub", paths=2, depth=3, min_confidence=0.3),
-}
-
-
-@pytest.mark.parametrize("name", STOPPING)
-def test_paths_that_stop_by_their_own_confidence_lose_nothing(name: str) -> None:
-    assert p_value(tabular_drafter(), STOPPING[name], 1_500) > LEVEL
+    return g_test(cells_of(requests, VOCAB), exact_probs(target)).p_value
 
 
 def test_paths_cut_before_an_unlikely_token_would_be_noticed() -> None:
@@ -113,25 +94,28 @@ def test_paths_cut_before_an_unlikely_token_would_be_noticed() -> None:
 
 
 DRAFTED = {
-    "standalone otbv": (language_model_drafter, Plan(verifier="otbv", paths=3, depth=2)),
-    "standalone spectr_gbv": (language_model_drafter, Plan(verifier="spectr_gbv", paths=2)),
-    "ngram otbv": (NgramDrafter, Plan(verifier="otbv", paths=2, depth=3)),
-    "ngram target_only": (NgramDrafter, Plan(verifier="target_only", paths=2, depth=3)),
-    "table greedy_block": (tabular_drafter, Plan(verifier="greedy_block", paths=1, depth=3)),
-    "table otbv, EAGLE-1's tree": (
-        tabular_drafter,
-        Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, depth=5, shape=EAGLE1_SHAPE),
-    ),
-    "table otbv, EAGLE-2's tree": (
+    # Paths that stop by their own confidence lose nothing.
+    "table otbv, stopping": (tabular_drafter, Plan(paths=3, depth=3, min_confidence=0.3)),
+    "table specinfer wor, stopping": (
         tabular_drafter,
         Plan(
-            verifier="otbv",
-            draft_sampling=DraftSampling.FIXED,
+            verifier="specinfer",
+            draft_sampling=DraftSampling.WOR,
+            paths=3,
             depth=3,
-            beam=2,
-            nodes=7,
-            min_confidence=0.2,
+            min_confidence=0.3,
         ),
+    ),
+    "table greedy_draft": (
+        tabular_drafter,
+        Plan(verifier="greedy_draft", paths=3, depth=2, draft_temperature=1.5),
+    ),
+    "table spechub": (tabular_drafter, Plan(verifier="spechub", paths=4, depth=2)),
+    "standalone spectr_gbv": (language_model_drafter, Plan(verifier="spectr_gbv", paths=2)),
+    "ngram otbv": (NgramDrafter, Plan(verifier="otbv", paths=2, depth=3)),
+    "table otbv, EAGLE-1's tree": (
+        tabular_drafter,
+        Plan(draft_sampling=DraftSampling.FIXED, depth=5, shape=EAGLE1_SHAPE),
     ),
 }
 
@@ -142,6 +126,21 @@ def test_the_joint_distribution_is_the_targets(name: str) -> None:
     assert p_value(make(), plan, 1_500) > LEVEL
 
 
+class Misreporting(TabularDrafter):
+    """Hands on other probabilities than those drawn from, in the same order of likelihood."""
+
+    def draft(self, *args: object) -> DraftTree:
+        tree = super().draft(*args)
+        flat = tree.draft_probs.sqrt()
+        return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
+
+
+@pytest.mark.parametrize("name", ["table specinfer wor, stopping", "table spechub"])
+def test_misreported_draft_probs_are_noticed(name: str) -> None:
+    plan = msgspec.structs.replace(DRAFTED[name][1], min_confidence=0.0)
+    assert p_value(Misreporting(tabular_drafter().table), plan, 1_500) < LEVEL
+
+
 @pytest.mark.parametrize("kind", ["lm", "ngram", "table"])
 def test_text_at_temperature_0_is_the_targets(kind: str) -> None:
     model = random_llama(24, seed=3)
@@ -150,16 +149,15 @@ def test_text_at_temperature_0_is_the_targets(kind: str) -> None:
     with torch.inference_mode():
         for _ in range(40):
             text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
-    drafter: Drafter
-    match kind:
-        case "lm":
-            # The same model for a while: much is accepted, and some is not.
-            small = HFTarget(random_llama(24, seed=3, layers=1), max_slots=SLOTS)
-            drafter = StandaloneDrafter(small, vocab_size=24)
-        case "ngram":
-            drafter = NgramDrafter()
-        case _:
-            drafter = TabularDrafter(Table.of_logits(random_table(24)))
+    drafters: dict[str, Callable[[], Drafter]] = {
+        # The same model for a while: much is accepted, and some is not.
+        "lm": lambda: StandaloneDrafter(
+            HFTarget(random_llama(24, seed=3, layers=1), max_slots=SLOTS), vocab_size=24
+        ),
+        "ngram": NgramDrafter,
+        "table": lambda: TabularDrafter(Table.of_logits(random_table(24))),
+    }
+    drafter = drafters[kind]()
     engine = Engine(target, drafter, EngineConfig(kv_slots=SLOTS))
     plans = [
         Plan(),
@@ -175,31 +173,6 @@ def test_text_at_temperature_0_is_the_targets(kind: str) -> None:
         engine.step()
     for request in requests:
         assert request.token_ids == text[5:]
-
-
-def test_a_model_that_is_the_target_is_always_right() -> None:
-    target = HFTarget(random_llama(24), max_slots=SLOTS)
-    drafter = StandaloneDrafter(HFTarget(random_llama(24), max_slots=SLOTS), vocab_size=24)
-    engine = Engine(target, drafter, EngineConfig(kv_slots=SLOTS))
-    plan = Plan(verifier="block", paths=1, depth=4, draft_width=24)
-    request = engine.add([3, 1, 4], SamplingParams(max_tokens=61, seed=0), plan)
-    while engine.has_work:
-        engine.step()
-    # One token from the prompt, then five a forward.
-    assert request.metrics.target_forwards == 12
-    assert request.metrics.accepted_tokens == 48
-
-
-def test_a_lookup_is_judged_as_the_fixed_distribution_it_is() -> None:
-    engine = engine_of(tabular_target(), NgramDrafter())
-    for verifier in ("gbv", "token", "spechub"):
-        with pytest.raises(SamplingMismatch, match="draft_sampling='fixed'"):
-            engine.check_plan(Plan(verifier=verifier, paths=1 if verifier == "token" else 2))
-    with pytest.raises(
-        InvalidArgument, match="draft_sampling='iid': expected one the drafter draws: fixed"
-    ):
-        engine.check_plan(Plan(draft_sampling=DraftSampling.IID))
-    engine.check_plan(Plan())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -219,20 +192,23 @@ def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature: float) ->
     assert texts[0][1] > 0
 
 
-def test_a_lookup_needs_a_verifier_of_fixed_drafts() -> None:
-    engine = engine_of(tabular_target(), tabular_drafter())
-    with pytest.raises(SamplingMismatch, match="draft_sampling='fixed'"):
-        engine.check_plan(Plan(verifier="gbv", source=Source.LOOKUP))
+def test_what_a_drafter_cannot_do_is_refused() -> None:
+    lookup, table = (
+        engine_of(tabular_target(), own) for own in (NgramDrafter(), tabular_drafter())
+    )
+    lookup.check_plan(Plan())
+    one_path = {"verifier": "greedy_block", "paths": 1}
+    for engine, plan, message in (
+        # A lookup is judged as the fixed distribution it is, by whichever way it comes.
+        (lookup, Plan(verifier="gbv"), "draft_sampling='fixed'"),
+        (table, Plan(verifier="gbv", source=Source.LOOKUP), "draft_sampling='fixed'"),
+        (lookup, Plan(draft_sampling=DraftSampling.IID), "'iid': expected one the drafter draws"),
+        # State over steps needs distributions recalled, and does not end with confidence.
+        (lookup, Plan(**one_path, draft_sampling=DraftSampling.IID), "expected one that recalls"),
+        (table, Plan(**one_path, min_confidence=0.1), "^min_confidence=0.1: expected 0 for veri"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            engine.check_plan(plan)
     with pytest.raises(InvalidArgument, match=r"^source='web': expected one of drafter, lookup"):
         Plan(source="web")
     assert Plan(source="lookup").source is Source.LOOKUP
-
-
-def test_debts_do_not_end_with_confidence() -> None:
-    engine = engine_of(tabular_target(), tabular_drafter())
-    with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0 for verifier"):
-        engine.check_plan(Plan(verifier="greedy_block", paths=1, min_confidence=0.1))
-    with pytest.raises(InvalidArgument, match=r"^drafter='NgramDrafter': expected one that rec"):
-        engine_of(tabular_target(), NgramDrafter()).check_plan(
-            Plan(verifier="greedy_block", paths=1, draft_sampling=DraftSampling.IID)
-        )

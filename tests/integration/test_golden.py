@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tabular_target import TabularTarget
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -192,8 +192,8 @@ def one_more(verify: Verify) -> Verify:
     return wrong
 
 
-def no_debts(verify: Verify) -> Verify:
-    """Nothing is owed to later steps."""
+def no_state(verify: Verify) -> Verify:
+    """The target of later steps is not modified."""
 
     def wrong(self: object, tree: Any, target: Any, uniforms: Any, *layers: Any) -> Any:
         verdict = verify(self, tree, target, uniforms, *layers)
@@ -208,8 +208,8 @@ def no_debts(verify: Verify) -> Verify:
     [
         ("gbv/iid", easier_acceptance),
         ("otbv/fixed, static", one_more),
-        ("greedy_block/iid", no_debts),
-        ("spectr_gbv/iid", no_debts),
+        ("greedy_block/iid", no_state),
+        ("spectr_gbv/iid", no_state),
     ],
 )
 def test_a_planted_mistake_is_seen(

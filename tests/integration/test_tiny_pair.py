@@ -1,6 +1,5 @@
 """The pair that comes with the package: small, standard, and served exactly."""
 
-import json
 from collections.abc import Sequence
 
 import pytest
@@ -21,7 +20,7 @@ WORDS = ("Hello!", "What is a tree?", "Name a colour.", "Say something nice.")
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM()
+    return LLM(plan=Plan())
 
 
 def chats() -> list[list[dict[str, str]]]:
@@ -97,7 +96,7 @@ def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch: pytest.MonkeyPa
         llm = LLM(plan=AutoPlan(), engine=config)
         llm._engine._planner = LatePlanner()
         params = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True)
-        metrics = [answer.metrics for answer in llm.generate(chats(), params)]
+        metrics = [answer.metrics for answer in llm.generate(chats()[::3], params)]
         forwards = sum(own.plans["otbv 1x3"] for own in metrics)
         accepted[most] = sum(own.accepted_tokens for own in metrics) / forwards
     kept, whole = accepted.values()
@@ -107,17 +106,7 @@ def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("drafter", TINY_DRAFTERS)
 def test_both_heads_load_by_name(drafter: str) -> None:
-    llm = LLM(drafter=drafter)
+    llm = LLM(drafter=drafter, plan=Plan())
     answer = llm.generate([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=8))
     assert answer.token_ids
     assert llm.drafter_name == drafter
-
-
-def test_the_card_tells_what_the_reports_say() -> None:
-    card = (TINY / "README.md").read_text()
-    report = json.loads((TINY_TARGET / "training_report.json").read_text())
-    perplexity = report["held_out"]["perplexity, all assistant tokens"]
-    assert f"{perplexity:.1f}" in card
-    for name in TINY_DRAFTERS:
-        assert (TINY / name / "training_report.json").is_file()
-    assert "CC BY-SA" in card

@@ -53,7 +53,7 @@ def test_retracted_chunked_and_aborted_requests(
         many = [PROMPT, [4] * 30] * 20
         answers = engine.generate(input_ids=many, sampling_params=SAMPLED)
         assert [len(ids) for ids in token_ids(answers)] == [24] * 40
-        # Tokens after re-read texts follow the distribution too, whatever is owed then.
+        # Tokens after re-read texts follow the distribution too, however modified the target.
         dist = joint_probs(pair.next_probs(1.0, 1.0), PROMPT, 3)
         texts = token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=SAMPLED))
         assert g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], dist).p_value > 1e-5

@@ -208,12 +208,12 @@ def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("verifier", ["greedy_block", "spectr_gbv"])
-def test_verifiers_with_debts_ask_for_more(pair: SGLangPair, verifier: str) -> None:
+def test_verifiers_with_modified_target_state_ask_for_more(pair: SGLangPair, verifier: str) -> None:
     own = arguments(pair, speculative_eagle_topk=1)
     settle(own, verifier)
     assert own.disable_overlap_schedule
     for option, value in (("tp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
-        with pytest.raises(NotServed, match="use a verifier without debts"):
+        with pytest.raises(NotServed, match="use a verifier without modified-target state"):
             settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)
         settle(arguments(pair, **{option: value}), "otbv")
 

@@ -1,21 +1,23 @@
-"""What is kept is what is drawn from; K paths become one tree, in our numbers and SGLang's."""
+"""What is kept is what is drawn from; trees grow, in our numbers and SGLang's."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sglang_batch import sampling
+from support.tree_check import check_tree
 from torch import Tensor
 
 from eaglegbv.backends.sglang.tree_layout import (
-    GrowingPaths,
     NumberedTree,
+    RoundBuffers,
     ShortProbs,
+    TreeGrowth,
     draft_tree,
-    sglang_tree,
 )
-from eaglegbv.tree import check_tree
 
 WIDTH = 4
 
@@ -30,16 +32,19 @@ def drawn_paths(draw: st.DrawFn) -> Tensor:
     return torch.tensor(tokens).view(batch, L, K)
 
 
+def flat(tokens: Tensor) -> Tensor:
+    """``[batch, nodes]`` in SGLang's order; the root's token is 9."""
+    return torch.cat((torch.full((len(tokens), 1), 9), tokens.flatten(1)), dim=1)
+
+
 def numbered(tokens: Tensor) -> NumberedTree:
     """The tree of paths with probabilities that name them: path k at depth d has 0.1 + d + k."""
     batch, L, K = tokens.shape
-    ids = torch.arange(WIDTH).expand(batch, L - 1, K, WIDTH)
-    marks = torch.arange(L - 1).view(-1, 1, 1) * 10 + torch.arange(K).view(-1, 1) + 1.1
-    inner = ShortProbs(ids, marks.double().expand(batch, L - 1, K, WIDTH))
-    roots = ShortProbs(
-        torch.arange(WIDTH).expand(batch, -1), torch.full((batch, WIDTH), 0.25).double()
-    )
-    return draft_tree(torch.full((batch,), 9), tokens, roots, inner.pack())
+    ids = torch.arange(WIDTH).expand(batch, 1 + (L - 1) * K, WIDTH)
+    marks = torch.arange(L - 1).view(-1, 1) * 10 + torch.arange(K) + 1.1
+    marks = torch.cat((torch.tensor([0.25]), marks.flatten())).double()
+    probs = ShortProbs(ids, marks.unsqueeze(1).expand(batch, -1, WIDTH))
+    return draft_tree(flat(tokens), probs.pack(), K)
 
 
 @given(drawn_paths())
@@ -79,42 +84,134 @@ def test_a_node_has_the_distribution_of_the_first_path_through_it(tokens: Tensor
 def test_numbers_are_sglangs(tokens: Tensor) -> None:
     own = numbered(tokens)
     _, L, K = tokens.shape
-    flat = torch.cat((torch.full((len(tokens), 1), 9), tokens.flatten(1)), dim=1)
     for b in range(len(tokens)):
         count = int(own.tree.num_nodes[b])
         assert sorted(own.numbers[b].tolist()) == list(range(K * L + 1))
-        assert flat[b, own.numbers[b, :count]].tolist() == own.tree.token_ids[b, :count].tolist()
+        kept = flat(tokens)[b, own.numbers[b, :count]]
+        assert kept.tolist() == own.tree.token_ids[b, :count].tolist()
+        rows = own.rows()[b] - b * (K * L + 1)
+        assert rows.tolist() == own.numbers[b, :count].tolist() + [0] * (K * L + 1 - count)
+
+
+def grown(tokens: Tensor) -> Sequence[Tensor]:
+    """The sampled trees that have these ``[batch, length, paths]`` tokens, all equally likely."""
+    batch, L, K = tokens.shape
+
+    def alike(rows: int) -> ShortProbs:
+        return ShortProbs(
+            torch.arange(WIDTH).expand(rows, -1), torch.full((rows, WIDTH), 1 / WIDTH).double()
+        )
+
+    sampled = torch.zeros((batch, 1), dtype=torch.bool)
+    growth = TreeGrowth(alike(batch), (tokens.mT + 0.5).double() / WIDTH, sampled)
+    for _ in range(L - 1):
+        growth.grow(alike(batch * K), torch.zeros(batch * K, 1).double())
+        assert growth.origins.tolist() == [list(range(K))] * batch
+    return growth.tree()
+
+
+def parents_in_sglang(tree: Sequence[Tensor], b: int, K: int) -> dict[int, int]:
+    """Each node's parent by SGLang's rule: that of number s stands at ``parents[s // K]``."""
+    parents, numbers = tree[0][b].tolist(), tree[1][b].tolist()
+    assert len(set(numbers)) == len(numbers)
+    groups = {node: number // K for node, number in enumerate(numbers, start=1)}
+    return {n: 0 if g == 0 else 1 + numbers.index(parents[g]) for n, g in groups.items()}
 
 
 @given(drawn_paths())
 @settings(max_examples=60)
 def test_sglang_finds_the_same_parents(tokens: Tensor) -> None:
-    """By SGLang's rule: the parent of number s stands where ``parents[s // K]`` is found."""
     batch, L, K = tokens.shape
-    paths = GrowingPaths(tokens[:, 0])
-    for depth in range(1, L):
-        paths.grow(tokens[:, depth])
-    theirs, own = sglang_tree(paths), numbered(tokens)
-    assert theirs.parents.shape == (batch, 1 + K * (L - 1) if L > 1 else 0)
-    assert theirs.tokens.tolist() == tokens.flatten(1).tolist()
-    for b in range(batch):
-        numbers, parents = theirs.numbers[b].tolist(), theirs.parents[b].tolist()
-        assert len(set(numbers)) == K * L
-        found = {}
-        for node, number in enumerate(numbers, start=1):
-            group = number // K
-            found[node] = 0 if group == 0 else 1 + numbers.index(parents[group])
+    theirs, own = grown(tokens), numbered(tokens)
+    assert theirs[0].shape == (batch, 1 + K * (L - 1) if L > 1 else 0)
+    assert theirs[2].tolist() == tokens.flatten(1).tolist()
+    for b in range(len(tokens)):
+        found = parents_in_sglang(theirs, b, K)
         for place in range(1, int(own.tree.num_nodes[b])):
             parent = own.numbers[b, own.tree.parents[b, place]]
             assert found[int(own.numbers[b, place])] == int(parent)
 
 
+# Greedy requests: the tree of SGLang's EAGLE, written out for one request.
+
+
+def eagle_tree(table: Tensor, K: int, L: int) -> tuple[list[int], list[int], list[int]]:
+    """Parents, numbers and tokens of the most likely nodes; ``table`` ``[vocab, vocab]`` is q."""
+
+    def children(token: int) -> list[tuple[float, int]]:
+        values, ids = table[token].topk(K)
+        return list(zip(values.tolist(), ids.tolist(), strict=True))
+
+    found = [(score, k, token) for k, (score, token) in enumerate(children(LAST))]
+    branches, parents = list(found), list(range(-1, K))
+    for depth in range(1, L):
+        level = [
+            (score * p, K + K * K * (depth - 1) + K * r + k, token)
+            for r, (score, _, above) in enumerate(branches)
+            for k, (p, token) in enumerate(children(above))
+        ]
+        branches = sorted(level, reverse=True)[:K]
+        found += level
+        parents += [number for _, number, _ in branches] if depth < L - 1 else []
+    kept = sorted(number for _, number, _ in sorted(found, reverse=True)[: K * L])
+    tokens = {number: token for _, number, token in found}
+    return (parents if L > 1 else []), kept, [tokens[number] for number in kept]
+
+
+LAST, VOCAB = 2, 9
+
+
+@pytest.mark.parametrize(("K", "L"), [(3, 4), (3, 1), (2, 3), (1, 3), (4, 6)])
+def test_greedy_requests_have_sglangs_own_tree_in_any_company(K: int, L: int) -> None:
+    """Only the most likely tokens are kept, but they are ranked by all of the head's logits."""
+    generator = torch.Generator().manual_seed(K * L)
+    table = (torch.randn(VOCAB, VOCAB, generator=generator) * 2).softmax(1)
+    buffers = RoundBuffers(4, 4, 4 * K * L + 1, 5)
+    uniforms = torch.rand(4, 4 * K * L + 1, generator=generator, dtype=torch.float64)
+
+    def tree(greedy: Tensor | None) -> Sequence[Tensor]:
+        buffers.load(uniforms, sampling(torch.full((4, 1), 0.7), greedy))
+        slots = torch.tensor([1, 3, 0, 2])
+        buffers.keep_roots(slots, table[torch.full((4,), LAST)].log())
+        growth = buffers.growth(buffers.roots(slots), K, L)
+        temperatures = buffers.temperatures(4).repeat_interleave(K, dim=0)
+        for _ in range(L - 1):
+            logits = table[growth.tokens.flatten()].log()
+            peaks = logits.amax(dim=1, keepdim=True).double()
+            growth.grow(buffers.short_probs(logits, temperatures), peaks)
+        return growth.tree()
+
+    mixed, sampled = tree(torch.tensor([True, False, True, False])), tree(None)
+    parents, numbers, tokens = eagle_tree(table.double(), K, L)
+    for b in (0, 2):
+        assert [part[b].tolist() for part in mixed] == [parents, numbers, tokens]
+        assert parents_in_sglang(mixed, b, K)
+    for b in (1, 3):
+        for own, alone in zip(mixed, sampled, strict=True):
+            assert torch.equal(own[b], alone[b])
+
+
+def test_a_node_is_never_in_a_greedy_tree_without_its_parent() -> None:
+    """Neither where a token is certain, and so as likely as its parent, nor without logits."""
+    K, L = 3, 5
+    certain = torch.zeros(1, VOCAB)
+    certain[0, 4] = 200.0
+    for logits in (certain, torch.full((1, VOCAB), math.nan)):
+        values, ids = logits.topk(5, dim=1)
+        probs = ShortProbs.of_top(ids, values.double(), torch.ones(1, 1))
+        every = ShortProbs(probs.ids.expand(K, -1), probs.probs.expand(K, -1))
+        uniforms = torch.zeros(1, K, L, dtype=torch.float64)
+        growth = TreeGrowth(probs, uniforms, torch.ones(1, 1, dtype=torch.bool))
+        for _ in range(L - 1):
+            growth.grow(every, (values[:, :1] - values.logsumexp(1, keepdim=True)).expand(K, -1))
+        assert len(parents_in_sglang(growth.tree(), 0, K)) == K * L
+
+
 def short_probs(
     logits: list[list[float]], *, temperature: float = 1.0, width: int = 8
 ) -> ShortProbs:
-    table = torch.tensor(logits)
-    temperatures = torch.full((len(logits), 1), temperature)
-    return ShortProbs.of_logits(table, temperatures, width=width, target_ids=None)
+    values, ids = torch.tensor(logits).topk(min(width, len(logits[0])), dim=1)
+    return ShortProbs.of_top(ids, values.double(), torch.full((len(logits), 1), temperature))
 
 
 def test_keeps_the_most_likely_and_normalises_them() -> None:
@@ -127,16 +224,6 @@ def test_keeps_the_most_likely_and_normalises_them() -> None:
 def test_tempers() -> None:
     own = short_probs([[0.0, math.log(4)]], temperature=2.0)
     torch.testing.assert_close(own.probs, torch.tensor([[2, 1]]).double() / 3)
-
-
-def test_names_tokens_of_the_target() -> None:
-    own = ShortProbs.of_logits(
-        torch.tensor([[1.0, 3.0]]),
-        torch.ones(1, 1),
-        width=2,
-        target_ids=torch.tensor([7, 40]),
-    )
-    assert own.ids.tolist() == [[40, 7]]
 
 
 def test_a_broken_head_drafts_one_token_for_certain() -> None:

@@ -5,49 +5,51 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from support.g_test import g_test
+from support.sglang_batch import Req, sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
-from eaglegbv.backends.sglang.tree_layout import GrowingPaths, NumberedTree, ShortProbs, draft_tree
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
 from eaglegbv.backends.sglang.verify import (
     Acceptance,
+    GraphJudge,
     RequestBook,
-    acceptance,
+    Round,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    target_probs,
-    walk_greedily,
+    verifying,
 )
 from eaglegbv.config import Plan
+from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.rng import Purpose, RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
-from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.verifiers.paths import Residual, draw_residual
 
 V, LAST = 5, 0
 
 
 @dataclass(frozen=True)
-class Round:
-    """Rounds of requests that differ in their random numbers only.
+class Drafts:
+    """Trees of requests that differ in their random numbers only.
 
     ``target`` and ``draft`` are ``[vocab, vocab]``: the distribution after each token.
     """
 
+    plan: Plan
     target: Tensor
-    tokens: Tensor
-    numbered: NumberedTree
-    uniforms: VerifyUniforms
+    node_tokens: Tensor  # [batch, nodes] in SGLang's order
+    packed: Tensor
+    buffers: RoundBuffers
 
     @property
-    def node_tokens(self) -> Tensor:
-        """``[batch, nodes]`` in SGLang's order."""
-        last = torch.full_like(self.tokens[:, 0, :1], LAST)
-        return torch.cat((last, self.tokens.flatten(1)), dim=1)
+    def probs(self) -> Tensor:
+        """``[batch, nodes, vocab]``, as SGLang would compute them."""
+        return self.target[self.node_tokens].float()
 
 
 def tables(seed: int) -> tuple[Tensor, Tensor]:
@@ -56,47 +58,44 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
     return target / target.sum(1, keepdim=True), draft
 
 
-def draw_round(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> Round:
+def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> Drafts:
     target, draft = tables(seed)
     generator = torch.Generator().manual_seed(seed + 1)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+    buffers = RoundBuffers(batch, batch, 4 * K * L + 1, width)
+    uniforms = torch.rand(batch, 4 * K * L + 1, generator=generator, dtype=torch.float64)
+    buffers.load(uniforms, sampling(torch.ones(batch, 1), None))
 
     def after(tokens: Tensor) -> ShortProbs:
-        rows = draft.log().float()[tokens.flatten()]
-        return ShortProbs.of_logits(rows, torch.ones(len(rows), 1), width=width, target_ids=None)
+        logits = draft.log()[tokens.flatten()]
+        return buffers.short_probs(logits, torch.ones(len(logits), 1))
 
-    root = after(torch.full((batch,), LAST))
-    each = ShortProbs(*(t.unsqueeze(1).expand(-1, K, -1) for t in (root.ids, root.probs)))
-    paths, packed = GrowingPaths(each.pick(numbers(batch, K))), []
+    last = torch.full((batch, 1), LAST)
+    root = after(last)
+    growth: TreeGrowth = buffers.growth(root, K, L)
+    packed = [root.pack().unsqueeze(1)]
     for _ in range(L - 1):
-        probs = after(paths.tokens[-1]).of_branches(paths.standing[-1])
-        packed.append(probs.pack())
-        paths.grow(probs.pick(numbers(batch, K)))
-    none = torch.zeros((batch, 0, K, 2, width), dtype=torch.float64)
-    inner = torch.stack(packed, dim=1) if packed else none
-    tokens = torch.stack(paths.tokens, dim=1)
-    tree = draft_tree(torch.full((batch,), LAST), tokens, root, inner)
-    uniforms = VerifyUniforms(
-        numbers(batch, L, K, 2), numbers(batch, max(1, K * L)), numbers(batch)
-    )
-    return Round(target, tokens, tree, uniforms)
+        peaks = torch.zeros(batch * K, 1).double()
+        packed.append(growth.grow(after(growth.tokens), peaks).pack())
+    tokens = torch.cat((last, growth.tree()[2]), dim=1)
+    return Drafts(Plan(paths=K, depth=L), target, tokens, torch.cat(packed, dim=1), buffers)
 
 
-def judge(own: Round, verifier: str, greedy: Tensor | None = None) -> Acceptance:
-    target = target_probs(own.target[own.node_tokens].float(), own.numbered)
-    verdict = make_verifier(verifier).verify(own.numbered.tree, target, own.uniforms)
-    if greedy is not None:
-        verdict = walk_greedily(own.numbered, target, verdict, greedy)
-    return acceptance(verdict, own.numbered)
+def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) -> GraphJudge:
+    space = torch.zeros(own.probs.flatten(0, 1).shape)
+    judge = GraphJudge(msgspec.structs.replace(own.plan, verifier=verifier), own.buffers, space)
+    judge.record(recorder or Recorder())
+    return judge
 
 
-def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
+def judge(own: Drafts, verifier: str) -> Acceptance:
+    return graph_judge(own, verifier).accept(own.node_tokens.flatten(), own.packed, own.probs)
+
+
+def committed(own: Drafts, outcome: Acceptance, tokens: int) -> list[int]:
     """Return cells: the first ``tokens`` tokens of each round, gone on by the target."""
     generator = torch.Generator().manual_seed(9)
     batch, nodes = own.node_tokens.shape
-    following = outcome.tokens.view(batch, nodes)
+    following = outcome.tokens
     at = outcome.nodes - nodes * torch.arange(batch).unsqueeze(1)
     token, cell = torch.full((batch,), LAST), torch.zeros(batch, dtype=torch.int64)
     for step in range(tokens):
@@ -125,7 +124,7 @@ def committed(own: Round, outcome: Acceptance, tokens: int) -> list[int]:
     ],
 )
 def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:
-    own = draw_round(50_000, K, L)
+    own = draw_trees(50_000, K, L)
     first = own.target[LAST]
     dist = torch.einsum("a,ab,bc->abc", first, own.target, own.target).flatten().numpy()
     outcome = g_test(committed(own, judge(own, verifier), 3), dist)
@@ -135,16 +134,14 @@ def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:
 
 def test_a_wrong_draft_distribution_is_seen() -> None:
     """The test above can fail: the same rounds, with distributions that nothing was drawn from."""
-    own = draw_round(50_000, 2, 2)
-    tree = own.numbered.tree
-    flat = torch.where(tree.draft_probs > 0, 1 / 3, 0.0)
-    object.__setattr__(tree, "draft_probs", flat)
+    own = draw_trees(50_000, 2, 2)
+    own.packed[:, :, 1] = 1 / 3
     dist = torch.einsum("a,ab,bc->abc", own.target[LAST], own.target, own.target).flatten().numpy()
     assert g_test(committed(own, judge(own, "otbv"), 3), dist).p_value < 1e-6
 
 
 def test_what_is_reported_is_a_path_and_its_tokens() -> None:
-    own = draw_round(300, 3, 3)
+    own = draw_trees(300, 3, 3)
     outcome = judge(own, "otbv")
     batch, nodes = own.node_tokens.shape
     assert outcome.accepted.min() == 0
@@ -155,30 +152,100 @@ def test_what_is_reported_is_a_path_and_its_tokens() -> None:
         assert path[accepted + 1 :] == [-1] * (3 - accepted)
         assert path[0] == b * nodes
         for before, node in pairwise(path[: accepted + 1]):
-            assert outcome.tokens[before] == own.node_tokens.flatten()[node]
+            assert outcome.tokens.flatten()[before] == own.node_tokens.flatten()[node]
         levels = [(node - b * nodes + 2) // 3 for node in path[: accepted + 1]]
         assert levels == list(range(accepted + 1))
 
 
-def test_greedy_rows_are_the_targets_most_likely_tokens_and_others_are_untouched() -> None:
-    own = draw_round(400, 3, 3, width=V)
-    greedy = torch.arange(400) % 2 == 0
-    mixed, plain = judge(own, "otbv", greedy), judge(own, "otbv")
-    assert torch.equal(mixed.nodes[~greedy], plain.nodes[~greedy])
-    batch, nodes = own.node_tokens.shape
-    likely = own.target.argmax(1)
-    walked = 0
-    for b in range(0, batch, 2):
-        token, node = LAST, 0
-        for place in mixed.nodes[b].tolist():
-            if place < 0:
-                break
-            node = place - b * nodes
-            assert own.node_tokens[b, node] == token
-            token = int(likely[token])
-            assert mixed.tokens[place] == token
-            walked += 1
-    assert walked > batch / 2
+@pytest.mark.parametrize("verifier", ["otbv", "gbv", "spectr"])
+def test_a_request_is_judged_alike_in_every_bucket(verifier: str) -> None:
+    """In rows after the batch there is what an earlier round left."""
+    own = draw_trees(11, 3, 3)
+    judge = graph_judge(own, verifier)
+    whole = judge.accept(own.node_tokens.flatten(), own.packed, own.probs)
+    for batch in (1, 2, 3, 5, 8, 10):
+        parts = (x[:batch] for x in (own.node_tokens, own.packed, own.probs))
+        tokens, packed, probs = parts
+        space = judge.space(batch)
+        space.copy_(probs.flatten(0, 1))
+        fewer = judge.accept(tokens.flatten(), packed, space.view_as(probs))
+        assert torch.equal(fewer.nodes, whole.nodes[:batch])
+        assert torch.equal(fewer.tokens, whole.tokens[:batch])
+        assert torch.equal(fewer.accepted, whole.accepted[:batch])
+
+
+def test_what_cannot_be_recorded_runs_as_it_is() -> None:
+    class Nothing(Recorder):
+        needs_device = True
+
+        def record(self, work: Work) -> Work:
+            raise NotRecordable("a test")
+
+    own = draw_trees(6, 2, 2)
+    outcome = graph_judge(own, "otbv", Nothing()).accept(
+        own.node_tokens.flatten(), own.packed, own.probs
+    )
+    assert torch.equal(outcome.nodes, judge(own, "otbv").nodes)
+
+
+@pytest.mark.parametrize("vocab", [50, 9000])
+def test_tokens_of_float32_probabilities_are_those_of_float64(vocab: int) -> None:
+    """No copy of the vocabulary in float64: the residual is drawn from where it is."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(400, vocab, generator=generator).softmax(1)
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:8] for _ in range(400)])
+    weight, uniforms = torch.rand((2, 400), generator=generator, dtype=torch.float64)
+    drafts = probs.gather(1, ids).double() * torch.rand(400, 8, generator=generator) * 2
+    residual = Residual(torch.zeros(400, dtype=torch.int64), weight, ids, drafts)
+    single = draw_residual(probs.clone(), residual, uniforms)
+    double = draw_residual(probs.double(), residual, uniforms)
+    # They part only where a number falls between two tokens.
+    assert (single == double).float().mean() > 0.99
+
+
+def walked(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, **_: Tensor) -> None:
+    """SGLang's greedy kernel, which says the same of every tree."""
+    predicts.fill_(77)
+    accept_index.fill_(5)
+    accept_token_num.fill_(2)
+
+
+@pytest.mark.parametrize("greedy", [None, torch.arange(40) % 2 == 0])
+def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(
+    greedy: Tensor | None,
+) -> None:
+    own = draw_trees(40, 3, 3)
+    ours, plain = graph_judge(own, "otbv"), judge(own, "otbv")
+    outputs = {
+        "predicts": torch.zeros(40 * 10, dtype=torch.int32),
+        "accept_index": torch.full((40, 4), -1, dtype=torch.int32),
+        "accept_token_num": torch.zeros(40, dtype=torch.int32),
+    }
+    names = "candidates retrive_index retrive_next_token retrive_next_sibling"
+    others = dict.fromkeys(names.split(), own.node_tokens)
+
+    def original(**_: Tensor) -> str:
+        return "SGLang's own"
+
+    sample = verify.sampling(original, walk=walked if greedy is not None else original)
+    assert sample(**outputs, **others, target_probs=own.probs) == "SGLang's own"
+
+    def accept(probs: Tensor) -> Acceptance:
+        return ours.accept(own.node_tokens.flatten(), own.packed, probs)
+
+    with verifying(Round(accept, ours.space(40), sampling(torch.ones(40, 1), greedy))):
+        softmax = verify.in_place_softmax(lambda logits, temperatures: logits)
+        logits = own.probs.flatten(0, 1).log() * 2
+        probs = softmax(logits, torch.full((400, 1), 2.0))
+        assert probs.data_ptr() == ours.space(40).data_ptr()
+        torch.testing.assert_close(probs, own.probs.flatten(0, 1))
+        sample(**outputs, **others, target_probs=probs.view_as(own.probs))
+    rows = torch.zeros(40, dtype=torch.bool) if greedy is None else greedy
+    assert torch.equal(outputs["accept_index"][~rows], plain.nodes[~rows].int())
+    assert torch.equal(outputs["accept_token_num"][~rows], plain.accepted[~rows].int())
+    assert torch.equal(outputs["predicts"].view(40, 10)[~rows], plain.tokens[~rows].int())
+    assert (outputs["accept_index"][rows] == 5).all()
+    assert (outputs["predicts"].view(40, 10)[rows] == 77).all()
 
 
 # Top-k, top-p and min-p on probabilities, against the same on logits.
@@ -219,42 +286,34 @@ def test_min_p(min_p: float) -> None:
 PLAN = Plan(paths=2, depth=3)
 
 
-class Req:
-    """What is read of SGLang's requests."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        self.sampling_params = SimpleNamespace(sampling_seed=seed)
-        self.origin_input_ids = [1, 2, 3]
-
-
 def test_a_seed_fixes_the_numbers_in_any_company() -> None:
     alone, crowd = RequestBook(PLAN, 0), RequestBook(PLAN, 5)
     one, other = Req(9), Req(9)
-    numbers = alone.draft_uniforms([one])
-    assert numbers.shape == (1, 2, 3)
-    assert torch.equal(crowd.draft_uniforms([Req(), Req(3), other])[2], numbers[0])
+    numbers = alone.round_uniforms([one])
+    assert numbers.shape == (1, 25)
+    assert torch.equal(crowd.round_uniforms([Req(), Req(3), other])[2], numbers[0])
     assert torch.equal(alone.token_uniforms([one]), crowd.token_uniforms([other]))
 
 
 def test_signed_seeds_are_the_same_64_bits() -> None:
     [own] = RequestBook(PLAN, 0).of([Req(-5)])
-    assert own.stream == RequestRng(2**64 - 5)
+    assert own.rng == RequestRng(2**64 - 5)
 
 
 def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
     book = RequestBook(PLAN, 17)
     first, second = Req(), Req()
-    seeds = [own.stream.seed for own in book.of([first, Req(1), second])]
+    seeds = [own.rng.seed for own in book.of([first, Req(1), second])]
     assert seeds == [request_seed(17, 0), 1, request_seed(17, 1)]
-    assert [own.stream.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
+    assert [own.rng.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
 
 
 def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
     alone, *replicas = (RequestBook(PLAN, 17, replica=r) for r in (None, 0, 1))
     books = [alone, *replicas]
-    drawn = [tuple(book.draft_uniforms([Req()]).flatten().tolist()) for book in books]
+    drawn = [tuple(book.round_uniforms([Req()]).flatten().tolist()) for book in books]
     assert len(set(drawn)) == 3
-    seeded = [tuple(book.draft_uniforms([Req(4)]).flatten().tolist()) for book in books]
+    seeded = [tuple(book.round_uniforms([Req(4)]).flatten().tolist()) for book in books]
     assert len(set(seeded)) == 1
 
 
@@ -277,12 +336,12 @@ def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPa
 
 def test_no_number_is_used_twice() -> None:
     book, request = RequestBook(PLAN, 0), Req(4)
-    before = book.draft_uniforms([request])
-    assert torch.equal(book.draft_uniforms([request]), before)
+    before = book.round_uniforms([request])
+    assert torch.equal(book.round_uniforms([request]), before)
     book.advance([request])
-    after = book.draft_uniforms([request]).flatten()
+    after = book.round_uniforms([request]).flatten()
     assert not set(after.tolist()) & set(before.flatten().tolist())
-    expected = RequestRng(4).draw(1, Purpose.DRAFT, 6)
+    expected = RequestRng(4).draw(1, Purpose.DRAFT, 25)
     assert after.tolist() == expected.tolist()
 
 

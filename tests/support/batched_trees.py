@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import draft_counts
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
@@ -14,6 +14,7 @@ from eaglegbv.verifiers.proof.tree import Outcome, from_draft_tree
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
 from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
+from support.tree_check import check_tree
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,3 @@ def data_file(relative: str) -> Path | None:
     """Return a file of the data folder, or None where there is none."""
     path = _FOLDER / relative
     return path if path.is_file() else None
-
-
-MT_BENCH = data_file("prompts/mt_bench.jsonl")

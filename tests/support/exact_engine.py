@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.models.target import FeatureSpec
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
+from support.tabular_target import TabularTarget
 
 VOCAB = 7
 

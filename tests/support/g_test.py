@@ -5,19 +5,29 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.eval.g_test import SMALLEST_EXPECTED, GTest
+from eaglegbv.eval.g_test import LEVEL, SHIFT, SMALLEST_EXPECTED, GTest
 from eaglegbv.eval.g_test import g_test as _g_test
 
 __all__ = ["GTest", "g_test", "joint_probs"]
 
 
-def g_test(observed: Sequence[int], expected: NDArray[np.float64]) -> GTest:
-    """Compare samples (cell indices) with the exact ``[cells]``; all rare cells are one."""
+def g_test(
+    observed: Sequence[int],
+    expected: NDArray[np.float64],
+    *,
+    shift: float = SHIFT,
+    level: float = LEVEL,
+) -> GTest:
+    """Compare samples (cell indices) with the exact ``[cells]``; all rare cells are one.
+
+    The power is that of a test at ``level`` against a total variation of ``shift``.
+    """
     means = expected / expected.sum() * len(observed)
     rare = (means > 0) & (means < SMALLEST_EXPECTED)
     cell = np.where(rare, len(expected), np.arange(len(expected)))
     merged = np.append(np.where(rare, 0.0, expected), expected[rare].sum())
-    return _g_test(cell[np.asarray(observed, dtype=np.int64)], merged)
+    cells = cell[np.asarray(observed, dtype=np.int64)]
+    return _g_test(cells, merged, shift=shift, level=level)
 
 
 def joint_probs(

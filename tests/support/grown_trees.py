@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs, DrawPaths, TreeGrowth, draw_paths
-from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree
+from support.tree_check import check_tree
 
 Prefix = tuple[int, ...]
 Candidates = tuple[Sequence[int], Sequence[float]]

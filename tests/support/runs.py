@@ -73,3 +73,11 @@ def record(
         turns=[turn],
         error=error,
     )
+
+
+def records(setting: Setting, *figures: tuple[int, int, float], repeat: int = 0) -> list[Record]:
+    """Questions q0, q1, ... by forwards, committed tokens and seconds of decoding."""
+    return [
+        record(setting, f"q{n}", repeat, forwards=forwards, committed=tokens, decode_seconds=time)
+        for n, (forwards, tokens, time) in enumerate(figures)
+    ]

@@ -177,7 +177,7 @@ def make_request(
         prompt_ids=(1, 2),
         params=SamplingParams(temperature=temperature, max_tokens=max_tokens),
         plan=PLAIN,
-        stream=RequestRng(number),
+        rng=RequestRng(number),
         max_tokens=max_tokens,
         auto=auto,
         token_ids=[1],

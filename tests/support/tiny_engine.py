@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.attention.base import PagedAttention
@@ -25,7 +27,8 @@ from eaglegbv.fused_linears import Quantization
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FeatureSpec
 from eaglegbv.request import Request
-from eaglegbv.sampling import SamplingParams
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
+from support.g_test import joint_probs
 
 LAYERS = 6
 WIDTH = 32
@@ -54,6 +57,37 @@ class TinyEngine:
         self.run(requests)
         return [request.token_ids for request in requests]
 
+    def joint_probs(
+        self, prompt: list[int], tokens: int, params: SamplingParams | None = None
+    ) -> NDArray[np.float64]:
+        """The exact joint distribution of the first tokens, by the plain model, penalties and all.
+
+        Shape ``[vocab ** tokens]``.
+        """
+        own = params or SamplingParams()
+
+        @torch.inference_mode()
+        def next_probs(prefixes: list[list[int]]) -> NDArray[np.float64]:
+            logits = self.model(torch.tensor(prefixes)).logits[:, -1]
+            for row, prefix in zip(logits, prefixes, strict=True):
+                generated = prefix[len(prompt) :]
+                for token in set(prefix):
+                    factor = own.repetition_penalty
+                    row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+                for token in set(generated):
+                    row[token] -= own.presence_penalty
+                    row[token] -= own.frequency_penalty * generated.count(token)
+            settings = WarpSettings.of([own], [len(prefixes)])
+            return warp(logits, settings).double().softmax(dim=1).numpy()
+
+        return joint_probs(next_probs, prompt, tokens)
+
+
+def cells_of(requests: list[Request], vocab: int) -> list[int]:
+    """Texts of one length as cells of their joint distribution."""
+    texts = np.array([request.token_ids for request in requests]).T
+    return np.ravel_multi_index(tuple(texts), [vocab] * len(texts)).tolist()
+
 
 def tiny_engine(
     *,
@@ -70,6 +104,7 @@ def tiny_engine(
     models_by: str | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = HEAD_DIM,
+    layers: int = LAYERS,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
@@ -78,12 +113,9 @@ def tiny_engine(
     settings are those of ``EngineConfig``.
     """
     torch.manual_seed(11)
-    model = _model(vocab, sharpness, head_dim)
-    features = (
-        FeatureSpec.final()
-        if arch is Arch.EAGLE1
-        else FeatureSpec.layer_inputs(default_feature_layers(LAYERS))
-    )
+    model = _model(vocab, sharpness, head_dim, layers)
+    read = default_feature_layers(layers)
+    features = FeatureSpec.final() if arch is Arch.EAGLE1 else FeatureSpec.layer_inputs(read)
     own = _model_copy(model).to(dtype).to(device)
     target = HFTarget(
         own,
@@ -94,7 +126,7 @@ def tiny_engine(
         compile_backend=models_by,
     )
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
-    head = _head(target, vocab, arch, head_dim).to(dtype).to(device)
+    head = _head(target, vocab, arch, head_dim, read).to(dtype).to(device)
     drafter = EagleDrafter(
         head,
         attention(pool),
@@ -108,12 +140,12 @@ def tiny_engine(
     return TinyEngine(engine, model, target)
 
 
-def _model(vocab: int, sharpness: float, head_dim: int) -> LlamaForCausalLM:
+def _model(vocab: int, sharpness: float, head_dim: int, layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=WIDTH,
         intermediate_size=48,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=head_dim,
@@ -136,7 +168,9 @@ def _model_copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy.eval()
 
 
-def _head(target: HFTarget, vocab: int, arch: Arch, head_dim: int) -> EagleHead:
+def _head(
+    target: HFTarget, vocab: int, arch: Arch, head_dim: int, read: tuple[int, ...]
+) -> EagleHead:
     config = EagleHeadConfig(
         arch=arch,
         hidden_size=WIDTH,
@@ -147,7 +181,7 @@ def _head(target: HFTarget, vocab: int, arch: Arch, head_dim: int) -> EagleHead:
         head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=vocab,
-        feature_layers=() if arch is Arch.EAGLE1 else default_feature_layers(LAYERS),
+        feature_layers=() if arch is Arch.EAGLE1 else read,
     )
     if arch is Arch.EAGLE1:
         return Eagle1Head(config, target.input_embeddings, target.output_embeddings).eval()

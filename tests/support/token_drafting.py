@@ -67,7 +67,7 @@ class TokenSession:
             prompt_ids=tuple(prompt),
             params=params or SamplingParams(),
             plan=plan,
-            stream=RequestRng(seed),
+            rng=RequestRng(seed),
             max_tokens=100,
         )
         request.slots = self.allocator.allocate(len(prompt))

@@ -1,6 +1,7 @@
 """Traces with draft trees, made by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eaglegbv.metrics import Phase, Span, StepRecord, TreeRecord
@@ -41,11 +42,10 @@ PROMPT = TreeRecord(
 )
 """A prompt was read to its end: a tree of a root alone."""
 
-TWICE = TreeRecord(
-    request=0,
+TWICE = replace(
+    PROMPT,
     start=1,
     prompt_ids=(),
-    plan="otbv 3x2",
     verifier="otbv",
     draft_sampling="iid",
     paths=3,
@@ -63,17 +63,14 @@ TWICE = TreeRecord(
     next_token=6,
     next_target_prob=0.0625,
     committed=(8, 6),
-    finish_reason=None,
 )
 """Two of three paths go by node 1, which is accepted; their child is not."""
 
-BONUS = TreeRecord(
-    request=0,
+BONUS = replace(
+    TWICE,
     start=3,
-    prompt_ids=(),
     plan="token 1x2",
     verifier="token",
-    draft_sampling="iid",
     paths=1,
     token_ids=(6, 5, 7),
     parents=(0, 0, 1),
@@ -93,25 +90,21 @@ BONUS = TreeRecord(
 def bush(nodes: int, *, request: int = 1) -> TreeRecord:
     """A tree of many nodes: a root of ``nodes // 2`` children with a child each."""
     half = nodes // 2
-    return TreeRecord(
+    return replace(
+        PROMPT,
         request=request,
-        start=0,
         prompt_ids=(),
         plan="otbv fixed",
-        verifier="target_only",
-        draft_sampling="fixed",
         paths=half,
         token_ids=(0, *range(10, 10 + 2 * half)),
         parents=(0, *[0] * half, *range(1, half + 1)),
         multiplicity=(half, *[1] * (2 * half)),
         target_probs=(None, *[1 / (2 * half)] * (2 * half)),
         draft_probs=(None, *[None] * (2 * half)),
-        node_stats={},
         accepted=(half, 2 * half),
         next_token=9,
         next_target_prob=0.25,
         committed=(9 + half, 9 + 2 * half, 9),
-        finish_reason=None,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eaglegbv.cuda_graphs import CudaRecorder, NotRecordable
+from eaglegbv.cuda_graphs import REPLAYED, CudaRecorder, NotRecordable, Outcomes
 
 
 class Stream:
@@ -79,3 +79,14 @@ def test_what_cannot_be_recorded_is_named_and_told_once(
         assert refused.value.reason == "not recordable: aten.dot.default"
     assert [r.getMessage().split(";")[0] for r in caplog.records] == [refused.value.reason]
     assert captures == []
+
+
+def test_what_runs_eagerly_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    counts = Outcomes()
+    for outcome in (REPLAYED, "prefill", "too many rows", "too many rows", "shape"):
+        counts.note("forwards", outcome)
+    assert counts == {REPLAYED: 1, "prefill": 1, "too many rows": 2, "shape": 1}
+    assert caplog.messages == [
+        "forwards run eagerly: too many rows",
+        "forwards run eagerly: shape",
+    ]

@@ -1,7 +1,6 @@
 """Linear layers, joined, packed or of 8 bits: the same numbers, from the same names."""
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,19 +19,18 @@ from eaglegbv.fused_linears import (
     QuantisedProduct,
     Quantization,
     can_pack,
-    in_use,
-    packing_pays,
     prepare,
     product_of,
-    settled,
+    resolve,
 )
 from eaglegbv.models.hf import HFTarget
 
 
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have everything packed that can be, however long it takes here."""
-    monkeypatch.setattr(fused_linears, "packing_pays", lambda *_: True)
+    """Have everything packed that can be, however small."""
+    for name in ("_PACKED_FROM", "_PACKED_ALONE_FROM"):
+        monkeypatch.setattr(fused_linears, name, 0)
 
 
 class Layers(nn.Module):
@@ -63,18 +61,17 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 def test_prepared_modules_compute_the_same(
     pays: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_linears, "packing_pays", lambda *_: pays)
+    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0 if pays else 1 << 20)
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
     expected, names = module(TOKENS), list(module.state_dict())
-    packed = prepare(module, lambda: module(TOKENS[:, :1]))
+    prepare(module, lambda: module(TOKENS[:, :1]))
     # bfloat16: a bit of a result's last place, of eight.
     tolerance = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
     torch.testing.assert_close(module(TOKENS), expected, **tolerance)
     assert list(module.state_dict()) == names
     # q, k and v are one product; what is not packed is joined all the same.
     packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
-    assert len(packed) == (3 if packs else 0)
     assert module.q.weight.is_meta
     assert module.o.weight.is_meta == packs
     assert not module.idle.weight.is_meta
@@ -139,26 +136,17 @@ def test_preparing_draws_no_random_numbers() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@needs_packing
-@pytest.mark.parametrize("lone", [True, False])
+@pytest.mark.usefixtures("packing")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
-def test_compiled_modules_find_their_products(lone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_linears, "packing_pays", lambda *asked: lone or asked[-1] != (1,))
+def test_what_is_compiled_is_joined_but_not_packed() -> None:
     module = Layers(bias=True, dtype=torch.float32)
-    packed = prepare(module, lambda: module(TOKENS))
-    expected, first = module(TOKENS), module(TOKENS[:, :1])
+    expected = module(TOKENS)
+    prepare(module, lambda: module(TOKENS), compiled=module)
+    assert module.q.weight.is_meta
+    assert type(module.o) is nn.Linear
     compiled = torch.compile(module, backend="eager", fullgraph=True)
-    with in_use(packed):
-        torch.testing.assert_close(compiled(TOKENS), expected)
-        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
-    with pytest.raises(IndexError):  # they were asked for, then: nothing else was computed
-        compiled(TOKENS)
-    if lone:
-        with pytest.raises(IndexError):
-            compiled(TOKENS[:, :1])
-    else:
-        torch.testing.assert_close(compiled(TOKENS[:, :1]), first)
+    torch.testing.assert_close(compiled(TOKENS), expected)
 
 
 @needs_packing
@@ -171,11 +159,11 @@ def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
 
 @needs_int8
 @torch.no_grad()
-def test_quantised_modules_keep_their_names_and_pack_nothing() -> None:
+def test_quantised_modules_keep_their_names() -> None:
     torch.manual_seed(0)
     module = Layers(bias=True, dtype=torch.float32)
     expected, names = module(TOKENS), list(module.state_dict())
-    assert prepare(module, lambda: module(TOKENS), Quantization.INT8) == []
+    prepare(module, lambda: module(TOKENS), Quantization.INT8)
     torch.testing.assert_close(module(TOKENS), expected, atol=0.05, rtol=0.05)
     assert not torch.equal(module(TOKENS), expected)
     assert list(module.state_dict()) == names
@@ -198,38 +186,16 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
 
 @needs_packing
 @torch.no_grad()
-def test_the_faster_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = {"DenseProduct"}
-
-    def seconds(timed: Sequence[Product], x: Tensor) -> float:
-        [kind] = {type(product).__name__ for product in timed}
-        return 3.0 if kind in slower else 1.0
-
-    monkeypatch.setattr(fused_linears, "_time", seconds)
-    # Sizes that nothing else asks for: what was found is kept.
-    assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
-    slower.add("PackedProduct")
-    slower.remove("DenseProduct")
-    assert isinstance(product_of(torch.ones(29, 23), None, Quantization.NONE), DenseProduct)
-    assert isinstance(product_of(torch.ones(23, 29), None, Quantization.NONE), PackedProduct)
-    assert packing_pays(1024, 1024, torch.float32, (1,))  # too large to be timed
-
-
-@needs_packing
-@torch.no_grad()
-def test_one_row_is_multiplied_as_is_faster_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(timed: Sequence[Product], x: Tensor) -> float:
-        return float(isinstance(timed[0], PackedProduct) == (len(x) == 1))
-
-    monkeypatch.setattr(fused_linears, "_time", seconds)
+def test_one_row_of_a_small_matrix_is_multiplied_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
     ran: list[int] = []
-    run = PackedProduct.run
+    unpacked = DenseProduct.__call__
 
-    def noted(product: PackedProduct, x: Tensor) -> Tensor:
+    def noted(product: DenseProduct, x: Tensor) -> Tensor:
         ran.append(x.numel() // x.shape[-1])
-        return run(product, x)
+        return unpacked(product, x)
 
-    monkeypatch.setattr(PackedProduct, "run", noted)
+    monkeypatch.setattr(DenseProduct, "__call__", noted)
     torch.manual_seed(0)
     weight, bias = torch.randn(19, 31), torch.randn(19)
     product = product_of(weight, bias, Quantization.NONE)
@@ -237,7 +203,7 @@ def test_one_row_is_multiplied_as_is_faster_for_one(monkeypatch: pytest.MonkeyPa
     for shape in ((1, 31), (1, 1, 31), (31,), (3, 31), (1, 2, 31), (0, 31)):
         x = torch.randn(shape)
         torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
-    assert ran == [3, 2, 0]
+    assert ran == [1, 1, 1]
 
 
 @needs_int8
@@ -280,9 +246,9 @@ def test_a_row_of_a_quantised_product_does_not_depend_on_the_others() -> None:
 def test_what_quantisation_comes_to() -> None:
     cpu = torch.device("cpu")
     usual = Quantization.INT8 if HAS_INT8 else Quantization.NONE
-    assert settled(Quantization.AUTO, dtype=torch.float32, device=cpu) is usual
+    assert resolve(Quantization.AUTO, dtype=torch.float32, device=cpu) is usual
     for dtype, device in ((torch.float64, cpu), (torch.bfloat16, torch.device("cuda"))):
-        assert settled(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
-        assert settled(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
+        assert resolve(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
+        assert resolve(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
         with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*AVX"):
-            settled(Quantization.INT8, dtype=dtype, device=device)
+            resolve(Quantization.INT8, dtype=dtype, device=device)

@@ -137,7 +137,7 @@ def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
             assert not tree.node_stats
             continue
         chances = selected(tree, "h")
-        numbers = run.request.stream.draw(step, Purpose.ACCEPTANCE, len(chances))
+        numbers = run.request.rng.draw(step, Purpose.ACCEPTANCE, len(chances))
         passed = [d + 1 for d, h in enumerate(chances) if numbers[d] < h]
         assert len(tree.accepted) == max(passed, default=0)
         judged += 1

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tree_check import check_tree
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 
 # Draft trees against their definition, on random tries, and what the check refuses.
 

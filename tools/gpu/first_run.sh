@@ -3,10 +3,16 @@
 # What a phase found is in $OUT as soon as it ends.
 #   LIMIT=530 bash .gpu/first_run.sh                all phases within 530 s
 #   LIMIT=150 bash .gpu/first_run.sh lossless       chosen ones; packages and kernels are found again
-#   DEV=cpu SHAPE=tiny QUICK=--quick TOK=4 N=32 bash tools/gpu/first_run.sh probe smoke steps lossless    dry run
+#   DRY=yes bash tools/gpu/first_run.sh probe smoke steps efficiency lossless    dry run, on a CPU
 set -u
 LIMIT=${LIMIT:-530}                    # seconds after which no phase begins
-DEV=${DEV:-cuda} PY=${PY:-python3} SHAPE=${SHAPE:-llama-3.1-8b} STEPS=${STEPS:-190}
+PY=${PY:-python3} DEV=cuda SHAPE=llama-3.1-8b TOK=64 N=${N:-20000} GRAPHS=on
+PLANS=4x6,none,gbv:4x6,block:1x6,1x4,2x4,3x4,2x6 BATCHES=1,4,16 LESS=
+if [ -n "${DRY:-}" ]; then
+  DEV=cpu SHAPE=tiny TOK=4 N=40 GRAPHS=eager PLANS=2x2,none BATCHES=1
+  LESS="--prompts 1 --repeats 1 --tokens 4"
+  SHORT="--contexts 16 --steps 2"
+fi
 scratch=${TMPDIR:-/tmp}; OUT=${OUT:-$scratch/gpu-out}
 here=$(cd "$(dirname "$0")" && pwd); kit=$here
 [ -e "$kit/probe.py" ] || kit=$here/kit
@@ -38,19 +44,27 @@ jit() {                                # compiles missing kernels in the backgro
   (MAX_JOBS=2 timeout 240 "$PY" "$here/aot.py" "$scratch/site/flashinfer/data/aot" 5 > "$OUT/jit.log" 2>&1) & JIT=$!
 }
 probe() { phase probe 75 "$PY" "$kit/probe.py"; }
-smoke() { phase smoke 100 "$PY" "$kit/smoke.py" "$DEV" "${TOK:-64}"; }
-steps() { phase steps "$STEPS" "$PY" "$kit/steps.py" "$OUT" --device "$DEV" --shape "$SHAPE" --budget $((STEPS - 12)) ${QUICK:-}; }
+smoke() { phase smoke 100 "$PY" "$kit/smoke.py" $DEV $TOK; }
+step() { phase "$1" "$2" $PY -m eaglegbv bench step --shape $SHAPE --device $DEV ${SHORT:-} --out "$OUT/steps.jsonl" "${@:3}"; }
+steps() { step steps 150 --plans $PLANS --batches $BATCHES --cuda-graphs $GRAPHS; }
+eager() { step eager 60 --plans 4x6,none --cuda-graphs off; }
+greedy() { step greedy 60 --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
+batch() { phase "$1" "$2" $PY -m eaglegbv bench batch --device $DEV --batches $BATCHES --out "$OUT/$1.json" --tokens 128 --repeats 2 --prompts 4 $LESS "${@:3}"; }
+efficiency() { batch efficiency 90 --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
 tests() {
   [ -z "${JIT:-}" ] || wait "$JIT"
   TAIL=40 phase kernels 150 $T tests/unit/attention
   phase graphs 150 $T tests/integration/test_engine_graphs.py -k 'not inductor'
 }
-tiny() { phase tiny 110 "$PY" -m eaglegbv bench batch --device "$DEV" --batches 1,4,16 --tokens 128 --repeats 2 --prompts 4 --ways auto,3x4,none,transformers --questions-set builtin --explain --out "$OUT/tiny.json"; }
-lossless() { phase lossless 70 "$PY" "$kit/lossless.py" "$DEV" "${N:-20000}" 55; }
+tiny() { batch tiny 110 --ways auto,3x4,none,transformers --questions-set builtin --explain; }
+lossless() {
+  phase lossless 70 $PY -m eaglegbv audit pair --device $DEV --dtype bfloat16 --verifier none,otbv,gbv,block --depth 3 \
+    --tokens 3 --top-k 5 --samples $N --prompt "Name three kinds of fruit." --prompt "What is 3 + 4?"
+}
 inductor() {
-  phase inductor 200 "$PY" "$kit/steps.py" "$OUT" --device "$DEV" --shape "$SHAPE" --compile inductor --quick --budget 188
+  step inductor 200 --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor
   phase graphs-inductor 100 $T tests/integration/test_engine_graphs.py -k inductor
 }
 setup
-for name in ${*:-jit probe smoke steps tests tiny lossless inductor}; do $name; done
+for name in ${*:-jit probe smoke steps efficiency tests lossless eager greedy tiny inductor}; do $name; done
 say done

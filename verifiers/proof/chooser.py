@@ -45,11 +45,8 @@ Number: TypeAlias = float | Fraction
 Probs: TypeAlias = tuple[Number, ...]
 """A distribution (or weights) over the vocabulary: entry x belongs to token x."""
 
-Prefix: TypeAlias = tuple[int, ...]
-"""Tokens from below the root to a node; the root is ``()``."""
-
-ProbsAt: TypeAlias = Callable[[Prefix], Probs]
-"""The distribution of the next token after a prefix."""
+Prefix: TypeAlias = tuple[int, ...]  # tokens from below the root to a node; the root is `()`
+ProbsAt: TypeAlias = Callable[[Prefix], Probs]  # the distribution of the next token after a prefix
 
 
 def positive(x: Number) -> Number:
@@ -110,7 +107,6 @@ def exact_tail_probs(q: Probs, kept: Sequence[int]) -> Probs:
 
 
 T = TypeVar("T")
-
 NEGLIGIBLE = 1e-16
 """Branches in floating point that are less likely exist only by rounding, and are not walked."""
 

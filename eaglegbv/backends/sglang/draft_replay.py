@@ -1,10 +1,11 @@
 """Draft distributions that an earlier round's head would have had after other tokens.
 
-A debt (:mod:`eaglegbv.verifiers.stateful`) needs the draft distributions of its own round along
-tokens committed later. So the round's root, its head's hidden state there and the settings of its
-distributions are kept, and the head runs on from there along the tokens, on its own features, one
-row each. Its keys before the root are SGLang's, which are final once written. Those from the root
-onwards are kept here, because SGLang's own have been rewritten from the target's features.
+A modified target (:mod:`eaglegbv.verifiers.stateful`) needs the draft distributions of its own
+round along tokens committed later. So the round's root, its head's hidden state there and the
+settings of its distributions are kept, and the head runs on from there along the tokens, on its own
+features, one row each. Its keys before the root are SGLang's, which are final once written. Those
+from the root onwards are kept here, because SGLang's own have been rewritten from the target's
+features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,14 +44,12 @@ class RoundStart:
     Attributes:
         lengths: ``[batch]`` int64, number of entries of the head's KV cache up to the root.
         hidden: ``[batch, hidden]``, the head's state at the root.
-        probs: ``[batch, width]``, the distributions at the root.
-        temperatures: ``[batch, 1]``, temperatures of the round's draft distributions.
+        packed: ``[batch, 2, width]``, the distributions at the root, packed.
     """
 
     lengths: Tensor
     hidden: Tensor
-    probs: ShortProbs
-    temperatures: Tensor
+    packed: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,17 +83,17 @@ class HeadReplay(DraftReplay):
     def __init__(
         self,
         worker: "SampledDraftWorker",
-        requests: Sequence[Request],
         pool_indices: Tensor,
         start: RoundStart | None,
+        requests: Sequence[Request],
     ) -> None:
         """Take the batch.
 
         Args:
             worker: Runs the head.
-            requests: The requests of the batch.
-            pool_indices: ``[batch]``, indices of their slots in SGLang's pool.
+            pool_indices: ``[batch]``, indices of the requests' slots in SGLang's pool.
             start: Start of the round; None if nothing was drafted.
+            requests: The requests.
         """
         self._worker = worker
         self._rows = {request.number: row for row, request in enumerate(requests)}
@@ -110,8 +109,8 @@ class HeadReplay(DraftReplay):
             context=int(start.lengths[row]),
             entries={},
             hidden=start.hidden[row].clone(),
-            probs=ShortProbs(start.probs.ids[row].clone(), start.probs.probs[row].clone()),
-            temperature=start.temperatures[row].clone(),
+            probs=ShortProbs.unpack(start.packed[row].clone()),
+            temperature=self._worker.buffers.temperatures(len(start.hidden))[row].clone(),
         )
 
     def advance(
@@ -127,7 +126,7 @@ class HeadReplay(DraftReplay):
         rows = [self._rows[request.number] for request in requests]
         attention = ReplayAttention(self._worker, self._pool_indices[rows], own)
         output = self._run(attention, own, tokens)
-        probs = self._worker.short_probs(
+        probs = self._worker.buffers.short_probs(
             output.next_token_logits, torch.stack([s.temperature for s in own])
         )
         return [

@@ -127,27 +127,16 @@ def server_arguments(
     """
     if drafter is None:
         return {"model_path": str(model)}
-    head = served_head(drafter, model, revision=revision, trust_remote_code=trust_remote_code)
+    folder, algorithm = served_head(
+        drafter, model, revision=revision, trust_remote_code=trust_remote_code
+    )
     return {
         "model_path": str(model),
-        "speculative_algorithm": head.algorithm,
-        "speculative_draft_model_path": str(head.folder),
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": str(folder),
         "speculative_eagle_topk": paths,
         "speculative_num_steps": depth,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class ServedHead:
-    """A head in SGLang's format.
-
-    Attributes:
-        folder: Folder of the head.
-        algorithm: The ``--speculative-algorithm`` that serves it.
-    """
-
-    folder: Path
-    algorithm: str
 
 
 def served_head(
@@ -157,8 +146,10 @@ def served_head(
     revision: str | None = None,
     trust_remote_code: bool = False,
     draft_revision: str | None = None,
-) -> ServedHead:
-    """Check a head against its target, and convert it for SGLang if it is in another format.
+) -> tuple[Path, str]:
+    """Return a head's folder in SGLang's format, and the algorithm that serves it.
+
+    The head is checked against its target, and converted if it is in another format.
 
     Args:
         drafter: Folder or hub name of a head in any format that :mod:`eaglegbv.drafters.formats`
@@ -177,9 +168,9 @@ def served_head(
     checkpoint = read_checkpoint(folder)
     target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
     algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
-    if checkpoint.format is FormatName.SGLANG:
-        return ServedHead(folder, algorithm)
-    return ServedHead(_converted(checkpoint), algorithm)
+    if checkpoint.format is not FormatName.SGLANG:
+        folder = _converted(checkpoint)
+    return folder, algorithm
 
 
 def _refuse_mtp(folder: Path) -> None:

@@ -36,18 +36,14 @@ Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str, str]]
 """By option: the values it may have, why it may have no other, and what the user can do."""
 
 _BASE_ONLY = "the draft head follows the base model only"
+_OURS, _CHOOSE = "verification is ours", "choose a verifier by EAGLEGBV_VERIFIER"
 _LOSSY = "it changes the distribution of the text"
-_LOSSLESS = "choose a lossless verifier by EAGLEGBV_VERIFIER"
 _DROP = "leave it out"
 
 REFUSED: Refusals = MappingProxyType(
     {
         "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
-        "attn_dp_size": (
-            (1,),
-            "attention ranks that serve different requests have not been tried",
-            "use --dp with whole replicas",
-        ),
+        "attn_dp_size": ((1,), "other requests on other ranks have not been tried", "use --dp"),
         "disaggregation_mode": (
             (None, "null"),
             "draft distributions are not transferred between prefill and decode servers",
@@ -55,29 +51,21 @@ REFUSED: Refusals = MappingProxyType(
         ),
         "enable_lora": ((False, None), _BASE_ONLY, _DROP),
         "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
-        "speculative_use_rejection_sampling": (
-            (False,),
-            "verification is ours",
-            "choose a verifier by EAGLEGBV_VERIFIER",
-        ),
+        "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
         "speculative_use_block_verification": (
             (False,),
-            "verification is ours",
+            _OURS,
             "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1",
         ),
-        "speculative_accept_threshold_single": ((1.0,), _LOSSY, _LOSSLESS),
-        "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _LOSSLESS),
+        "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
+        "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _CHOOSE),
         "enable_custom_logit_processor": (
             (False,),
             "SGLang does not apply custom processors to draft trees",
             "use logit_bias or a grammar",
         ),
         "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
-        "enable_attn_tp_input_scattered": (
-            (False,),
-            "the head needs the target's features whole",
-            _DROP,
-        ),
+        "enable_attn_tp_input_scattered": ((False,), "the head needs features whole", _DROP),
         "enable_two_batch_overlap": (
             (False,),
             "the two halves of a batch would share one round's random numbers",
@@ -85,8 +73,7 @@ REFUSED: Refusals = MappingProxyType(
         ),
         "enable_deterministic_inference": (
             (False,),
-            "the order of the verifiers' sums is not fixed; a request's seed fixes its random "
-            "numbers without it",
+            "the order of the verifiers' sums is not fixed; seeds fix random numbers without it",
             _DROP,
         ),
         "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
@@ -94,31 +81,27 @@ REFUSED: Refusals = MappingProxyType(
 )
 """Options that are refused rather than ignored."""
 
-_STATELESS = "use a verifier without debts, such as otbv"
+_STATELESS = "use a verifier without modified-target state, such as otbv"
+_OR_DROP = f"leave it out, or {_STATELESS}"
 _OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
 
-REFUSED_WITH_DEBTS: Refusals = MappingProxyType(
+REFUSED_WITH_STATE: Refusals = MappingProxyType(
     {
         "tp_size": (
             (1,),
-            "every rank would keep debts of its own, by distributions that differ in their last "
-            "bits",
+            "every rank would keep a state of its own, by distributions that differ in last bits",
             _STATELESS,
         ),
         "speculative_draft_window_size": (
             (None,),
             "earlier draft distributions are replayed over the whole text",
-            f"leave it out, or {_STATELESS}",
+            _OR_DROP,
         ),
-        "speculative_draft_kv_cache_dtype": (
-            (None, "auto"),
-            _OWN_TYPE,
-            f"leave it out, or {_STATELESS}",
-        ),
-        "kv_cache_dtype": (("auto",), _OWN_TYPE, f"leave it out, or {_STATELESS}"),
+        "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
+        "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
     }
 )
-"""Options that verifiers with debts (``greedy_block``, ``spectr_gbv``) cannot honour."""
+"""Options that verifiers with modified-target state (``greedy_block``, ``spectr_gbv``) refuse."""
 
 
 class NotServed(EagleGBVError):
@@ -155,14 +138,14 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         DraftSampling.IID, server_args.speculative_eagle_topk
     )
     if stateful:
-        _refuse(server_args, REFUSED_WITH_DEBTS)
+        _refuse(server_args, REFUSED_WITH_STATE)
     _check_attention(server_args, latent=latent)
     _settle_head(server_args)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = DEFAULT_RUNNING
     if not server_args.disable_overlap_schedule and (stateful or server_args.device == "cpu"):
         server_args.disable_overlap_schedule = True
-        why = "debts depend on the round before" if stateful else "SGLang has none on a CPU"
+        why = "targets depend on the round before" if stateful else "SGLang has none on a CPU"
         _log.warning("overlap scheduling is off: %s", why)
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
@@ -196,17 +179,17 @@ def _settle_head(server_args: Any) -> None:
     if drafter is None:
         expected = "the folder or hub name of an EAGLE head; MTP layers of the target do not serve"
         raise InvalidArgument("speculative_draft_model_path", None, expected)
-    head = served_head(
+    folder, algorithm = served_head(
         drafter,
         server_args.model_path,
         revision=server_args.revision,
         trust_remote_code=server_args.trust_remote_code,
         draft_revision=server_args.speculative_draft_model_revision,
     )
-    if head.algorithm != server_args.speculative_algorithm.upper():
-        expected = f"{head.algorithm}, for the head in {drafter}"
+    if algorithm != server_args.speculative_algorithm.upper():
+        expected = f"{algorithm}, for the head in {drafter}"
         raise InvalidArgument("speculative_algorithm", server_args.speculative_algorithm, expected)
-    server_args.speculative_draft_model_path = str(head.folder)
+    server_args.speculative_draft_model_path = str(folder)
 
 
 def _check_attention(server_args: Any, *, latent: bool) -> None:

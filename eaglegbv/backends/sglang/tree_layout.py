@@ -1,25 +1,27 @@
-"""K paths of length L as one tree: in SGLang's numbering, and as a :class:`DraftTree`.
+"""The trees of a round as they grow: in SGLang's numbering, and as a :class:`DraftTree`.
 
-SGLang's trees have a constant number of nodes, ``K L + 1``: node ``1 + i K + k`` is the token that
-path k drew at depth ``i + 1``. Paths with equal prefixes share the node of the first of them, which
-represents all. The nodes of the others remain as leaves without children, which no verifier sees.
+SGLang's trees have a constant number of nodes, ``K L + 1``. In a sampled tree, node ``1 + i K + k``
+is the token that path k drew at depth ``i + 1``. Paths with equal prefixes share the node of the
+first of them, which represents all. The nodes of the others remain as leaves without children,
+which no verifier sees. A greedy request has SGLang's own EAGLE-2 tree in the same batch.
 
 Everything here may run inside a CUDA graph: nothing is read on the host.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from eaglegbv.devices import send
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class ShortProbs:
-    """Distributions of the next drafted token, as short lists.
+    """Distributions of the next drafted token, as short lists of the head's most likely tokens.
 
     Attributes:
         ids: ``[..., width]`` int64 target token ids, most likely first.
@@ -31,29 +33,23 @@ class ShortProbs:
     probs: Tensor
 
     @classmethod
-    def of_logits(
-        cls, logits: Tensor, temperatures: Tensor, *, width: int, target_ids: Tensor | None
-    ) -> Self:
-        """Keep the ``width`` most likely tokens, apply the temperature, and normalise.
+    def of_top(cls, ids: Tensor, logits: Tensor, temperatures: Tensor) -> Self:
+        """Apply the temperature to the most likely tokens alone, and normalise.
 
         Any distribution is lossless as long as it is the one that is sampled from. So a head whose
         logits are NaN drafts the first of its tokens with certainty, and decoding continues as if
         without speculation.
 
         Args:
-            logits: ``[rows, draft_vocab]``.
+            ids: ``[rows, width]``, the target's ids of the head's most likely tokens.
+            logits: ``[rows, width]`` float64, their logits, largest first.
             temperatures: ``[rows, 1]``, above 0.
-            width: Number of candidates to keep; fewer if the vocabulary is smaller.
-            target_ids: ``[draft_vocab]`` int64, the target's id of each draft token; None if both
-                have the same vocabulary.
         """
-        values, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        values = values.double()
-        probs = ((values - values[:, :1]) / temperatures).softmax(dim=-1)
+        probs = ((logits - logits[:, :1]) / temperatures).softmax(dim=-1)
         certain = torch.zeros_like(probs)
         certain[:, 0] = 1
         probs = torch.where(probs.isfinite().all(dim=-1, keepdim=True), probs, certain)
-        return cls(ids if target_ids is None else target_ids[ids], probs)
+        return cls(ids, probs)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Self:
@@ -110,39 +106,181 @@ class GrowingPaths:
         self.standing.append(same.to(torch.uint8).argmax(dim=2))  # the first that is the same
 
 
-@dataclass(frozen=True, slots=True)
-class SGLangTree:
-    """Inputs from which SGLang builds its tree; see its ``build_tree_kernel_efficient``.
+_LEAST_LIKELY, _MOST_LIKELY = -1e4, -1e-9
+"""Limits of a token's log-probability in a greedy tree. A node always scores below its parent, and
+so is never in a tree without it."""
 
-    SGLang numbers candidates by the place at which they are found: those below path r at depth
-    ``i + 1`` are ``K + K^2 (i - 1) + r K + k``. It finds a node's parent by
-    ``parents[number // K]``.
+
+class TreeGrowth:
+    """The trees of a batch, growing by a row of the head for each of K branches and each depth.
+
+    The branches of a sampled request are its paths. Those of a greedy request go on from the K most
+    likely nodes of a depth, by the product of the head's probabilities along the way, and its tree
+    are the K L most likely of all nodes, as in SGLang's EAGLE.
 
     Attributes:
-        parents: ``[batch, 1 + K (L - 1)]`` int64, or ``[batch, 0]`` where L is 1.
-        numbers: ``[batch, K L]`` int64.
-        tokens: ``[batch, K L]`` int64.
+        origins: ``[batch, paths]`` int64, the branch of the depth before that each continues.
     """
 
-    parents: Tensor
-    numbers: Tensor
-    tokens: Tensor
+    def __init__(self, roots: ShortProbs, uniforms: Tensor, greedy: Tensor) -> None:
+        """Choose the tokens of depth 1.
+
+        Args:
+            roots: ``[batch, width]``, the distributions at the roots; a width of at least K.
+            uniforms: ``[batch, paths, length]`` float64 in [0, 1).
+            greedy: ``[batch, 1]`` bool.
+        """
+        batch, K, _ = uniforms.shape
+        self._uniforms, self._greedy = uniforms, greedy
+        self._branches = self.origins = torch.arange(K, device=uniforms.device).expand(batch, -1)
+        self._numbers = [self._branches]
+        likely = roots.ids[:, :K]
+        self._best = roots.probs[:, :K].log().clamp(_LEAST_LIKELY, _MOST_LIKELY)
+        self._scores, self._ids = [self._best], [likely]
+        each = (table.unsqueeze(1).expand(-1, K, -1) for table in (roots.ids, roots.probs))
+        drawn = ShortProbs(*each).pick(uniforms[:, :, 0])
+        self._paths = GrowingPaths(torch.where(greedy, likely, drawn))
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[batch, paths]`` int64, the branches' last tokens."""
+        return self._paths.tokens[-1]
+
+    def grow(self, probs: ShortProbs, peaks: Tensor) -> ShortProbs:
+        """Add a depth; return the distributions ``[batch, paths, width]`` it was drawn from.
+
+        Args:
+            probs: ``[batch * paths, width]``, the distributions after the branches' tokens.
+            peaks: ``[batch * paths, 1]``, the log-probability of each one's most likely token among
+                all tokens.
+        """
+        depth, K = len(self._numbers), self.tokens.shape[1]
+        standing = self._paths.standing[-1]
+        own = probs.of_branches(standing)
+        likely = (probs.probs[:, :K] / probs.probs[:, :1]).log() + peaks
+        likely = likely.nan_to_num(_LEAST_LIKELY).clamp(_LEAST_LIKELY, _MOST_LIKELY)
+        scores = (self._best.unsqueeze(2) + likely.view(-1, K, K)).flatten(1)
+        ids = probs.ids[:, :K].reshape(-1, K * K)
+        self._scores.append(scores)
+        self._ids.append(ids)
+        self._best, best = scores.topk(K, dim=1)
+        drawn = own.pick(self._uniforms[:, :, depth])
+        self._paths.grow(torch.where(self._greedy, ids.gather(1, best), drawn))
+        places = torch.where(self._greedy, best, K * standing + self._branches)
+        self._numbers.append(K + K * K * (depth - 1) + places)
+        self.origins = torch.where(self._greedy, best // K, self._branches)
+        return own
+
+    def tree(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what SGLang builds its tree from; see its ``build_tree_kernel_efficient``.
+
+        SGLang numbers candidates by the place at which they are found: those below branch r at
+        depth ``i + 1`` are ``K + K^2 (i - 1) + r K + k``. It finds a node's parent by
+        ``parents[number // K]``.
+
+        Returns:
+            Parents ``[batch, 1 + K (L - 1)]``, or ``[batch, 0]`` where L is 1, and the numbers and
+            tokens ``[batch, K L]`` of the nodes; int64.
+        """
+        tokens = torch.cat(self._paths.tokens, dim=1)
+        best = torch.cat(self._scores, dim=1).topk(tokens.shape[1], dim=1).indices
+        best = best.sort(dim=1).values
+        likely = torch.cat(self._ids, dim=1).gather(1, best)
+        before = torch.arange(-1, self.tokens.shape[1], device=best.device).expand(len(best), -1)
+        above = torch.cat((before, *self._numbers[1:-1]), dim=1)
+        return (
+            above if len(self._numbers) > 1 else above[:, :0],
+            torch.where(self._greedy, best, torch.cat(self._numbers, dim=1)),
+            torch.where(self._greedy, likely, tokens),
+        )
 
 
-def sglang_tree(paths: GrowingPaths) -> SGLangTree:
-    """Number the nodes as SGLang does."""
-    batch, K = paths.tokens[0].shape
-    own = torch.arange(K, device=paths.tokens[0].device).expand(batch, -1)
-    levels = [own]
-    for i, standing in enumerate(paths.standing[:-1]):
-        levels.append(K + K * K * i + K * standing + own)
-    roots = torch.arange(-1, K, device=own.device).expand(batch, -1)
-    parents = torch.cat((roots, *levels[1:-1]), dim=1) if len(levels) > 1 else own[:, :0]
-    return SGLangTree(
-        parents=parents.contiguous(),
-        numbers=torch.cat(levels, dim=1),
-        tokens=torch.cat(paths.tokens, dim=1),
-    )
+def greedy_rows(sampling: Any) -> Tensor | None:
+    """Return ``[batch]`` bool, whether each request is greedy, or None if none is.
+
+    ``sampling`` is SGLang's SamplingBatchInfo.
+    """
+    return sampling.top_ks == 1 if sampling.is_any_greedy else None
+
+
+class RoundBuffers:
+    """What changes from round to round, at fixed addresses: CUDA graphs read it there.
+
+    A round needs from the round before only the head's most likely tokens at its root. They are
+    kept by the request's slot in SGLang's pool, as is what SGLang carries from round to round.
+
+    Attributes:
+        uniforms: ``[rows, numbers]`` float64, a request's random numbers: paths by length for the
+            paths, then the verifier's.
+        width: Number of candidates of a draft distribution.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        numbers: int,
+        width: int,
+        *,
+        draft_temperature: float = 1.0,
+        target_ids: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate for batches of up to ``rows`` requests, with values that suit captures.
+
+        Args:
+            rows: Most requests of a batch, with its padding.
+            slots: Slots in SGLang's pool.
+            numbers: Random numbers of a request and round.
+            width: Number of candidates of a draft distribution.
+            draft_temperature: Its temperature as a multiple of the request's.
+            target_ids: ``[draft_vocab]`` int64, the target's id of each of the head's tokens; None
+                if they are the same.
+            device: Where the models are.
+        """
+        self.width, self._target_ids = width, target_ids
+        self._draft_temperature = draft_temperature
+        self.uniforms = torch.zeros((rows, numbers), dtype=torch.float64, device=device)
+        self._temperatures = torch.ones((rows, 1), device=device)
+        self._greedy = torch.zeros((rows, 1), dtype=torch.bool, device=device)
+        self._roots = torch.zeros((slots, 2, width), dtype=torch.float64, device=device)
+
+    def load(self, uniforms: Tensor, sampling: Any) -> None:
+        """Write the numbers of a round's requests: ``[batch, numbers]`` float64, on the host.
+
+        ``sampling`` is SGLang's SamplingBatchInfo.
+        """
+        batch, greedy = len(uniforms), greedy_rows(sampling)
+        self.uniforms[:batch].copy_(send(uniforms, self.uniforms.device))
+        torch.mul(sampling.temperatures, self._draft_temperature, out=self._temperatures[:batch])
+        self._greedy[:batch] = False if greedy is None else greedy.unsqueeze(1)
+
+    def temperatures(self, batch: int) -> Tensor:
+        """Return ``[batch, 1]``: a greedy request's tree goes by the head's own probabilities."""
+        return self._temperatures[:batch].masked_fill(self._greedy[:batch], 1.0)
+
+    def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
+        """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
+        return ShortProbs.of_top(*self._top(logits), temperatures)
+
+    def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = logits.topk(self.width, dim=1)
+        return ids if self._target_ids is None else self._target_ids[ids], values.double()
+
+    def keep_roots(self, slots: Tensor, logits: Tensor) -> None:
+        """Keep the most likely tokens at the next round's roots, from ``[batch, draft_vocab]``."""
+        self._roots[slots] = ShortProbs(*self._top(logits)).pack()
+
+    def roots(self, slots: Tensor) -> ShortProbs:
+        """Return the distributions at the roots of a round, ``[batch, width]``."""
+        kept = ShortProbs.unpack(self._roots[slots])
+        return ShortProbs.of_top(kept.ids, kept.probs, self.temperatures(len(slots)))
+
+    def growth(self, roots: ShortProbs, paths: int, length: int) -> TreeGrowth:
+        """Start the trees of a round from the distributions at their roots."""
+        batch = len(roots.ids)
+        drawn = self.uniforms[:batch, : paths * length].view(batch, paths, length)
+        return TreeGrowth(roots, drawn, self._greedy[:batch])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +295,31 @@ class NumberedTree:
     tree: DraftTree
     numbers: Tensor
 
+    def rows(self) -> Tensor:
+        """Return ``[batch, nodes]``: each node's row among those of all SGLang's nodes."""
+        batch, nodes = self.numbers.shape
+        first = nodes * torch.arange(batch, device=self.numbers.device).unsqueeze(1)
+        real = torch.arange(nodes, device=first.device) < self.tree.num_nodes.unsqueeze(1)
+        return first + torch.where(real, self.numbers, 0)
 
-def draft_tree(last: Tensor, tokens: Tensor, root: ShortProbs, packed: Tensor) -> NumberedTree:
-    """Build the trie of the paths.
+
+def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
+    """Build the trie of the paths; of a greedy request, whose tree is another, a trie all the same.
 
     Args:
-        last: ``[batch]`` int64, the last committed token.
-        tokens: ``[batch, length, paths]`` int64, as drawn.
-        root: ``[batch, width]``, the distributions at the roots.
-        packed: ``[batch, length - 1, paths, 2, width]``, those after each path's tokens, packed.
+        tokens: ``[batch, nodes]`` int64 in SGLang's order: the last committed token, then those
+            drawn at each depth.
+        packed: ``[batch, 1 + (length - 1) * paths, 2, width]``, the distributions at the root and
+            after each path's tokens but the last, packed.
+        paths: K.
     """
-    batch, L, K = tokens.shape
-    paths = GrowingPaths(tokens[:, 0])
+    K, L = paths, (tokens.shape[1] - 1) // paths
+    drawn = tokens[:, 1:].view(-1, L, K)
+    trie = GrowingPaths(drawn[:, 0])
     for depth in range(1, L):
-        paths.grow(tokens[:, depth])
-    nodes = torch.arange(K * L + 1, device=tokens.device).expand(batch, -1)
-    standing = torch.stack(paths.standing, dim=1)  # [batch, L, K]
+        trie.grow(drawn[:, depth])
+    nodes = torch.arange(K * L + 1, device=tokens.device).expand(len(tokens), -1)
+    standing = torch.stack(trie.standing, dim=1)  # [batch, L, K]
     # SGLang's number of the node that represents each path at each depth, and of the one above.
     represents = nodes[:, 1::K].unsqueeze(2) + standing
     above = pad(represents[:, :-1], (0, 0, 1, 0)).flatten(1)
@@ -185,17 +332,17 @@ def draft_tree(last: Tensor, tokens: Tensor, root: ShortProbs, packed: Tensor) -
         return table.gather(1, numbers) * kept
 
     # The last nodes are leaves, so they have no distribution.
-    table = pad(torch.cat((root.pack().unsqueeze(1), packed.flatten(1, 2)), 1), (0, 0, 0, 0, 0, K))
+    table = pad(packed, (0, 0, 0, 0, 0, K))
     at = numbers[:, :, None, None].expand_as(table)
     probs = ShortProbs.unpack(table.gather(1, at))
     tree = DraftTree(
         draft_sampling=DraftSampling.IID,
-        token_ids=arranged(torch.cat((last.unsqueeze(1), tokens.flatten(1)), dim=1)),
+        token_ids=arranged(tokens),
         parents=arranged(places.gather(1, pad(above, (1, 0)))),
         depth=arranged((nodes + K - 1) // K),
         num_nodes=stands.sum(dim=1),
-        path_nodes=places.gather(1, represents.flatten(1)).view(batch, L, K).mT,
-        path_lengths=torch.full((batch, K), L, dtype=torch.int64, device=tokens.device),
+        path_nodes=places.gather(1, represents.flatten(1)).view(-1, L, K).mT,
+        path_lengths=torch.full_like(drawn[:, 0], L),
         draft_ids=probs.ids,
         draft_probs=probs.probs * kept.unsqueeze(2),
     )

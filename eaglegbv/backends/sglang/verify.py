@@ -2,7 +2,8 @@
 
 SGLang's own code prepares the distributions: penalties, logit bias, grammars, temperature, top-k,
 top-p. Only the kernel that accepts and rejects is replaced, and only while one of our workers
-verifies; for all other algorithms the kernels are unchanged.
+verifies; for all other algorithms the kernels are unchanged. SGLang's kernel for greedy trees
+judges those of greedy requests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,18 +11,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.backends.sglang.metrics import ours
-from eaglegbv.backends.sglang.tree_layout import NumberedTree
+from eaglegbv.backends.sglang.tree_layout import (
+    NumberedTree,
+    RoundBuffers,
+    draft_tree,
+    greedy_rows,
+)
 from eaglegbv.config import Plan
+from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.drafters.base import DraftReplay
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose, RequestRng, request_seed
@@ -29,18 +37,16 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verification import replay_slots, verify_stateful
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
-from eaglegbv.verifiers.registry import make_any_verifier
-from eaglegbv.verifiers.stateful import StatefulVerifier
-from eaglegbv.verifiers.target_only import GreedyWalkVerifier
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_verifier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
 class RequestBook:
-    """Our records of SGLang's living requests: random numbers, steps, debts.
+    """Our records of SGLang's living requests: random numbers, steps, modified-target state.
 
-    A request has one stream and one step counter for all its life, through retractions and in any
+    A request has one rng and one step counter for all its life, through retractions and in any
     batch. Every rank of a tensor-parallel group sees the same requests in the same order, so all
     ranks draw the same numbers. The record of a request that SGLang drops is dropped too.
     """
@@ -55,6 +61,8 @@ class RequestBook:
                 each counts requests from 0, and copies of one prompt must not get the same numbers.
         """
         self._plan = plan
+        # Of a round: one for each drafted token, and for each of these three to verify, and one.
+        self.numbers = 4 * plan.paths * plan.depth + 1
         self._seed = seed if replica is None else request_seed(seed, replica)
         self._seen = 0
         self._opened = 0
@@ -64,10 +72,12 @@ class RequestBook:
         """Return the records of SGLang's requests."""
         return [self._of(request) for request in requests]
 
-    def draft_uniforms(self, requests: Sequence["Req"]) -> Tensor:
-        """Return ``[batch, paths, length]`` float64 in [0, 1), for the requests' current steps."""
-        paths, length = self._plan.paths, self._plan.depth
-        return self._draw(requests, Purpose.DRAFT, paths * length).view(-1, paths, length)
+    def round_uniforms(self, requests: Sequence["Req"]) -> Tensor:
+        """Return ``[batch, numbers]`` float64 in [0, 1), for the requests' current steps.
+
+        One draw yields them all, as a draw takes longer than its numbers.
+        """
+        return self._draw(requests, Purpose.DRAFT, self.numbers)
 
     def token_uniforms(self, requests: Sequence["Req"]) -> Tensor:
         """Return ``[batch]`` float64 in [0, 1), for one token at the requests' current steps."""
@@ -79,25 +89,26 @@ class RequestBook:
             own.step += 1
 
     def _draw(self, requests: Sequence["Req"], purpose: Purpose, count: int) -> Tensor:
-        numbers = (own.stream.draw(own.step, purpose, count) for own in self.of(requests))
-        return torch.stack([torch.from_numpy(own) for own in numbers])
+        drawn = [own.rng.draw(own.step, purpose, count) for own in self.of(requests)]
+        return torch.from_numpy(np.array(drawn))
 
     def _of(self, request: "Req") -> Request:
-        if request not in self._records:
-            seed = request.sampling_params.sampling_seed
-            if seed is None:
-                seed = request_seed(self._seed, self._seen)
-                self._seen += 1
-            self._records[request] = Request(
-                number=self._opened,
-                prompt_ids=tuple(request.origin_input_ids),
-                params=SamplingParams(),  # unused: SGLang's own apply
-                plan=self._plan,
-                stream=RequestRng(seed % 2**64),
-                max_tokens=2**31 - 1,
-            )
-            self._opened += 1
-        return self._records[request]
+        if (record := self._records.get(request)) is not None:
+            return record
+        seed = request.sampling_params.sampling_seed
+        if seed is None:
+            seed = request_seed(self._seed, self._seen)
+            self._seen += 1
+        record = self._records[request] = Request(
+            number=self._opened,
+            prompt_ids=tuple(request.origin_input_ids),
+            params=SamplingParams(),  # unused: SGLang's own apply
+            plan=self._plan,
+            rng=RequestRng(seed % 2**64),
+            max_tokens=2**31 - 1,
+        )
+        self._opened += 1
+        return record
 
 
 def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:
@@ -115,12 +126,12 @@ def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> A
     return original(manager, tokenized)
 
 
-class Judge:
-    """A verifier that judges the trees of a batch, and remembers what later rounds need."""
+class StatefulJudge:
+    """A verifier that judges the trees of a batch, and leaves modified targets to later rounds."""
 
     def __init__(self, name: str, book: RequestBook) -> None:
         """Take the verifier's name, and the records of the requests."""
-        self._verifier = make_any_verifier(name)
+        self._verifier = STATEFUL_VERIFIERS[name]()
         self._book = book
 
     def judge(
@@ -128,63 +139,117 @@ class Judge:
         requests: Sequence["Req"],
         tree: DraftTree,
         target: TargetProbs,
-        greedy: Sequence[bool],
         replay: Callable[[Sequence[Request]], DraftReplay],
     ) -> Verdict:
-        """Judge the trees.
+        """Judge the trees; the verdict on a greedy request is neither used nor kept.
 
         Args:
             requests: SGLang's requests.
             tree: Their trees.
             target: The target's distributions.
-            greedy: Whether each request is greedy: its verdict is not used or kept.
             replay: Returns what replays the draft distributions of earlier rounds.
         """
         own = self._book.of(requests)
-        if not isinstance(self._verifier, StatefulVerifier):
-            uniforms = VerifyUniforms.draw(
-                [request.stream for request in own],
-                [request.step for request in own],
-                paths=tree.paths,
-                length=tree.length,
-                device=tree.token_ids.device,
-            )
-            return self._verifier.verify(tree, target, uniforms)
         for record, request in zip(own, requests, strict=True):
             record.token_ids = list(request.output_ids)
         # Replayed entries are outside SGLang's pool, so these slots are only counted, never used.
         slots = SlotAllocator(1 + len(own) * replay_slots(own[0].plan))
         verdict, layers, _ = verify_stateful(self._verifier, own, tree, target, replay(own), slots)
-        for record, left, exempt in zip(own, layers, greedy, strict=True):
-            record.target_layers = () if exempt else left
+        for record, left, request in zip(own, layers, requests, strict=True):
+            record.target_layers = () if request.sampling_params.top_k == 1 else left
         return verdict
 
 
-def walk_greedily(
-    numbered: NumberedTree, target: TargetProbs, verdict: Verdict, rows: Tensor
-) -> Verdict:
-    """Return ``verdict``, with a greedy walk for the rows ``[batch]`` bool of greedy requests.
+class GraphJudge:
+    """A stateless verifier that judges rounds in graphs, recorded once for each *bucket*.
 
-    Their paths are not drawn, but the drafter's most likely ones, so no other rule fits them.
+    A bucket is a number of requests, rounded up. Its graph reads buffers at fixed addresses, in the
+    last of whose rows there may be anything.
     """
-    walked = GreedyWalkVerifier().judge(numbered.tree, target, None)  # type: ignore[arg-type]
-    return Verdict(
-        path_nodes=torch.where(rows.unsqueeze(1), walked.path_nodes, verdict.path_nodes),
-        accepted=torch.where(rows, walked.accepted, verdict.accepted),
-        token_ids=torch.where(rows, walked.token_ids, verdict.token_ids),
-    )
+
+    def __init__(self, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
+        """Allocate what is not given.
+
+        Args:
+            plan: How the trees are drafted and judged.
+            buffers: Those of the drafts.
+            probs: ``[rows * nodes, vocab]`` float32, to which SGLang's distributions are written.
+        """
+        self._verifier, self._plan, self._buffers = make_verifier(plan.verifier), plan, buffers
+        paths, length = plan.paths, plan.depth
+        self._nodes = 1 + paths * length
+        self._most = min(len(probs) // self._nodes, len(buffers.uniforms))
+        self._probs = probs.view(-1, self._nodes, probs.shape[1])
+        branches = 1 + paths * (length - 1)
+        self._tokens = probs.new_zeros((self._most, self._nodes), dtype=torch.int64)
+        self._draft_probs = buffers.uniforms.new_zeros((self._most, branches, 2, buffers.width))
+        self._replays: dict[int, Work] = {}
+
+    def record(self, recorder: Recorder) -> None:
+        """Record all buckets, or run as it is what cannot be recorded."""
+        smaller = (1 << i for i in range((self._most - 1).bit_length()))
+        # The largest first, as all share their memory.
+        for rows in sorted({*smaller, self._most}, reverse=True):
+            work = partial(self._judge, rows)
+            try:
+                self._replays[rows] = recorder.record(work)
+            except NotRecordable:
+                self._replays[rows] = work
+
+    def space(self, batch: int) -> Tensor:
+        """Return ``[batch * nodes, vocab]``, where to write the distributions of a batch."""
+        return self._probs[:batch].flatten(0, 1)
+
+    def accept(self, tokens: Tensor, draft_probs: Tensor, probs: Tensor) -> "Acceptance":
+        """Judge a round.
+
+        Args:
+            tokens: ``[batch * nodes]``, in SGLang's order.
+            draft_probs: The packed draft distributions; see :func:`draft_tree`.
+            probs: ``[batch, nodes, vocab]``, SGLang's distributions.
+        """
+        batch = len(probs)
+        self._tokens[:batch].copy_(tokens.view(batch, -1))
+        self._draft_probs[:batch].copy_(draft_probs)
+        if probs.data_ptr() != self._probs.data_ptr():  # top-k, top-p or min-p made others
+            self._probs[:batch].copy_(probs)
+        rows = min(rows for rows in self._replays if rows >= batch)  # the bucket
+        return Acceptance(*(result[:batch] for result in self._replays[rows]()))
+
+    def _judge(self, rows: int) -> tuple[Tensor, ...]:
+        paths, length = self._plan.paths, self._plan.depth
+        numbered = draft_tree(self._tokens[:rows], self._draft_probs[:rows], paths)
+        drafted = paths * length
+        sizes = (drafted, 2 * drafted, drafted, 1)
+        _, selection, acceptances, correction = self._buffers.uniforms[:rows].split(sizes, dim=1)
+        uniforms = VerifyUniforms(
+            selection.view(rows, length, paths, 2), acceptances, correction.squeeze(1)
+        )
+        probs = self._probs[:rows].flatten(0, 1)
+        target = ProbsInPlace(probs, probs.sum(dim=1, dtype=torch.float64), numbered.rows())
+        verdict = self._verifier.verify(numbered.tree, target, uniforms)
+        accepted = acceptance(verdict, numbered)
+        return accepted.nodes, accepted.tokens, accepted.accepted
 
 
 # Distributions and verdicts in SGLang's numbering.
 
 
-def target_probs(probs: Tensor, numbered: NumberedTree) -> TargetProbs:
-    """Wrap SGLang's warped ``[batch, nodes, vocab]`` float32, normalising them again."""
-    batch, nodes, _ = probs.shape
-    first = nodes * torch.arange(batch, device=probs.device).unsqueeze(1)
-    real = torch.arange(nodes, device=first.device) < numbered.tree.num_nodes.unsqueeze(1)
-    rows = first + torch.where(real, numbered.numbers, 0)
-    return TargetProbs.of_logits(probs.flatten(0, 1).log(), rows)
+@dataclass(frozen=True, slots=True)
+class ProbsInPlace(TargetProbs):
+    """SGLang's warped probabilities where they are: ``logits`` holds them, not their logarithms.
+
+    ``log_normaliser`` holds the sum of each row, by which they are normalised again.
+    """
+
+    def probs_of(self, nodes: Tensor) -> Tensor:
+        """Return the whole distributions, ``[batch, vocab]`` float32; see :class:`TargetProbs`."""
+        rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        sums = self.log_normaliser.take(rows).unsqueeze(1)
+        return self.logits.index_select(0, rows).div_(sums)
+
+    def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
+        return logits / self.log_normaliser.take(rows).unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +258,7 @@ class Acceptance:
 
     Attributes:
         nodes: ``[batch, length + 1]`` int64, the root and the accepted nodes, then -1.
-        tokens: ``[batch * nodes]`` int64, at the root and each accepted node, the token after it.
+        tokens: ``[batch, nodes]`` int64, at the root and each accepted node, the token after it.
         accepted: ``[batch]`` int64, number of accepted nodes without the root.
     """
 
@@ -211,11 +276,10 @@ def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
     path = pad(verdict.path_nodes, (1, 0)).gather(1, torch.minimum(steps, accepted))
     following = pad(tree.token_ids.gather(1, path)[:, 1:], (0, 1))
     following = torch.where(steps < accepted, following, verdict.token_ids.unsqueeze(1))
+    at = numbered.numbers.gather(1, path)
+    tokens = torch.zeros_like(tree.token_ids).scatter_(1, at, following)
     first = nodes * torch.arange(batch, device=path.device).unsqueeze(1)
-    at = first + numbered.numbers.gather(1, path)
-    tokens = torch.zeros(batch * nodes, dtype=torch.int64, device=path.device)
-    tokens.scatter_(0, at.flatten(), following.flatten())
-    return Acceptance(torch.where(steps <= accepted, at, -1), tokens, verdict.accepted)
+    return Acceptance(torch.where(steps <= accepted, first + at, -1), tokens, verdict.accepted)
 
 
 # Top-k, top-p and min-p on probabilities. SGLang has compiled kernels for the first two only on a
@@ -250,20 +314,33 @@ def _normalised(probs: Tensor) -> Tensor:
 
 # SGLang's functions, replaced by ours.
 
-Accept = Callable[[Tensor], Acceptance]
-"""Maps the target's distributions ``[batch, nodes, vocab]`` to what is accepted."""
 
-_accept: ContextVar[Accept | None] = ContextVar("eaglegbv_accept", default=None)
+@dataclass(frozen=True, slots=True)
+class Round:
+    """How a batch of trees is verified.
+
+    Attributes:
+        accept: Maps the target's distributions ``[batch, nodes, vocab]`` to what is accepted.
+        space: ``[batch * nodes, vocab]`` float32, where SGLang is to write them; None for anywhere.
+        sampling: SGLang's SamplingBatchInfo.
+    """
+
+    accept: Callable[[Tensor], Acceptance]
+    space: Tensor | None
+    sampling: Any
+
+
+_round: ContextVar[Round | None] = ContextVar("eaglegbv_round", default=None)
 
 
 @contextmanager
-def verifying(accept: Accept) -> Iterator[None]:
-    """Let ``accept`` decide about the trees verified within this context."""
-    token = _accept.set(accept)
+def verifying(own: Round) -> Iterator[None]:
+    """Let ``own`` decide about the trees verified within this context."""
+    token = _round.set(own)
     try:
         yield
     finally:
-        _accept.reset(token)
+        _round.reset(token)
 
 
 def install() -> None:
@@ -273,14 +350,32 @@ def install() -> None:
     for name, keep in (("top_k_renorm_prob", keep_top_k), ("top_p_renorm_prob", keep_top_p)):
         if getattr(eagle_utils, name) is None:  # SGLang has such kernels only on a GPU
             setattr(eagle_utils, name, keep)
+    walk = eagle_utils.verify_tree_greedy_func
     for name, wrap in (
-        ("tree_speculative_sampling_target_only", _sampling),
+        ("sampling_softmax", in_place_softmax),
+        ("tree_speculative_sampling_target_only", partial(sampling, walk=walk)),
         ("_verify_uses_greedy", _uses_greedy),
     ):
         setattr(eagle_utils, name, wrap(getattr(eagle_utils, name)))
 
 
-def _sampling(original: Callable[..., Any]) -> Callable[..., Any]:
+def in_place_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap SGLang's softmax to write the distributions of a round where they are judged."""
+
+    @wraps(original)
+    def softmax(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
+        own = _round.get()
+        if own is None or own.space is None or temperatures is None:
+            return original(logits, temperatures)
+        torch.div(logits, temperatures, out=own.space)
+        return torch.softmax(own.space, dim=-1, out=own.space)
+
+    return softmax
+
+
+def sampling(original: Callable[..., Any], *, walk: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap SGLang's kernel for sampling from trees; ``walk`` is its kernel for greedy trees."""
+
     def sample(
         *,
         predicts: Tensor,
@@ -289,14 +384,35 @@ def _sampling(original: Callable[..., Any]) -> Callable[..., Any]:
         target_probs: Tensor,
         **others: Any,
     ) -> Any:
-        accept = _accept.get()
-        if accept is None:
-            others |= {"accept_token_num": accept_token_num, "target_probs": target_probs}
-            return original(predicts=predicts, accept_index=accept_index, **others)
-        outcome = accept(target_probs)
-        predicts.copy_(outcome.tokens)
-        accept_index.copy_(outcome.nodes)
-        accept_token_num.copy_(outcome.accepted)
+        own = _round.get()
+        outputs = {
+            "predicts": predicts,
+            "accept_index": accept_index,
+            "accept_token_num": accept_token_num,
+        }
+        if own is None:
+            return original(**outputs, target_probs=target_probs, **others)
+        greedy = greedy_rows(own.sampling)
+        if greedy is not None:
+            walk(
+                **outputs,
+                candidates=others["candidates"],
+                retrieve_index=others["retrive_index"],
+                retrieve_next_token=others["retrive_next_token"],
+                retrieve_next_sibling=others["retrive_next_sibling"],
+                target_predict=target_probs.argmax(dim=-1),
+            )
+        if own.sampling.need_min_p_sampling:
+            edges = own.sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
+            kept = keep_min_p(target_probs.flatten(0, 1), edges)
+            target_probs = kept.view_as(target_probs)
+        outcome = own.accept(target_probs)
+        for out, found in (
+            (predicts.view_as(outcome.tokens), outcome.tokens),
+            (accept_index, outcome.nodes),
+            (accept_token_num.unsqueeze(1), outcome.accepted.unsqueeze(1)),
+        ):
+            out.copy_(found if greedy is None else torch.where(greedy.unsqueeze(1), out, found))
         return None
 
     return sample
@@ -307,7 +423,7 @@ def _uses_greedy(original: Callable[..., bool]) -> Callable[..., bool]:
     def uses_greedy(*, is_all_greedy: bool, **platform: bool) -> bool:
         # On platforms for which SGLang has no kernels, it takes the most likely tokens, whatever
         # the temperature. Our kernels run everywhere.
-        if _accept.get() is not None:
+        if _round.get() is not None:
             return is_all_greedy
         return original(is_all_greedy=is_all_greedy, **platform)
 

@@ -104,6 +104,7 @@ OVERRIDE_POINTS = tuple(
     OverridePoint(module, prefix + name, tuple(parameters.split()))
     for (module, prefix), name, parameters in (
         (_WORKER, "verify", "self batch"),
+        (_WORKER, "init_cuda_graphs", "self"),
         (_WORKER, "_forward_prefill_batch", "self batch"),
         (_DRAFTER, "draft", "self batch"),
         (_DRAFTER, "draft_forward", "self forward_batch"),
@@ -117,6 +118,13 @@ OVERRIDE_POINTS = tuple(
         (_DRAFTER, "_capture_cuda_graphs", "self"),
         (_DRAFTER, "alloc_memory_pool", "self"),
         (_UTILS, "per_step_draft_out_cache_loc", "out_cache_loc batch_size topk num_steps"),
+        (_UTILS, "sampling_softmax", "logits temperatures"),
+        (
+            _UTILS,
+            "verify_tree_greedy_func",
+            "predicts accept_index accept_token_num candidates retrieve_index "
+            "retrieve_next_token retrieve_next_sibling target_predict",
+        ),
         (_UTILS, "tree_speculative_sampling_target_only", "predicts accept_index"),
         (_UTILS, "_verify_uses_greedy", "is_all_greedy"),
         (_UTILS, "top_k_renorm_prob", "probs"),
@@ -142,7 +150,7 @@ NAMES_READ: Mapping[str, str] = MappingProxyType(
             "req_to_token_pool parallel_layout cuda_graph_runner_for_draft_extend "
             "index_share_for_mtp_iteration dsa_index_topk"
         ),
-        "sglang.srt.speculative.eagle_info.EagleDraftInput": "topk_p topk_index hidden_states",
+        "sglang.srt.speculative.eagle_info.EagleDraftInput": "hidden_states",
         "sglang.srt.speculative.eagle_info.EagleVerifyInput": "draft_token draft_probs",
         "sglang.srt.managers.schedule_batch.ScheduleBatch": (
             "reqs req_pool_indices seq_lens input_ids spec_info forward_mode chunked_req "
@@ -158,8 +166,8 @@ NAMES_READ: Mapping[str, str] = MappingProxyType(
         ),
         "sglang.srt.sampling.sampling_params.SamplingParams": "top_k sampling_seed n",
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
-            "temperatures top_ks top_ps min_ps need_top_k_sampling need_top_p_sampling "
-            "need_min_p_sampling sampling_mask_batch_indices"
+            "temperatures top_ks top_ps min_ps is_any_greedy need_top_k_sampling "
+            "need_top_p_sampling need_min_p_sampling sampling_mask_batch_indices"
         ),
     }
 )

@@ -1,9 +1,8 @@
 """The worker that SGLang's scheduler calls: draft, verify, extend, as for EAGLE."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,20 +16,20 @@ from torch import Tensor
 from eaglegbv.backends.sglang.draft_replay import HeadReplay, RoundStart
 from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.backends.sglang.tree_layout import draft_tree
 from eaglegbv.backends.sglang.verify import (
     Acceptance,
-    Judge,
+    GraphJudge,
     RequestBook,
+    Round,
+    StatefulJudge,
     acceptance,
     keep_min_p,
-    target_probs,
     verifying,
-    walk_greedily,
 )
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import DraftReplay
+from eaglegbv.cuda_graphs import CudaRecorder, Recorder
 from eaglegbv.errors import ModelNotSupported
-from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.paths import draw
@@ -41,8 +40,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     """SGLang's EAGLE worker with sampled draft trees and a verifier of this project."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
-        with _draft_worker_class(SampledDraftWorker):
-            super().__init__(*arguments, **named)
+        eagle_worker_v2.EagleDraftWorker = SampledDraftWorker  # SGLang's worker creates one
+        super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
         stateful = settings.verifier in STATEFUL_VERIFIERS
         if stateful and self._draft_worker.draft_runner.use_mla_backend:
@@ -51,68 +50,82 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
                 self.server_args.speculative_draft_model_path,
                 f"a head without latent attention, for verifier {settings.verifier!r}",
             )
-        plan = Plan(
+        self._plan = Plan(
             verifier=settings.verifier,
             paths=self.topk,
             depth=self.speculative_num_steps,
             draft_width=settings.draft_width,
             draft_temperature=settings.draft_temperature,
         )
-        self._book = RequestBook(plan, settings.seed, replica=get_parallel().dp_rank)
-        self._judge = Judge(settings.verifier, self._book)
+        self._book = RequestBook(self._plan, settings.seed, replica=get_parallel().dp_rank)
+        self._stateful = StatefulJudge(settings.verifier, self._book) if stateful else None
         self._draft_worker.configure(settings, self._book, self._redraw)
-        sampler = self.target_worker.model_runner.sampler
-        self._first_tokens = FirstTokens(sampler._sample_from_probs, self._book)
-        sampler._sample_from_probs = self._first_tokens
+        runner = self.target_worker.model_runner
+        # SGLang sizes its pools by the memory that is left after this.
+        rows = 0 if stateful else self.server_args.max_running_requests
+        shape = rows * (1 + self.topk * self.speculative_num_steps), runner.model_config.vocab_size
+        self._probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self._first_tokens = FirstTokens(runner.sampler._sample_from_probs, self._book)
+        runner.sampler._sample_from_probs = self._first_tokens
+
+    def init_cuda_graphs(self) -> None:
+        """Capture SGLang's graphs, then those that judge rounds, or run them uncaptured."""
+        super().init_cuda_graphs()
+        if self._stateful is None:
+            graphs = self.target_worker.model_runner.decode_cuda_graph_runner is not None
+            recorder = CudaRecorder() if graphs and self._probs.is_cuda else Recorder()
+            self._graphs = GraphJudge(self._plan, self._draft_worker.buffers, self._probs)
+            self._graphs.record(recorder)
 
     def verify(self, batch: ScheduleBatch, *arguments: object, **named: object) -> Any:
         """Judge the trees of a round by the target's forward, and advance every row by a step."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *arguments, **named)
         drafted = batch.spec_info
-        with verifying(lambda probs: self._accept(batch, drafted, probs)):
+        if self._stateful is None:
+            accept = partial(self._graphs.accept, drafted.draft_token, drafted.draft_probs)
+            own = Round(accept, self._graphs.space(len(batch.reqs)), batch.sampling_info)
+        else:
+            own = Round(partial(self._accept, batch, drafted), None, batch.sampling_info)
+        with verifying(own):
             result = super().verify(batch, *arguments, **named)
         self._book.advance(batch.reqs)
         return result
 
     def _accept(self, batch: ScheduleBatch, drafted: Any, probs: Tensor) -> Acceptance:
-        sampling, numbered = batch.sampling_info, drafted.numbered
-        if sampling.need_min_p_sampling:
-            edges = sampling.min_ps.repeat_interleave(probs.shape[1], dim=0)
-            probs = keep_min_p(probs.flatten(0, 1), edges).view_as(probs)
-        target = target_probs(probs, numbered)
-        greedy = [request.sampling_params.top_k == 1 for request in batch.reqs]
-        verdict = self._verdict(
-            batch.reqs, batch.req_pool_indices, numbered.tree, target, greedy, drafted.start
-        )
-        verdict = walk_greedily(numbered, target, verdict, sampling.top_ks == 1)
+        tokens = drafted.draft_token.view(probs.shape[:2])
+        numbered = draft_tree(tokens, drafted.draft_probs, self.topk)
+        target = TargetProbs.of_logits(probs.flatten(0, 1).log(), numbered.rows())
+        pool = batch.req_pool_indices
+        verdict = self._judge(batch.reqs, pool, numbered.tree, target, drafted.start)
         return acceptance(verdict, numbered)
 
-    def _verdict(
+    def _judge(
         self,
         requests: Sequence[Req],
         pool_indices: Tensor,
         tree: DraftTree,
         target: TargetProbs,
-        greedy: Sequence[bool],
         start: RoundStart | None,
     ) -> Verdict:
-        def replay(own: Sequence[Request]) -> DraftReplay:
-            return HeadReplay(self._draft_worker, own, pool_indices, start)
-
-        return self._judge.judge(requests, tree, target, greedy, replay)
+        assert self._stateful is not None
+        replay = partial(HeadReplay, self._draft_worker, pool_indices, start)
+        return self._stateful.judge(requests, tree, target, replay)
 
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
     ) -> Any:
-        with first_tokens_of(list(batch.reqs)):
+        self._first_tokens.requests = list(batch.reqs)
+        try:
             result = super()._forward_prefill_batch(batch, *arguments, **named)
+        finally:
+            self._first_tokens.requests = None
         # A prompt read in parts yields its token with the last part.
         self._book.advance([r for r in batch.reqs if r is not batch.chunked_req])
         return result
 
     def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
-        """Redraw the tokens of retracted requests with debts from what the debts leave.
+        """Redraw the tokens of retracted requests whose target is modified from what it is now.
 
         The target and the head have read their texts again, so the head can replay distributions.
         """
@@ -125,58 +138,36 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
             return False
         requests = [batch.reqs[row] for row in rows]
         logits = self._first_tokens.probs[rows].log()
-        verdict = self._verdict(
+        verdict = self._judge(
             requests,
             batch.req_pool_indices[rows],
             DraftTree.roots([r.output_ids[-1] for r in requests], device=logits.device),
             TargetProbs.of_logits(
                 logits, torch.arange(len(rows), device=logits.device).unsqueeze(1)
             ),
-            [False] * len(rows),
             None,
         )
         token_ids[rows] = verdict.token_ids.to(token_ids.dtype)
         return True
 
 
-@contextmanager
-def _draft_worker_class(worker: type) -> Iterator[None]:
-    """Let SGLang's worker create a draft worker of this class."""
-    original = eagle_worker_v2.EagleDraftWorker
-    eagle_worker_v2.EagleDraftWorker = worker
-    try:
-        yield
-    finally:
-        eagle_worker_v2.EagleDraftWorker = original
-
-
 # The token after a prompt, drawn from SGLang's distribution with the request's own random numbers,
 # so that a seed determines the whole answer. After a retraction, the prompt is read again with what
 # has been generated, and the token after it is drawn in the same way.
-
-_requests: ContextVar[Sequence[Req] | None] = ContextVar("eaglegbv_first_tokens", default=None)
-
-
-@contextmanager
-def first_tokens_of(requests: Sequence[Req]) -> Iterator[None]:
-    """Set the requests whose tokens the sampler draws within this context."""
-    token = _requests.set(requests)
-    try:
-        yield
-    finally:
-        _requests.reset(token)
 
 
 class FirstTokens:
     """Replaces a sampler's draw; for requests that are not ours, it draws as before.
 
     Attributes:
+        requests: Those whose tokens are drawn now; None while other models sample.
         probs: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
     """
 
     def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
         self._draw_as_before = draw_as_before
         self._book = book
+        self.requests: Sequence[Req] | None = None
         self.probs: Tensor | None = None
 
     def __call__(
@@ -187,16 +178,15 @@ class FirstTokens:
         simple_sampling_case: bool,
     ) -> tuple[Tensor, Any]:
         """Return token ids ``[batch]``, and a record of sampling masks if one is wanted."""
-        requests = _requests.get()
-        if requests is None or sampling_info.sampling_mask_batch_indices is not None:
+        if self.requests is None or sampling_info.sampling_mask_batch_indices is not None:
             return cast(
                 "tuple[Tensor, Any]",
                 self._draw_as_before(probs, sampling_info, positions, simple_sampling_case),
             )
-        uniforms = self._book.token_uniforms(requests).to(probs.device, non_blocking=True)
+        uniforms = self._book.token_uniforms(self.requests).to(probs.device, non_blocking=True)
         self.probs = warped(probs, sampling_info)
         likely = self.probs.argmax(dim=1)
-        drawn = draw(self.probs.to(torch.float64), uniforms)
+        drawn = draw(self.probs, uniforms)
         return torch.where(sampling_info.top_ks == 1, likely, drawn), None
 
 

@@ -10,7 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+from eaglegbv.eval.collect_probs import Harvest, harvest
+from eaglegbv.eval.paired_comparison import Sampling, collect
 from eaglegbv.eval.questions import QuestionSet
+from eaglegbv.eval.records import describe_environment, name_of_model
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, SideOfOne
 from eaglegbv.llm import LLM
@@ -127,14 +130,55 @@ class Site:
         """Target and drafter, loaded when they are first wanted."""
         return self.load()
 
+    def harvest(self, temperature: float, width: int) -> Harvest:
+        """Return distributions of the pair, at places of texts that the target writes.
 
+        Args:
+            temperature: Of both models.
+            width: Most likely tokens that draft distributions keep.
+        """
+        options = self.options
+        texts = collect(
+            self.llm,
+            self.questions.questions,
+            temperature=temperature,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+        )
+        sampling = Sampling(places=options.places)
+        return harvest(
+            self.llm.pair, texts, temperature=temperature, width=width, sampling=sampling
+        )
+
+    def write(self, name: str, *packages: str, **measured: object) -> None:
+        """Write ``measured`` into a file of the folder, with what was measured where.
+
+        Args:
+            name: Of the file.
+            packages: Further packages whose versions matter.
+            measured: JSON values by name.
+        """
+        about = {
+            "model": name_of_model(self.llm.model_name),
+            "drafter": self.llm.drafter_name,
+            "suite": self.questions.suite,
+            "questions": len(self.questions.questions),
+            "environment": describe_environment(str(self.llm.device), packages),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_bytes(msgspec.json.encode(about | measured) + b"\n")
+
+
+@dataclass(frozen=True)
 class Paper(ABC):
     """A paper's comparison, by command.
 
     Attributes:
+        name: Short name, that of the command.
         title: Paper and what is compared.
     """
 
+    name: str
     title: str
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """The cells of a paper's tables: measured in parts, each kept as soon as it is measured."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Environment, Journal, Setting, describe_environment, read_json
 from eaglegbv.eval.runner import another_run
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason
@@ -68,7 +69,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     def over(self, other: "Cell", figure: Figure = Figure.TOKENS_A_STEP) -> Estimate:
         """Return the ratio of a figure to another cell's, paired by question."""
-        return bootstrap_ratio_of_ratios(
+        return bootstrap_ratio(
             self.tokens, self.denominators(figure), other.tokens, other.denominators(figure)
         )
 
@@ -219,14 +220,13 @@ class CellStore:
     def _with(self, sheets: dict[str, list[Cell]]) -> Measured:
         return Measured(run=self._header, environment=self._environment, sheets=sheets)
 
-    def get(self, sheet: str, key: str) -> list[Cell] | None:
-        """Return a part measured before, or None."""
-        return self._parts.get((sheet, key))
-
-    def add(self, sheet: str, key: str, cells: list[Cell]) -> None:
-        """Keep a part."""
-        self._journal.add(_Part(sheet=sheet, key=key, cells=cells))
-        self._parts[sheet, key] = cells
+    def part(self, sheet: str, key: str, measure: Callable[[], list[Cell]]) -> list[Cell]:
+        """Return a part; it is measured now, and kept, unless it was before."""
+        if (sheet, key) not in self._parts:
+            cells = measure()
+            self._journal.add(_Part(sheet=sheet, key=key, cells=cells))
+            self._parts[sheet, key] = cells
+        return self._parts[sheet, key]
 
 
 def _journal(folder: Path) -> Journal[_Part]:
@@ -250,23 +250,22 @@ def _same_drafts(
     for setting in settings:
         by_temperature.setdefault(setting.temperature, []).append(setting)
     sampling = Sampling(places=options.places, judgements=options.judgements, batch=CHUNK)
+
+    def judged(temperature: float, first: int) -> list[Cell]:
+        texts = _texts(site, temperature, first)
+        tallies = same_drafts(site.llm.pair, texts, by_temperature[temperature], sampling)
+        return [Cell(setting=t.setting, tokens=t.tokens, steps=t.places) for t in tallies]
+
     found: dict[Setting, list[Cell]] = {}
     with site.progress(sheet, len(by_temperature) * len(questions)) as bar:
         for first in range(0, len(questions), CHUNK):
-            for temperature, members in by_temperature.items():
-                key = f"T{temperature:g} {first}"
-                cells = store.get(sheet, key)
-                if cells is None:
-                    texts = _texts(site, temperature, first)
-                    tallies = same_drafts(site.llm.pair, texts, members, sampling)
-                    cells = [
-                        Cell(setting=t.setting, tokens=t.tokens, steps=t.places) for t in tallies
-                    ]
-                    store.add(sheet, key, cells)
+            for temperature in by_temperature:
+                measure = partial(judged, temperature, first)
+                cells = store.part(sheet, f"T{temperature:g} {first}", measure)
                 bar.update(len(cells[0].steps))
                 for cell in cells:
                     found.setdefault(cell.setting, []).append(cell)
-    return _joined(found, settings)
+    return [Cell.joined(found[setting]) for setting in settings]
 
 
 def _texts(site: Site, temperature: float, first: int) -> list[Text]:
@@ -290,22 +289,22 @@ def _engine(
 ) -> list[Cell]:
     chosen = site.questions.first(min(site.options.engine_questions, len(site.questions.questions)))
     questions = chosen.questions
+
+    def answered(asked: Mapping[int, Question], setting: Setting) -> list[Cell]:
+        return [answer_all(site.llm, asked, setting, site.options)]
+
     found: dict[Setting, list[Cell]] = {}
     with site.progress(sheet, len(settings) * len(questions)) as bar:
         for first in range(0, len(questions), together):
-            numbers = range(first, min(first + together, len(questions)))
+            asked = dict(enumerate(questions[first : first + together], start=first))
             # Another setting begins each time, so that a slow spell hits all of them alike.
             start = first // together % len(settings)
             for setting in [*settings[start:], *settings[:start]]:
-                key = f"{setting.name} {first}"
-                cells = store.get(sheet, key)
-                if cells is None:
-                    asked = {number: questions[number] for number in numbers}
-                    cells = [answer_all(site.llm, asked, setting, site.options)]
-                    store.add(sheet, key, cells)
-                bar.update(len(numbers))
+                measure = partial(answered, asked, setting)
+                cells = store.part(sheet, f"{setting.name} {first}", measure)
+                bar.update(len(asked))
                 found.setdefault(setting, []).extend(cells)
-    return _joined(found, settings)
+    return [Cell.joined(found[setting]) for setting in settings]
 
 
 def answer_all(
@@ -339,7 +338,3 @@ def answer_all(
             phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics) for phase in phases
         },
     )
-
-
-def _joined(found: Mapping[Setting, Sequence[Cell]], settings: Iterable[Setting]) -> list[Cell]:
-    return [Cell.joined(found[setting]) for setting in settings]

@@ -1,25 +1,20 @@
 """Thomas & Pal, Global Resolution (arXiv 2511.15898): solvers of optimal transport at a node.
 
-Its Table 1 (solve times by top-k and number of drafts), Table 2 (the best acceptance within a limit
-on the mean time a token) and Table 4 (SpecTr's trees with it, by number of paths).
+Its Table 1 (solve times by top-k and number of drafts) and Table 2 (the best acceptance within a
+limit on the mean time a token).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
-import msgspec
-
-from eaglegbv.eval.collect_probs import Harvest, harvest
+from eaglegbv.eval.collect_probs import Harvest
 from eaglegbv.eval.node_acceptance import greedy, optimum_iid
-from eaglegbv.eval.paired_comparison import Sampling, collect
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
-from eaglegbv.eval.papers.cells import Way
-from eaglegbv.eval.papers.sheets import GridPaper, Order, Rise, Sheet, cells_of
-from eaglegbv.eval.records import Environment, describe_environment, name_of_model
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.solvers import Answer, Row, Setting, row, solve_all
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.verifiers.global_resolution import Solver
 
 _SOURCE = "Thomas & Pal, arXiv 2511.15898"
@@ -44,28 +39,6 @@ BEST: Mapping[float, Mapping[str, str]] = {
 """Its Table 2 on :data:`LLAMA`: best acceptance within so many milliseconds a token."""
 
 COMPARED = (Solver.EXACT, Solver.CONVEX, Solver.RACE, Solver.MAX_FLOW, Solver.LP)
-
-
-class SolveTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``solvers.json`` holds.
-
-    Attributes:
-        model: The target.
-        drafter: The drafter.
-        suite: The questions' suite.
-        questions: How many questions.
-        temperature: Of both models.
-        environment: Where and when.
-        rows: Every solver at every size.
-    """
-
-    model: str
-    drafter: str | None
-    suite: str
-    questions: int
-    temperature: float
-    environment: Environment
-    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +69,21 @@ class Solved:
         return [a.acceptance for a in self.answers if a is not None]
 
 
+BySize: TypeAlias = Mapping[tuple[int, int], Mapping[str, Solved]]
+"""What every solver came to at every size (k, n)."""
+
+
 @dataclass(frozen=True)
 class SolverPaper(Paper):
     """Solvers on distributions harvested from the pair.
 
     Attributes:
-        name: Short name, that of the command.
-        title: Paper and what is compared.
         temperature: Of both models.
         sizes: (k, n): tokens of the draft distribution, drafts.
         nodes: Nodes of each size.
         limits: Milliseconds a token.
     """
 
-    name: str
-    title: str
     temperature: float
     sizes: tuple[tuple[int, int], ...]
     nodes: int
@@ -118,39 +91,16 @@ class SolverPaper(Paper):
 
     def measure(self, site: Site) -> Report:
         """Harvest distributions, give every solver the same nodes; write ``solvers.json``."""
-        options, llm = site.options, site.llm
-        texts = collect(
-            llm,
-            site.questions.questions,
-            temperature=self.temperature,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-        )
-        places = harvest(
-            llm.pair,
-            texts,
-            temperature=self.temperature,
-            width=max(k for k, _ in self.sizes),
-            sampling=Sampling(places=options.places),
-        )
+        places = site.harvest(self.temperature, max(k for k, _ in self.sizes))
         solved: dict[tuple[int, int], dict[str, Solved]] = {}
         with site.progress("solvers", len(self.sizes) * len(COMPARED)) as bar:
             for k, n in self.sizes:
                 solved[k, n] = {}
                 for solver in COMPARED:
-                    solved[k, n][solver] = self._solve(places, k, n, solver, options.seed)
+                    solved[k, n][solver] = self._solve(places, k, n, solver, site.options.seed)
                     bar.update(1)
-        site.folder.mkdir(parents=True, exist_ok=True)
-        whole = SolveTimes(
-            model=name_of_model(llm.model_name),
-            drafter=llm.drafter_name,
-            suite=site.questions.suite,
-            questions=len(site.questions.questions),
-            temperature=self.temperature,
-            environment=describe_environment(str(llm.device), ("scipy",)),
-            rows=tuple(one.row for own in solved.values() for one in own.values()),
-        )
-        (site.folder / "solvers.json").write_bytes(msgspec.json.encode(whole) + b"\n")
+        rows = [one.row for own in solved.values() for one in own.values()]
+        site.write("solvers.json", "scipy", temperature=self.temperature, rows=rows)
         return self.report(solved, places)
 
     def _solve(self, places: Harvest, k: int, n: int, solver: Solver, seed: int) -> Solved:
@@ -160,9 +110,7 @@ class SolverPaper(Paper):
         figures = row(setting, solver, given, answers, time_limit=max(self.limits) / 1e3)
         return Solved(figures, tuple(answers))
 
-    def report(
-        self, solved: Mapping[tuple[int, int], Mapping[str, Solved]], places: Harvest
-    ) -> Report:
+    def report(self, solved: BySize, places: Harvest) -> Report:
         """Return tables and directions."""
         return Report(
             tables=(
@@ -183,23 +131,14 @@ class SolverPaper(Paper):
         )
 
 
-def _times(solved: Mapping[tuple[int, int], Mapping[str, Solved]]) -> Table:
+def _times(solved: BySize) -> Table:
     rows = [["k", "n", "solver", "mean ms", "success", "acceptance", "optimum", "the paper's ms"]]
     for (k, n), own in solved.items():
         for name, one in own.items():
-            figures = one.row
-            rows.append(
-                [
-                    str(k),
-                    str(n),
-                    name,
-                    _figure(figures.mean_ms, ".2f"),
-                    f"{figures.success:.0%}" if one.complete else "too large",
-                    _figure(figures.acceptance, ".4f"),
-                    _figure(figures.optimum, ".4f"),
-                    TIMES.get((k, n), {}).get(name, "-"),
-                ]
-            )
+            share = f"{one.row.success:.0%}" if one.complete else "too large"
+            accepted = [_figure(x, ".4f") for x in (one.row.acceptance, one.row.optimum)]
+            mean, paper = _figure(one.row.mean_ms, ".2f"), TIMES.get((k, n), {}).get(name, "-")
+            rows.append([str(k), str(n), name, mean, share, *accepted, paper])
     return Table(
         title="Solve times (its Table 1)",
         rows=rows,
@@ -207,34 +146,20 @@ def _times(solved: Mapping[tuple[int, int], Mapping[str, Solved]]) -> Table:
     )
 
 
-def _within(
-    solved: Mapping[tuple[int, int], Mapping[str, Solved]], limits: Sequence[float]
-) -> Table:
+def _within(solved: BySize, limits: Sequence[float]) -> Table:
     rows = [["ms a token", "solver", "best acceptance", "at", "mean ms", "the paper's"]]
     for limit in limits:
         for solver in COMPARED:
             size = best_within(solved, solver, limit)
-            paper = BEST.get(limit, {}).get(solver, "-")
-            if size is None:
-                rows.append([f"{limit:g}", solver, "none in time", "-", "-", paper])
-                continue
-            figures = solved[size][solver].row
-            rows.append(
-                [
-                    f"{limit:g}",
-                    solver,
-                    _figure(figures.acceptance, ".4f"),
-                    f"k = {size[0]}, n = {size[1]}",
-                    _figure(figures.mean_ms, ".2f"),
-                    paper,
-                ]
-            )
+            told = ["none in time", "-", "-"]
+            if size is not None:
+                own, at = solved[size][solver].row, f"k = {size[0]}, n = {size[1]}"
+                told = [_figure(own.acceptance, ".4f"), at, _figure(own.mean_ms, ".2f")]
+            rows.append([f"{limit:g}", solver, *told, BEST.get(limit, {}).get(solver, "-")])
     return Table(title="Best acceptance within a limit on the mean time (its Table 2)", rows=rows)
 
 
-def best_within(
-    solved: Mapping[tuple[int, int], Mapping[str, Solved]], solver: str, limit: float
-) -> tuple[int, int] | None:
+def best_within(solved: BySize, solver: str, limit: float) -> tuple[int, int] | None:
     """Return the size of a solver's best acceptance among those with a mean time within a limit.
 
     Args:
@@ -270,7 +195,7 @@ def _acceptance(places: Harvest, sizes: Sequence[tuple[int, int]], temperature: 
     )
 
 
-def _faster(solved: Mapping[tuple[int, int], Mapping[str, Solved]]) -> Iterator[Finding]:
+def _faster(solved: BySize) -> Iterator[Finding]:
     for (k, n), own in solved.items():
         for slow in (Solver.LP, Solver.MAX_FLOW):
             paper = TIMES.get((k, n), {})
@@ -280,20 +205,18 @@ def _faster(solved: Mapping[tuple[int, int], Mapping[str, Solved]]) -> Iterator[
                 yield Finding(
                     statement=f"k = {k}, n = {n}: {first} takes at least as long as {second}",
                     source=f"{_SOURCE}, Table 1",
-                    ratio=_time_ratio(own[first], own[second]),
+                    ratio=_paired(own[first].seconds, own[second].seconds),
                 )
         for other in (Solver.CONVEX, Solver.RACE, Solver.LP, Solver.MAX_FLOW):
             if own[other].complete:
                 yield Finding(
                     statement=f"k = {k}, n = {n}: {other} takes at least as long as exact",
                     source=_OURS,
-                    ratio=_time_ratio(own[other], own[Solver.EXACT]),
+                    ratio=_paired(own[other].seconds, own[Solver.EXACT].seconds),
                 )
 
 
-def _better_within(
-    solved: Mapping[tuple[int, int], Mapping[str, Solved]], limits: Sequence[float]
-) -> Iterator[Finding]:
+def _better_within(solved: BySize, limits: Sequence[float]) -> Iterator[Finding]:
     pairs = (
         (Solver.CONVEX, Solver.MAX_FLOW, f"{_SOURCE}, Table 2"),
         (Solver.MAX_FLOW, Solver.LP, f"{_SOURCE}, Table 2"),
@@ -331,14 +254,10 @@ def _by_width(places: Harvest, sizes: Sequence[tuple[int, int]]) -> Iterator[Fin
         )
 
 
-def _time_ratio(slow: Solved, fast: Solved) -> Estimate:
-    return _paired(slow.seconds, fast.seconds)
-
-
 def _paired(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """Return a ratio of means, paired by node."""
     ones = [1.0] * len(above)
-    return bootstrap_ratio_of_ratios(above, ones, below, ones)
+    return bootstrap_ratio(above, ones, below, ones)
 
 
 def _figure(value: float | None, layout: str) -> str:
@@ -352,30 +271,4 @@ GR_SOLVERS = SolverPaper(
     sizes=((10, 2), (10, 3), (10, 4), (10, 5), (100, 2), (100, 3), (1000, 2)),
     nodes=20,
     limits=(1.0, 10.0, 100.0),
-)
-
-_MULTI = ("global_resolution", "spectr", "specinfer", "otbv")
-
-GR_STEPS = GridPaper(
-    name="gr-steps",
-    title=f"Global Resolution ({_SOURCE}): trees of independent paths, by their number",
-    sheets=(
-        Sheet(
-            name="paths",
-            title="By paths (its Table 4)",
-            way=Way.SAME_DRAFTS,
-            settings=cells_of(_MULTI, paths=(1, 2, 3, 4), depths=(8,), temperatures=(1.0,)),
-            directions=(
-                Rise("global_resolution", "paths", f"{_SOURCE}, Table 4"),
-                Order("global_resolution", "spectr", f"{_SOURCE}: K-SEQ is not optimal"),
-                Order("global_resolution", "specinfer", "its acceptance is optimal at every node"),
-                Order("otbv", "global_resolution", "this package's claim for otbv"),
-            ),
-        ),
-    ),
-    notes=(
-        "of the paper's Table 4 one figure is known, second hand: with K = 4 and L = 8 on Gemma-2 "
-        "27B/2B decoding is 1.98 times as fast as plain decoding; its block efficiencies were not "
-        "at hand",
-    ),
 )

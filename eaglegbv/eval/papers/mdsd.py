@@ -1,23 +1,21 @@
 """Hu et al., Towards Optimal Multi-draft Speculative Decoding (arXiv 2502.18779).
 
 Its Tables 1 and 2 and Figures 1 and 2: acceptance of rules and draft distributions at one node,
-    against
-their optimum, by temperature and by number of drafts, and what trees of such drafts come to.
+against their optimum, by temperature and by number of drafts, and what trees of such drafts come
+to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.collect_probs import Harvest, harvest, lead_ratio
+from eaglegbv.eval.collect_probs import Harvest, lead_ratio
 from eaglegbv.eval.node_acceptance import RULES
-from eaglegbv.eval.paired_comparison import Sampling, collect
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Way, measure_cells
-from eaglegbv.eval.records import Environment, Setting, describe_environment, name_of_model
+from eaglegbv.eval.records import Setting
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling
@@ -44,46 +42,6 @@ NOT_SEEN = (
 )
 
 
-class NodeCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Acceptance of one rule.
-
-    Attributes:
-        temperature: Of both models.
-        drafts: n.
-        rule: Name of the rule.
-        acceptance: Its mean over the places, with an interval over questions.
-    """
-
-    temperature: float
-    drafts: int
-    rule: str
-    acceptance: Estimate
-
-
-class NodeCells(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``nodes.json`` holds.
-
-    Attributes:
-        model: The target.
-        drafter: The drafter.
-        suite: The questions' suite.
-        questions: How many questions.
-        places: Places at each temperature.
-        width: Most likely tokens that draft distributions keep.
-        environment: Where and when.
-        cells: What was measured.
-    """
-
-    model: str
-    drafter: str | None
-    suite: str
-    questions: int
-    places: dict[str, int]
-    width: int
-    environment: Environment
-    cells: tuple[NodeCell, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """Acceptance at every place, by rule and number of drafts.
@@ -104,15 +62,101 @@ class Accepted:
         """Return the ratio of two mean acceptances, paired by question."""
         return self.harvest.ratio(self.by_rule[above], self.by_rule[below])
 
-    def lead(self, rule: str, over: str, drafts: int) -> tuple[Harvest, tuple[Tensor, Tensor]]:
-        """Return the places, and what a rule accepts there beside another."""
-        return self.harvest, (self.by_rule[rule, drafts], self.by_rule[over, drafts])
-
 
 def accepted(places: Harvest, drafts: Sequence[int]) -> Accepted:
     """Return the acceptance of every rule at every place, for every number of drafts."""
     found = {(name, n): rule(places.probs, n) for n in drafts for name, rule in RULES.items()}
     return Accepted(places, found)
+
+
+@dataclass(frozen=True)
+class NodePaper(Paper):
+    """Acceptance at one node, and trees of such drafts.
+
+    Attributes:
+        temperatures: Where n is the usual one.
+        drafts: Where the temperature is the usual one.
+        width: Most likely tokens that draft distributions keep.
+        trees: Trees whose nodes have such drafts.
+    """
+
+    temperatures: tuple[float, ...]
+    drafts: tuple[int, ...]
+    width: int
+    trees: tuple[Setting, ...]
+
+    def measure(self, site: Site) -> Report:
+        """Compute acceptances, judge trees; write ``nodes.json`` and ``cells.json``."""
+        store = CellStore(site, self.name)
+        found: dict[float, Accepted] = {}
+        with site.progress("nodes", len(self.temperatures)) as bar:
+            for temperature in self.temperatures:
+                more = self.drafts if temperature == USUAL_TEMPERATURE else ()
+                places = site.harvest(temperature, self.width)
+                found[temperature] = accepted(places, list(dict.fromkeys((USUAL_DRAFTS, *more))))
+                bar.update(1)
+        site.write(
+            "nodes.json",
+            places={f"{t:g}": own.harvest.probs.count for t, own in found.items()},
+            width=self.width,
+            cells=[
+                {"temperature": t, "drafts": n, "rule": rule, "acceptance": own.mean(rule, n)}
+                for t, own in found.items()
+                for rule, n in own.by_rule
+            ],
+        )
+        cells = measure_cells(site, store, "trees", Way.SAME_DRAFTS, self.trees)
+        store.publish({"trees": cells})
+        return self.report(found, cells)
+
+    def report(self, found: Mapping[float, Accepted], cells: Sequence[Cell]) -> Report:
+        """Return tables and directions."""
+        usual = found[USUAL_TEMPERATURE]
+        by_temperature = {f"T = {t:g}": (own, USUAL_DRAFTS) for t, own in found.items()}
+        by_drafts = {f"n = {n}": (usual, n) for n in self.drafts}
+        return Report(
+            tables=(
+                _table(f"By temperature, n = {USUAL_DRAFTS}", by_temperature),
+                _table(f"By number of drafts, T = {USUAL_TEMPERATURE:g}", by_drafts),
+                _trees(cells),
+            ),
+            findings=tuple(_findings(found, self.drafts)),
+            notes=(
+                NOT_SEEN,
+                "acceptance is exact at every place but for RRS without replacement, which is "
+                "averaged over drawn rejections; intervals are over questions",
+                f"draft distributions keep their {self.width} most likely tokens",
+            ),
+        )
+
+
+def _findings(found: Mapping[float, Accepted], drafts: Sequence[int]) -> Iterator[Finding]:
+    """Test the orders in every cell, that more drafts accept more, and greedy drafts when hot."""
+    usual = found[USUAL_TEMPERATURE]
+    for temperature, own in found.items():
+        yield from order_findings(own, temperature, USUAL_DRAFTS)
+    for n in drafts:
+        if n != USUAL_DRAFTS:
+            yield from order_findings(usual, USUAL_TEMPERATURE, n)
+    few, many = min(drafts), max(drafts)
+    for rule in RULES:
+        if rule != "one draft":
+            yield Finding(
+                statement=f"{rule}, n = {many} at least n = {few}, T = {USUAL_TEMPERATURE:g}",
+                source=_SOURCE,
+                ratio=usual.ratio((rule, many), (rule, few)),
+            )
+    cold, hot = min(found), max(found)
+    for other in ("optimum", "optimum w/o"):
+        sides = [
+            (own.harvest, (own.by_rule["greedy", USUAL_DRAFTS], own.by_rule[other, USUAL_DRAFTS]))
+            for own in (found[cold], found[hot])
+        ]
+        yield Finding(
+            statement=f"greedy / {other} at T = {cold:g} at least at T = {hot:g}",
+            source=_NOTES,
+            ratio=lead_ratio(*sides[0], *sides[1]),
+        )
 
 
 def order_findings(found: Accepted, temperature: float, drafts: int) -> list[Finding]:
@@ -128,148 +172,12 @@ def order_findings(found: Accepted, temperature: float, drafts: int) -> list[Fin
     ]
 
 
-@dataclass(frozen=True)
-class NodePaper(Paper):
-    """Acceptance at one node, and trees of such drafts.
-
-    Attributes:
-        name: Short name, that of the command.
-        title: Paper and what is compared.
-        temperatures: Where n is the usual one.
-        drafts: Where the temperature is the usual one.
-        width: Most likely tokens that draft distributions keep.
-        trees: Trees whose nodes have such drafts.
-    """
-
-    name: str
-    title: str
-    temperatures: tuple[float, ...]
-    drafts: tuple[int, ...]
-    width: int
-    trees: tuple[Setting, ...]
-
-    def measure(self, site: Site) -> Report:
-        """Compute acceptances, judge trees; write ``nodes.json`` and ``cells.json``."""
-        store = CellStore(site, self.name)
-        by_temperature: dict[float, Accepted] = {}
-        with site.progress("nodes", len(self.temperatures)) as bar:
-            for temperature in self.temperatures:
-                more = self.drafts if temperature == USUAL_TEMPERATURE else ()
-                numbers = dict.fromkeys((USUAL_DRAFTS, *more))
-                places = self._harvest(site, temperature)
-                by_temperature[temperature] = accepted(places, list(numbers))
-                bar.update(1)
-        self._write(site, by_temperature)
-        cells = measure_cells(site, store, "trees", Way.SAME_DRAFTS, self.trees)
-        store.publish({"trees": cells})
-        return self.report(by_temperature, cells)
-
-    def report(self, found: Mapping[float, Accepted], cells: Sequence[Cell]) -> Report:
-        """Return tables and directions."""
-        usual = found[USUAL_TEMPERATURE]
-        findings = [
-            *(f for t, own in found.items() for f in order_findings(own, t, USUAL_DRAFTS)),
-            *(
-                f
-                for n in self.drafts
-                if n != USUAL_DRAFTS
-                for f in order_findings(usual, USUAL_TEMPERATURE, n)
-            ),
-            *_rises(usual, self.drafts),
-            *_greedy_when_hot(found),
-        ]
-        return Report(
-            tables=(
-                _by("T", f"By temperature, n = {USUAL_DRAFTS}", found, USUAL_DRAFTS),
-                _by_drafts(usual, self.drafts),
-                _trees(cells),
-            ),
-            findings=tuple(findings),
-            notes=(
-                NOT_SEEN,
-                "acceptance is exact at every place but for RRS without replacement, which is "
-                "averaged over drawn rejections; intervals are over questions",
-                f"draft distributions keep their {self.width} most likely tokens",
-            ),
-        )
-
-    def _harvest(self, site: Site, temperature: float) -> Harvest:
-        options = site.options
-        texts = collect(
-            site.llm,
-            site.questions.questions,
-            temperature=temperature,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-        )
-        return harvest(
-            site.llm.pair,
-            texts,
-            temperature=temperature,
-            width=self.width,
-            sampling=Sampling(places=options.places),
-        )
-
-    def _write(self, site: Site, found: Mapping[float, Accepted]) -> None:
-        llm = site.llm
-        whole = NodeCells(
-            model=name_of_model(llm.model_name),
-            drafter=llm.drafter_name,
-            suite=site.questions.suite,
-            questions=len(site.questions.questions),
-            places={f"{t:g}": own.harvest.probs.count for t, own in found.items()},
-            width=self.width,
-            environment=describe_environment(str(llm.device)),
-            cells=tuple(
-                NodeCell(temperature=temperature, drafts=n, rule=rule, acceptance=own.mean(rule, n))
-                for temperature, own in found.items()
-                for rule, n in own.by_rule
-            ),
-        )
-        (site.folder / "nodes.json").write_bytes(msgspec.json.encode(whole) + b"\n")
-
-
-def _rises(usual: Accepted, drafts: Sequence[int]) -> list[Finding]:
-    few, many = min(drafts), max(drafts)
-    return [
-        Finding(
-            statement=f"{rule}, n = {many} at least n = {few}, T = {USUAL_TEMPERATURE:g}",
-            source=_SOURCE,
-            ratio=usual.ratio((rule, many), (rule, few)),
-        )
-        for rule in RULES
-        if rule != "one draft"
-    ]
-
-
-def _greedy_when_hot(found: Mapping[float, Accepted]) -> list[Finding]:
-    cold, hot = (found[t] for t in (min(found), max(found)))
-    return [
-        Finding(
-            statement=f"greedy / {other} at T = {min(found):g} at least at T = {max(found):g}",
-            source=_NOTES,
-            ratio=lead_ratio(
-                *cold.lead("greedy", other, USUAL_DRAFTS), *hot.lead("greedy", other, USUAL_DRAFTS)
-            ),
-        )
-        for other in ("optimum", "optimum w/o")
-    ]
-
-
-def _by(letter: str, title: str, found: Mapping[float, Accepted], drafts: int) -> Table:
-    rows = [["acceptance", *(f"{letter} = {t:g}" for t in found)]]
+def _table(title: str, columns: Mapping[str, tuple[Accepted, int]]) -> Table:
+    rows = [["acceptance", *columns]]
     for rule in RULES:
-        means = [with_interval(own.mean(rule, drafts), 3) for own in found.values()]
+        means = [with_interval(own.mean(rule, n), 3) for own, n in columns.values()]
         rows.append([rule, *means])
     return Table(title=title, rows=rows)
-
-
-def _by_drafts(usual: Accepted, drafts: Sequence[int]) -> Table:
-    lines = [[rule, *(with_interval(usual.mean(rule, n), 3) for n in drafts)] for rule in RULES]
-    return Table(
-        title=f"By number of drafts, T = {USUAL_TEMPERATURE:g}",
-        rows=[["acceptance", *(f"n = {n}" for n in drafts)], *lines],
-    )
 
 
 def _trees(cells: Sequence[Cell]) -> Table:
@@ -290,25 +198,15 @@ def _trees(cells: Sequence[Cell]) -> Table:
     )
 
 
-def _tree_settings() -> tuple[Setting, ...]:
-    judged = (
-        ("specinfer", DraftSampling.IID),
-        ("spectr", DraftSampling.IID),
-        ("global_resolution", DraftSampling.IID),
-        ("otbv", DraftSampling.IID),
-        ("specinfer", DraftSampling.WOR),
-        ("greedy_draft", DraftSampling.GREEDY),
-        ("otbv", DraftSampling.GREEDY),
-    )
-    return tuple(
-        Setting(
-            plan=Plan(verifier=verifier, draft_sampling=draft_sampling, paths=paths, depth=depth),
-            temperature=USUAL_TEMPERATURE,
-        )
-        for paths, depth in ((2, 4), (4, 3))
-        for verifier, draft_sampling in judged
-    )
-
+_JUDGED = (
+    ("specinfer", DraftSampling.IID),
+    ("spectr", DraftSampling.IID),
+    ("global_resolution", DraftSampling.IID),
+    ("otbv", DraftSampling.IID),
+    ("specinfer", DraftSampling.WOR),
+    ("greedy_draft", DraftSampling.GREEDY),
+    ("otbv", DraftSampling.GREEDY),
+)
 
 MDSD = NodePaper(
     name="mdsd",
@@ -316,5 +214,12 @@ MDSD = NodePaper(
     temperatures=(0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2),
     drafts=(2, 3, 4, 6, 8),
     width=1024,
-    trees=_tree_settings(),
+    trees=tuple(
+        Setting(
+            plan=Plan(verifier=verifier, draft_sampling=draft_sampling, paths=paths, depth=depth),
+            temperature=USUAL_TEMPERATURE,
+        )
+        for paths, depth in ((2, 4), (4, 3))
+        for verifier, draft_sampling in _JUDGED
+    ),
 )

@@ -5,21 +5,12 @@ from types import MappingProxyType
 
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.papers.base import Paper
-from eaglegbv.eval.papers.bv import BV
-from eaglegbv.eval.papers.gbv import GBV
-from eaglegbv.eval.papers.global_resolution import GR_SOLVERS, GR_STEPS
+from eaglegbv.eval.papers.global_resolution import GR_SOLVERS
+from eaglegbv.eval.papers.grids import BV, GBV, GR_STEPS, SPECTR_GBV
 from eaglegbv.eval.papers.mdsd import MDSD
-from eaglegbv.eval.papers.spectr_gbv import SPECTR_GBV
 
 PAPERS: Mapping[str, Paper] = MappingProxyType(
-    {
-        "bv": BV,
-        "gbv": GBV,
-        "gr-solvers": GR_SOLVERS,
-        "gr-steps": GR_STEPS,
-        "mdsd": MDSD,
-        "spectr-gbv": SPECTR_GBV,
-    }
+    {paper.name: paper for paper in (BV, GBV, GR_SOLVERS, GR_STEPS, MDSD, SPECTR_GBV)}
 )
 """Every comparison that ``eaglegbv bench paper`` makes."""
 

@@ -12,7 +12,7 @@ from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
 from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio_of_ratios
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.metrics import Phase
 
 Axis: TypeAlias = Literal["paths", "depth"]
@@ -130,8 +130,8 @@ def cells_of(
     verifiers: Sequence[str],
     *,
     paths: Sequence[int] = (1,),
-    depths: Sequence[int],
-    temperatures: Sequence[float],
+    depths: Sequence[int] = (8,),
+    temperatures: Sequence[float] = (1.0,),
 ) -> tuple[Setting, ...]:
     """Return every combination, with as many paths as a verifier takes."""
     return grid(verifiers, paths, depths, temperatures, base=Plan()).settings
@@ -142,14 +142,10 @@ class GridPaper(Paper):
     """A paper as sheets.
 
     Attributes:
-        name: Short name, that of the command.
-        title: Paper and what is compared.
         sheets: What is measured.
         notes: What a reader has to know.
     """
 
-    name: str
-    title: str
     sheets: tuple[Sheet, ...]
     notes: tuple[str, ...] = ()
 
@@ -233,9 +229,7 @@ def _widening(widening: Widening, cells: Sequence[Cell]) -> Iterator[Finding]:
             statement=f"{_lead(far, others[0])} at least {_lead(near, others[1])}",
             source=widening.source,
             # Steps are the same places on both sides, so they cancel.
-            ratio=bootstrap_ratio_of_ratios(
-                far.tokens, others[0].tokens, near.tokens, others[1].tokens
-            ),
+            ratio=bootstrap_ratio(far.tokens, others[0].tokens, near.tokens, others[1].tokens),
         )
 
 

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -22,12 +21,17 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
 
 @pytest.fixture(autouse=True)
-def no_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that choose plans learn costs while serving: measuring takes longer than a test."""
+    monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
+
+
+@pytest.fixture(autouse=True)
+def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep questions of this machine and of the hub out."""
 
     def offline(*arguments: object, **options: object) -> str:
         raise ConnectError("no network")
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", offline)
     monkeypatch.delenv("EAGLEGBV_DATA", raising=False)

@@ -189,11 +189,26 @@ def test_pair(cli, pair: list[str]) -> None:
     assert found["samples"] == 60
     assert found["cells"] > 1
     assert found["p_value"] >= found["level"]
-    what, how_long = result.err.splitlines()
-    assert what == "60 texts of 2 tokens, against their exact distribution"
-    assert how_long.startswith("about ")
+    assert result.err.splitlines() == ["60 texts of 2 tokens, against their exact distribution"]
     table = cli("audit", "pair", *pair, *options[:-1]).out
     assert "detects: how far" in table
+
+
+def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair: list[str]) -> None:
+    options = ("--prompt", "ab", "--prompt", "hello", "--tokens", "2", "--top-k", "2", "--samples")
+    how = ("--dtype", "bfloat16", "--verifier", "otbv,block", "--json")
+    result = cli("audit", "pair", *pair, *options, "100", *how)
+    assert result.status == 0
+    found = [json.loads(line) for line in result.out.splitlines()]
+    assert [(one["verifier"], one["against"]) for one in found] == [
+        ("otbv", "plain"),
+        ("block", "plain"),
+    ]
+    assert "against as many of plain decoding" in result.err
+    for wrong in (("--against", "exact"), ("--against", "nothing"), ("--dtype", "float8")):
+        refused = cli("audit", "pair", *pair, *options, "100", "--dtype", "bfloat16", *wrong)
+        assert refused.status == 2
+        assert wrong[0].strip("-") in refused.err
 
 
 PICTURE = ("--trees", "20", "--vocab", "8", "--depth", "2", "--temperatures", "0.5,1")

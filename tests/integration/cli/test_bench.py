@@ -4,10 +4,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval.runner import read_results
 from eaglegbv.eval.statistics import Summary
+from eaglegbv.utils import cache_folder
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -111,7 +113,7 @@ def test_bad_input_is_one_clear_line(
 def test_without_any_source_the_error_says_where_it_looked(cli, pair, tmp_path: Path) -> None:
     result = bench(cli, pair, "--out", str(tmp_path / "out"))
     assert result.status == 2
-    places = ("--questions-set builtin", "--data FILE", "EAGLEGBV_DATA", "cache/eaglegbv")
+    places = ("--questions-set builtin", "--data FILE", "EAGLEGBV_DATA", str(cache_folder()))
     for place in (*places, "Hugging Face hub", "(the hub could not be reached)"):
         assert place in result.err
 
@@ -217,8 +219,10 @@ def test_any_set_runs_and_what_determines_it_is_recorded(
     assert "(other questions_sha256)" in result.err
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-def test_what_the_engine_is_compiled_by_is_recorded(cli, pair, tmp_path: Path) -> None:
+def test_what_the_engine_is_compiled_by_is_recorded(
+    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)  # it takes a minute
     options = ["--questions", "1", "--repeats", "1", "--max-tokens", "4", "--out", str(tmp_path)]
     options += ["--verifiers", "none,otbv", "--questions-set", "builtin"]
     result = bench(cli, pair, *options, "--compile", "eager")

@@ -188,12 +188,11 @@ def test_a_plan_and_a_baseline_are_different_settings() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL on Windows")
 def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
-    pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli, pair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     settings, repeats = ["none", "token", "otbv"], 4
-    command = [sys.executable, "-c", "from eaglegbv.cli.main import main; main()"]
-    command += ["bench", "mt-bench", *pair, "--questions-set", "builtin", "--questions", "4"]
+    command = ["bench", "mt-bench", *pair, "--questions-set", "builtin", "--questions", "4"]
     command += ["--max-tokens", "24", "--repeats", str(repeats), "--paths", "1", "--depth", "2"]
     command += ["--verifiers", ",".join(settings), "--out", str(out)]
     whole = 4 * repeats * len(settings)
@@ -203,9 +202,10 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
         records = out / "records.jsonl"
         return records.read_bytes().splitlines(keepends=True) if records.is_file() else []
 
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    start = [sys.executable, "-c", "from eaglegbv.cli.main import main; main()", *command]
+    process = subprocess.Popen(start, env=environment, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while len(lines()) < 5 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
     finally:
@@ -218,11 +218,11 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
     with (out / "records.jsonl").open("ab") as file:
         file.write(measured[0][:50])
 
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
+    again = cli(*command)
+    assert again.status == 0, again.err
     after = lines()
     assert after[: len(measured)] == measured
     keys = [(r["setting"], r["question_id"], r["repeat"]) for r in map(json.loads, after)]
     assert len(keys) == len(set(keys)) == whole
-    assert f"{len(measured)}/{whole}" in again.stderr  # it goes on where it stopped
+    assert f"{len(measured)}/{whole}" in again.err  # it goes on where it stopped
     assert len(read_results(out / "results.json").records) == whole

@@ -1,13 +1,13 @@
 """``bench batch`` and ``bench step`` on tiny models: tables, files, and clear errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 QUICK = ("--questions-set", "builtin", "--tokens", "6", "--repeats", "1", "--prompts", "1")
-SMALL = ("--hidden", "32", "--layers", "4", "--heads", "2", "--kv-heads", "1")
-SIZES = (*SMALL, "--intermediate", "48", "--vocab", "64", "--draft-vocab", "32")
+SIZES = "hidden=32,layers=4,heads=2,kv_heads=1,intermediate=48,vocab=64,draft_vocab=32"
 
 
 def test_ways_stand_side_by_side(cli, pair, tmp_path: Path) -> None:
@@ -57,40 +57,82 @@ def test_a_missing_file_is_said_before_any_model_is_loaded(
     assert "data=" in result.err
 
 
-def test_phases_of_a_step(cli, tmp_path: Path) -> None:
-    out = tmp_path / "step.json"
-    options = ("--paths", "2", "--depth", "2", "--context", "8", "--steps", "2", "--batch", "2")
-    result = cli("bench", "step", *SIZES, *options, "--out", str(out))
+def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path: Path) -> None:
+    out = tmp_path / "made.json"
+    made = ("--shape", "tiny", "--efficiency", "3.5", "--ways", "2x4,none", "--device", "cpu")
+    result = cli("bench", "batch", *made, *QUICK, "--batches", "2", "--out", str(out))
     assert result.status == 0, result.err
-    names = [line.split()[0] for line in result.out.splitlines()]
-    assert names[:6] == ["phase", "draft", "forward", "verify", "commit", "step"]
-    assert "operations a step" in result.out
+    told = re.search(r"Made weights .* otbv 2x4 commits (\S+) tokens a step", result.out)
+    assert told
+    assert float(told[1]) == pytest.approx(3.5, rel=0.05)
     facts = json.loads(out.read_text())
-    assert facts["shape"]["hidden"] == 32
-    assert facts["report"]["operations"] > 0
+    assert (facts["model"], facts["suite"]) == ("tiny", "random tokens")
+    assert facts["drafter"] == f"made for block efficiency {told[1]}"
+    assert [timing["tokens"] for timing in facts["timings"]] == [2 * 6] * 2
 
 
-def test_the_shape_of_an_8b_model_scaled_down(cli, tmp_path: Path) -> None:
-    """What a GPU runs at full size: bfloat16, a draft vocabulary of its own, padded steps."""
-    out = tmp_path / "step.json"
-    sizes = ("--shape", "llama-3.1-8b", "--hidden", "128", "--layers", "4", "--intermediate", "96")
-    vocab = ("--heads", "4", "--kv-heads", "1", "--vocab", "512", "--draft-vocab", "128")
-    options = ("--paths", "4", "--depth", "6", "--context", "8", "--steps", "2")
-    how = ("--dtype", "bfloat16", "--cuda-graphs", "eager", "--out", str(out))
-    result = cli("bench", "step", *sizes, *vocab, *options, *how)
-    assert result.status == 0, result.err
-    facts = json.loads(out.read_text())
-    assert (facts["shape"]["hidden"], facts["shape"]["draft_vocab"]) == (128, 128)
-    # Five decoding steps at least, and the two that are counted; none on a GPU's profiler here.
-    assert facts["report"]["replayed"] >= 6
-    assert facts["report"]["launches"] is None
-    assert cli("bench", "step", *sizes, *vocab, "--cuda-graphs", "fast").status == 2
-    refused = cli("bench", "step", *sizes, *vocab, "--cuda-graphs", "on")
-    assert refused.status == 2
-    assert "cuda_graphs='on'" in refused.err
-
-
-def test_an_unknown_shape_is_named(cli) -> None:
-    result = cli("bench", "step", "--shape", "huge")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ways", "none"), "ways='none': expected a plan"),
+        (("--ways", "2x2,transformers"), "ways='transformers'"),
+        (("--shape", "huge"), "shape='huge'"),
+    ],
+)
+def test_what_a_made_pair_cannot_do_is_named(cli, options: tuple[str, ...], message: str) -> None:
+    result = cli("bench", "batch", "--shape", "tiny", *QUICK, *options)
     assert result.status == 2
-    assert "shape='huge'" in result.err
+    assert message in result.err
+
+
+def test_many_settings_over_one_pair_lose_nothing(cli, tmp_path: Path) -> None:
+    out = tmp_path / "step.jsonl"
+    out.write_text('{"an": "earlier run"}\n')
+    options = ("--plans", "2x2,token:2x2,none", "--contexts", "8", "--steps", "2", "--batches", "2")
+    how = ("--cuda-graphs", "eager", "--dtype", "bfloat16", "--out", str(out))
+    result = cli("bench", "step", "--sizes", SIZES, *options, *how)
+    assert result.status == 1  # one fails
+    headings, *rows = result.out.splitlines()
+    assert headings.split()[:3] == ["milliseconds", "draft", "forward"]
+    assert rows[0].startswith("otbv 2x2, batch 2, 8, T=1 ")
+    assert rows[1].startswith("token 2x2, batch 2, 8, T=1: SamplingMismatch: paths=2")
+    assert rows[2].startswith("none, batch 2")
+    earlier, facts, *settings = map(json.loads, out.read_text().splitlines())
+    assert earlier == {"an": "earlier run"}
+    assert (facts["model"]["hidden"], facts["dtype"]) == (32, "bfloat16")
+    assert [set(setting) for setting in settings] == [
+        {"setting", "report"},
+        {"setting", "error"},
+        {"setting", "report"},
+    ]
+    assert settings[0]["report"]["operations"] > 0
+    assert settings[0]["report"]["eager"] == {}  # padded and replayed, as on a GPU
+    assert settings[0]["report"]["launches"] is None
+
+
+def test_steps_of_a_real_model(cli, pair) -> None:
+    options = ("--plans", "block:1x2,none", "--contexts", "8", "--steps", "2")
+    result = cli("bench", "step", *pair, *options)
+    assert result.status == 0, result.err
+    _, drafted, plain, weights = result.out.splitlines()
+    assert drafted.startswith("block 1x2")
+    assert plain.startswith("none")
+    assert weights.endswith("GB of weights")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shape", "huge"), "shape='huge'"),
+        (("--sizes", "wide=3"), "sizes='wide=3'"),
+        (("--sizes", "layers=3"), "layers=3"),
+        (("--plans", "fast"), "plans='fast'"),
+        (("--plans", "fast:2x2"), "verifier='fast'"),
+        (("--cuda-graphs", "fast"), "cuda-graphs='fast'"),
+        (("--sizes", SIZES, "--device", "cpu", "--cuda-graphs", "on"), "cuda_graphs='on'"),
+    ],
+)
+def test_a_step_that_is_none_is_named(cli, options: tuple[str, ...], message: str) -> None:
+    result = cli("bench", "step", *options)
+    assert result.status == 2
+    assert message in result.err

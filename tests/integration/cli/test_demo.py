@@ -1,12 +1,13 @@
 import pytest
 
-from eaglegbv import loading
 from eaglegbv.loading import TINY_TARGET
 
 ROWS = ["none", "token K1 L4", "block K1 L4", "gbv K3 L4", "otbv K3 L4"]
 
 
-def check(result) -> None:
+@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
+def test_answers_and_compares(cli) -> None:
+    result = cli("demo", "--questions", "1", "--max-tokens", "8")
     assert result.status == 0, result.err
     lines = result.out.splitlines()
     assert lines[0] == "> Give three tips for a good night's sleep."
@@ -14,18 +15,6 @@ def check(result) -> None:
     table = [line.split("  ") for line in lines[header + 1 : header + 6]]
     assert [row[0] for row in table] == ROWS
     assert table[0][-1].strip() == "1.00"
-
-
-def test_answers_and_compares(cli, pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, head = pair[1], pair[3]
-    monkeypatch.setattr(loading, "TINY_TARGET", target)
-    monkeypatch.setattr(loading, "TINY_DRAFTERS", (head,))
-    check(cli("demo", "--questions", "1", "--max-tokens", "4"))
-
-
-@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
-def test_answers_and_compares_with_the_packaged_pair(cli) -> None:
-    check(cli("demo", "--questions", "1", "--max-tokens", "8"))
 
 
 def test_bad_input_is_one_clear_line(cli) -> None:

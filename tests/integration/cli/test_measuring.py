@@ -8,6 +8,7 @@ from support.runs import NONE, OTBV, record, run_settings
 
 from eaglegbv.cli import options
 from eaglegbv.cli.bench import _watched
+from eaglegbv.eval.records import Record
 
 
 class Stderr(io.StringIO):
@@ -30,10 +31,12 @@ def test_what_is_done_and_how_it_goes(
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(options, "LINE_SECONDS", seconds)
     monkeypatch.setenv("COLUMNS", "200")
-    with _watched(run_settings()) as show:
+    kept: list[Record] = []
+    with _watched(run_settings(), kept.append) as show:
         for setting, committed in ((NONE, 10), (OTBV, 25)):
             show(record(setting, "q0", 0, forwards=10, committed=committed, decode_seconds=1.0))
         show(record(NONE, "q1", 0, forwards=1, committed=1, decode_seconds=1.0, error="broke off"))
+    assert len(kept) == 3
     text = shown.getvalue()
     figures = "none: 1.00 tokens/forward, 10 tokens/s"
     if terminal:

@@ -57,7 +57,7 @@ def test_a_drafters_tree_is_what_its_probs_and_the_requests_numbers_make(
         for n, t in enumerate((0.3, 1.0, 1.5) * 4)
     ]
     batch, shape = session.draft(requests, draft_sampling), (plan.paths, plan.depth)
-    numbers = [r.stream.draw(r.step, Purpose.DRAFT, plan.paths * plan.depth) for r in requests]
+    numbers = [r.rng.draw(r.step, Purpose.DRAFT, plan.paths * plan.depth) for r in requests]
     uniforms = np.stack(numbers).reshape(-1, *shape)
     probs = [probs_by_prefix(batch, b).__getitem__ for b in range(batch.batch)]
     assert_grown(batch, plan, draft_sampling, probs, uniforms)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from support.drafting import VOCAB, Pair, Session, random_pair
 from support.token_drafting import advance, full_probs, inner_nodes, prefix_of, text_of
+from support.tree_check import check_tree
 from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree
 
 ATOL = 2e-5  # float32 through two layers, rows added up in another order
 PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)

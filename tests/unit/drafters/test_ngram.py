@@ -6,16 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.token_drafting import TokenSession, prefix_of
+from support.tree_check import check_tree
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.tree import DraftSampling, check_tree
+from eaglegbv.tree import DraftSampling
 
 
-def drafted(text, plan, drafter=None):
+def drafted(text, plan):
     """The tokens of each path of the tree after ``text``."""
-    session = TokenSession(drafter or NgramDrafter())
+    session = TokenSession(NgramDrafter())
     tree = session.draft([session.start(text[:-1], text[-1], plan)], DraftSampling.FIXED)
     check_tree(tree)
     assert tree.draft_sampling is DraftSampling.FIXED
@@ -33,7 +34,6 @@ def test_the_longest_match_comes_first_and_of_these_the_latest():
     assert drafted(text, Plan(paths=1, depth=2)) == [[7, 9]]
     assert drafted(text, Plan(paths=2, depth=2)) == [[7, 9], [8, 9]]
     assert drafted(text, Plan(paths=4, depth=2)) == [[7, 9], [8, 9]]
-    assert drafted(text, Plan(paths=2, depth=2), NgramDrafter(longest=1)) == [[8, 9], [7, 9]]
 
 
 def test_a_repeating_text_is_continued_through_its_own_end():
@@ -107,5 +107,3 @@ def test_what_is_not_a_lookup_is_refused():
         session.draft([request], DraftSampling.IID)
     session.drafter.forget(request)
     session.drafter.catch_up([request])
-    with pytest.raises(InvalidArgument, match="shortest=3"):
-        NgramDrafter(longest=2, shortest=3)

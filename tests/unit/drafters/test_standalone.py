@@ -12,12 +12,13 @@ from support.token_drafting import (
     random_llama,
     text_of,
 )
+from support.tree_check import check_tree
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, check_tree
+from eaglegbv.tree import DraftSampling
 
 VOCAB = 40
 PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)

@@ -14,12 +14,13 @@ from support.token_drafting import (
     random_table,
     text_of,
 )
+from support.tree_check import check_tree
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, check_tree
+from eaglegbv.tree import DraftSampling
 
 VOCAB = 6
 

@@ -16,6 +16,7 @@ from support.g_test import g_test
 from support.grown_trees import Prefix, ProbsAt, assert_grown, grown, paths_of, prefixes
 from support.tape import Tape
 from support.token_drafting import TokenSession, random_table
+from support.tree_check import check_tree
 from torch._dynamo.config import patch
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
@@ -28,7 +29,7 @@ from eaglegbv.drafters.tree_growth import (
     given_trees,
 )
 from eaglegbv.rng import Purpose, RequestRng
-from eaglegbv.tree import DraftSampling, DraftTree, check_tree
+from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
 

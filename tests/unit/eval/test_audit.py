@@ -11,10 +11,10 @@ import torch
 from support.batched_trees import assert_sound
 from support.saved_pair import save_pair
 
-from eaglegbv.config import Plan
+from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.eval import audit_exact as auditing
-from eaglegbv.eval.audit_engine import audit_pair
+from eaglegbv.eval.audit_engine import PairResult, audit_pair
 from eaglegbv.eval.audit_exact import (
     DRAFTS,
     ROUND,
@@ -26,23 +26,31 @@ from eaglegbv.eval.audit_exact import (
 )
 from eaglegbv.eval.audit_picture import SyntheticSettings, draw_batch, measure
 from eaglegbv.eval.audit_sampled import batch_of, prefix_of, sampled_subject
-from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, joint_probs, power
+from eaglegbv.eval.g_test import (
+    detectable_shift,
+    g_test,
+    g_test_texts,
+    g_test_two,
+    joint_probs,
+    power,
+)
 from eaglegbv.llm import LLM
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.block import BlockVerifier, block, block_weights
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
 from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
 from eaglegbv.verifiers.proof.tree import Outcome
-from eaglegbv.verifiers.registry import make_any_verifier, make_verifier
+from eaglegbv.verifiers.registry import CheckedVerifier, make_any_verifier, make_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
 PAIRS = [
     (name, draft_sampling)
     for name, subject in package_subjects().items()
-    for draft_sampling in sorted(subject.draft_samplings)
+    for draft_sampling in sorted(subject.rule.draft_samplings)
 ]
 QUICK = Sizes(vocab=2, instances=7, seed=3)
 
@@ -93,25 +101,24 @@ def block_without_weight(tree, chooser) -> Outcome:
     raise AssertionError("the root accepts")
 
 
-def exact(verify, **facts) -> ExactSubject:
-    draft_samplings = facts.pop("draft_samplings", frozenset({DraftSampling.IID}))
-    return ExactSubject(
-        name="mine",
-        draft_samplings=draft_samplings,
-        default_sampling=DraftSampling.IID,
-        verify=stateless(verify),
-        **facts,
-    )
+class Mine(Rule):
+    name = "mine"
+    draft_samplings = frozenset({DraftSampling.IID})
+    max_paths = 1
+
+
+def exact(verify) -> ExactSubject:
+    return ExactSubject(rule=Mine(), verify=stateless(verify))
 
 
 def test_a_wrong_rule_fails() -> None:
     sizes = Sizes(vocab=3, instances=7, paths=1)
-    assert exact(block, max_paths=1).audit(DraftSampling.IID, sizes).passed(1e-12)
-    wrong = exact(block_without_weight, max_paths=1).audit(DraftSampling.IID, sizes)
+    assert exact(block).audit(DraftSampling.IID, sizes).passed(1e-12)
+    wrong = exact(block_without_weight).audit(DraftSampling.IID, sizes)
     assert not wrong.passed(1e-3)
 
 
-def test_a_rule_that_forgets_its_debts_fails_in_the_second_step() -> None:
+def test_a_rule_that_forgets_its_state_fails_in_the_second_step() -> None:
     """One step and its completion are right; only steps in a row show it."""
     subject = package_subjects()["greedy_block"]
 
@@ -319,6 +326,38 @@ def test_rare_cells_are_merged_and_impossible_ones_reject() -> None:
     assert g_test_texts([(0, 1), (5, 5)], {(0, 1): 1.0}).p_value == 0.0
 
 
+def test_two_samples_of_one_distribution_pass_and_of_two_are_told_apart() -> None:
+    rng = np.random.default_rng(2)
+    dist = rng.dirichlet(np.ones(30))
+    moved = dist * np.where(np.arange(30) % 2, 1.3, 0.7)
+
+    def texts(probs: np.ndarray, size: int) -> list[tuple[int, ...]]:
+        return [(int(n) // 6, int(n) % 6) for n in rng.choice(30, size=size, p=probs / probs.sum())]
+
+    p_values = [g_test_two(texts(dist, 900), texts(dist, 1800)).p_value for _ in range(200)]
+    assert 0.3 < np.mean(p_values) < 0.7
+    assert 0 < np.mean(np.array(p_values) < 0.1) < 0.2
+    assert g_test_two(texts(dist, 3000), texts(moved, 3000)).p_value < 1e-9
+    assert g_test_two([(1,)] * 40, [(2,)] * 40).p_value < 1e-9
+    assert g_test_two([(1,)] * 40, [(1,)] * 40).p_value == 1.0
+
+
+def test_stated_power_of_two_samples_is_met() -> None:
+    rng = np.random.default_rng(3)
+    dist = np.full(20, 1 / 20)
+    samples = 3000 * 6000 / 9000  # as many, compared with an exact distribution
+    shift = detectable_shift(samples, 20, level=0.01, power_wanted=0.9)
+    moved = dist * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
+
+    def rejected() -> bool:
+        pair = (rng.choice(20, size=n, p=p) for n, p in ((3000, moved), (6000, dist)))
+        found = g_test_two(*([(int(c),) for c in own] for own in pair))
+        assert found.samples == samples
+        return found.p_value < 0.01
+
+    assert 0.84 < np.mean([rejected() for _ in range(400)]) < 0.96
+
+
 def test_joint_distribution_multiplies_along_the_text_and_skips_what_cannot_be() -> None:
     def next_probs(texts: list[list[int]]) -> np.ndarray:
         return np.array([[0.25, 0.75] if text[-1] == 9 else [0.0, 1.0] for text in texts])
@@ -339,20 +378,37 @@ def llm(pair: tuple[Path, Path]) -> LLM:
 
 
 PARAMS = SamplingParams(max_tokens=3, top_k=2, seed=1)
+PLAN = Plan(paths=2, depth=2)
+
+
+def audited(llm: LLM, params: SamplingParams = PARAMS, plan: Plan = PLAN, **options) -> PairResult:
+    samples = options.pop("samples", 200)
+    [result] = audit_pair(llm, ["ab"], params, [plan], samples=samples, **options)
+    return result
 
 
 def test_an_engine_passes_on_a_pair(llm: LLM) -> None:
-    result = audit_pair(llm, "ab", PARAMS, samples=200)
+    result = audited(llm)
     assert result.passed
     assert result.cells == 8
     assert result.detectable_shift < 0.25
     assert result.block_efficiency >= 1
 
 
-def test_an_engine_with_debts_passes_on_a_pair(pair: tuple[Path, Path]) -> None:
+def test_rules_share_models_prompts_and_what_they_are_compared_with(llm: LLM) -> None:
+    plans = [PLAN, Plan(verifier="block", paths=1, depth=2), PLAIN]
+    results = list(audit_pair(llm, ["ab", "hello"], PARAMS, plans, samples=400, exact=False))
+    assert [result.verifier for result in results] == ["otbv", "block", "none"]
+    assert all(result.passed for result in results)
+    assert {result.cells for result in results} == {16}  # of both prompts
+    exact = list(audit_pair(llm, ["ab", "hello"], PARAMS, plans[:1], samples=400))
+    # An exact distribution shows more than as many samples.
+    assert exact[0].detectable_shift < results[0].detectable_shift
+
+
+def test_an_engine_with_state_passes_on_a_pair(llm: LLM) -> None:
     plan = Plan(verifier="spectr_gbv", paths=2, depth=3)
-    llm = LLM(*pair, plan=plan, device="cpu", dtype=torch.float32)
-    result = audit_pair(llm, "ab", msgspec.structs.replace(PARAMS, max_tokens=4), samples=200)
+    result = audited(llm, msgspec.structs.replace(PARAMS, max_tokens=4), plan)
     assert result.passed
     assert result.cells == 16
     assert result.verifier == "spectr_gbv"
@@ -363,13 +419,42 @@ def test_texts_of_another_distribution_are_rejected(
 ) -> None:
     generate = llm.generate
 
-    def colder(prompts, params, **options):
-        if isinstance(params, list):
+    def colder(prompts, params, *, plan, **options):
+        if plan != PLAIN:
             params = [SamplingParams(max_tokens=3, top_k=1, seed=p.seed) for p in params]
-        return generate(prompts, params, **options)
+        return generate(prompts, params, plan=plan, **options)
 
     monkeypatch.setattr(llm, "generate", colder)
-    assert not audit_pair(llm, "ab", PARAMS, samples=200).passed
+    assert not audited(llm).passed
+    assert not audited(llm, exact=False).passed
+
+
+@pytest.fixture(scope="module")
+def halved(pair: tuple[Path, Path]) -> LLM:
+    """The pair in half precision."""
+    return LLM(*pair, plan=PLAN, device="cpu", dtype=torch.bfloat16)
+
+
+def test_a_rule_is_compared_with_plain_decoding_in_half_precision(halved: LLM) -> None:
+    result = audited(halved, exact=False, samples=400)
+    assert result.passed
+    assert (result.against, result.dtype) == ("plain", "bfloat16")
+    assert result.cells == 8
+    with pytest.raises(InvalidArgument, match="against='exact'"):
+        audited(halved)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_wrong_rule_in_an_engine_is_rejected(
+    llm: LLM, halved: LLM, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted(name: str, *_: object) -> CheckedVerifier:
+        return CheckedVerifier(Gullible())
+
+    monkeypatch.setattr("eaglegbv.verification.checked_verifier", planted)
+    plan = Plan(verifier="block", paths=1, depth=2, draft_temperature=1.1)  # not checked before
+    own, params = (llm if exact else halved), msgspec.structs.replace(PARAMS, top_k=6)
+    assert not audited(own, params, plan, exact=exact, samples=2000).passed
 
 
 @pytest.mark.parametrize(
@@ -384,7 +469,7 @@ def test_a_pair_is_audited_with_fitting_settings_only(
     llm: LLM, params: SamplingParams, samples: int, message: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        audit_pair(llm, "ab", params, samples=samples)
+        audited(llm, params, samples=samples)
 
 
 def test_synthetic_trees_are_sound() -> None:

@@ -17,7 +17,6 @@ from eaglegbv.eval.throughput import (
     Grid,
     Speeds,
     Timing,
-    WatchedWay,
     choice_lines,
     measure,
     rate_table,
@@ -139,7 +138,7 @@ class Counting:
 
 def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     engine = cast("LLM", Counting())
-    watched, other = WatchedWay(EngineWay("auto", engine, AUTO)), EngineWay("3x4", engine, AUTO)
+    watched, other = EngineWay("auto", engine, AUTO), EngineWay("3x4", engine, AUTO)
     grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
     for told in measure([watched, other], lambda count, _: asked[count], grid):

@@ -2,7 +2,6 @@
 
 from math import nextafter
 
-import pytest
 import torch
 from scipy import stats
 
@@ -15,24 +14,26 @@ BATCH, LENGTH, PATHS = 3, 40, 5
 def draws(count: int, seed: int = 0) -> list[VerifyUniforms]:
     generator = torch.Generator().manual_seed(seed)
 
-    def numbers(*shape: int) -> torch.Tensor:
+    def drawn(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     return [
         VerifyUniforms(
-            selection=numbers(BATCH, LENGTH, PATHS, 2),
-            acceptance=numbers(BATCH, LENGTH * PATHS),
-            correction=numbers(BATCH),
+            selection=drawn(BATCH, LENGTH, PATHS, 2),
+            acceptance=drawn(BATCH, LENGTH * PATHS),
+            correction=drawn(BATCH),
         )
         for _ in range(count)
     ]
 
 
+def numbers(own: VerifyUniforms) -> tuple[torch.Tensor, ...]:
+    return own.selection, own.acceptance, own.correction
+
+
 def columns(uniforms: list[VerifyUniforms]) -> torch.Tensor:
     """All numbers, ``[judgements, numbers]``."""
-    return torch.stack(
-        [torch.cat([u.selection.flatten(), u.acceptance.flatten(), u.correction]) for u in uniforms]
-    )
+    return torch.stack([torch.cat([x.flatten() for x in numbers(own)]) for own in uniforms])
 
 
 SEEDS = [[number, 7] for number in range(BATCH)]
@@ -57,23 +58,15 @@ def test_the_order_is_the_seeds() -> None:
     assert torch.equal(first, again)
     other = columns(latin_hypercube(draws(3), [[number, 8] for number in range(BATCH)]))
     assert not torch.equal(first, other)
-
-
-def test_a_single_judgement_keeps_its_numbers() -> None:
     [own] = draws(1)
-    [kept] = latin_hypercube([own], SEEDS)
+    [kept] = latin_hypercube([own], SEEDS)  # a single judgement keeps its numbers
     assert torch.equal(kept.acceptance, own.acceptance)
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_no_number_is_one(count: int) -> None:
+def test_no_number_is_one() -> None:
     almost = nextafter(1.0, 0.0)
     full = [
-        VerifyUniforms(
-            selection=torch.full_like(own.selection, almost),
-            acceptance=torch.full_like(own.acceptance, almost),
-            correction=torch.full_like(own.correction, almost),
-        )
-        for own in draws(count)
+        VerifyUniforms(*(torch.full_like(part, almost) for part in numbers(own)))
+        for own in draws(3)
     ]
     assert columns(latin_hypercube(full, SEEDS)).max() < 1

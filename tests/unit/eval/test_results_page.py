@@ -1,5 +1,7 @@
 """The page of results: what it ranks, what it names as missing, and that files lose no figure."""
 
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -7,8 +9,16 @@ import pytest
 from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, NotInstalled
+from eaglegbv.eval import plots as picture
 from eaglegbv.eval.papers.base import Finding, Report, Table
+from eaglegbv.eval.plots import (
+    PHASE_COLOURS,
+    block_efficiency_by_paths,
+    draw_all,
+    measured_of,
+    whiskers,
+)
 from eaglegbv.eval.records import Results, Setting
 from eaglegbv.eval.results import (
     EXPECTED,
@@ -25,6 +35,7 @@ from eaglegbv.eval.results import (
 from eaglegbv.eval.runner import RunFolder, write_results
 from eaglegbv.eval.statistics import (
     BLOCK_EFFICIENCY,
+    OTHER,
     TOKENS_PER_SECOND,
     Estimate,
     over_plain,
@@ -33,37 +44,26 @@ from eaglegbv.eval.statistics import (
     summarise,
 )
 from eaglegbv.eval.throughput import Timing
+from eaglegbv.metrics import Phase
 
 GBV = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
-OTHER = Setting(plan=PLAIN, baseline="lookup:3")
-SETTINGS = (NONE, OTBV, GBV, OTHER)
-COMMITTED = {NONE.name: 100, OTBV.name: 230, GBV.name: 226, OTHER.name: 110}
-SECONDS = {NONE.name: 10.0, OTBV.name: 11.5, GBV.name: 14.0, OTHER.name: 16.0}
+LOOKUP = Setting(plan=PLAIN, baseline="lookup:3")
+SETTINGS = (NONE, OTBV, GBV, LOOKUP)
+COMMITTED = {NONE.name: 100, OTBV.name: 230, GBV.name: 226, LOOKUP.name: 110}
+SECONDS = {NONE.name: 10.0, OTBV.name: 11.5, GBV.name: 14.0, LOOKUP.name: 16.0}
 
 
-def measured(seed: int = 0) -> Results:
+def measured() -> Results:
     """otbv commits most, gbv now more and now less than it; plain decoding is slow to none."""
+    names = tuple(f"q{q}" for q in range(8))
     records = []
-    for question in range(8):
-        for setting in SETTINGS:
-            swing = (9 if question % 2 else -9) if setting is GBV else seed
-            records.append(
-                record(
-                    setting,
-                    f"q{question}",
-                    0,
-                    forwards=100,
-                    committed=COMMITTED[setting.name] + swing,
-                    decode_seconds=SECONDS[setting.name],
-                )
-            )
-    settings = run_settings(
-        settings=SETTINGS,
-        repeats=1,
-        seed=seed,
-        question_ids=tuple(f"q{q}" for q in range(8)),
-        origin="/somewhere/of/mine/questions.jsonl",
-    )
+    for question, name in enumerate(names):
+        for one in SETTINGS:
+            swing = (9 if question % 2 else -9) if one is GBV else 0
+            own = {"committed": COMMITTED[one.name] + swing, "decode_seconds": SECONDS[one.name]}
+            records.append(record(one, name, 0, forwards=100, **own))
+    origin = "/somewhere/of/mine/questions.jsonl"
+    settings = run_settings(settings=SETTINGS, repeats=1, question_ids=names, origin=origin)
     return Results(settings=settings, environment=ENVIRONMENT, records=records)
 
 
@@ -80,11 +80,11 @@ def test_settings_are_ranked_by_interval() -> None:
     rank = rank_settings(measured(), BLOCK_EFFICIENCY)[1.0]
     assert (rank.leader, rank.value) == (OTBV.name, pytest.approx(2.3))
     assert rank.tied == (GBV.name,)
-    assert rank.behind == (OTHER.name, NONE.name)
+    assert rank.behind == (LOOKUP.name, NONE.name)
     assert rank.best == (OTBV.name, GBV.name)
     speed = rank_settings(measured(), TOKENS_PER_SECOND)[1.0]
     assert (speed.leader, speed.tied) == (OTBV.name, ())
-    assert speed.behind == (GBV.name, NONE.name, OTHER.name)
+    assert speed.behind == (GBV.name, NONE.name, LOOKUP.name)
 
 
 def test_ways_are_ranked_by_repeats() -> None:
@@ -117,24 +117,6 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
     write_results(tmp_path, results, summarise(results))
     again = add_evidence(tmp_path / "kept", "mt-bench-again", tmp_path / "results.json")
     assert again.read_bytes() == path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "title"),
-    [
-        ("", "", "Tokens/s by batch"),
-        ("", "float32", "Tokens/s by batch"),
-        ("inductor", "float32", "Tokens/s by batch, compiled (inductor)"),
-        ("inductor", "bfloat16", "Tokens/s by batch, compiled (inductor), bfloat16"),
-    ],
-)
-def test_runs_by_batch_say_how_they_differ(backend: str, dtype: str, title: str) -> None:
-    run = BatchResults(
-        timings=timings(), environment=ENVIRONMENT, compile_backend=backend, dtype=dtype
-    )
-    text = page({"batch": run}, {})
-    assert f"## {title} (batch)\n" in text
-    assert f"{title.removeprefix('Tokens/s b')}, speed over plain decoding" in text
 
 
 def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
@@ -183,13 +165,13 @@ def test_the_defaults_are_told_and_judged() -> None:
     text = page({"mt-bench": measured()}, {})
     assert "`otbv` is the best or not told from it in 1 of the 1 cells" in text
     poor = [one for one in measured().records if one.setting != OTBV.name]
-    others = msgspec.structs.replace(measured().settings, settings=(NONE, GBV, OTHER))
+    others = msgspec.structs.replace(measured().settings, settings=(NONE, GBV, LOOKUP))
     run = Results(settings=others, environment=ENVIRONMENT, records=poor)
     assert "in 0 of the 1 cells" in page({"mt-bench": run}, {})
     assert "cells" not in page({}, {}).partition("The engine's defaults")[2]
 
 
-@pytest.mark.parametrize("name", ["notes", "mtbench", "mt-benches", "papers", "gr-solvers", ""])
+@pytest.mark.parametrize("name", ["notes", "mt-benches", ""])
 def test_names_that_say_nothing_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="one that begins with"):
         kind_of(name)
@@ -231,3 +213,123 @@ def test_what_is_committed_gives_the_committed_page() -> None:
         assert (docs / link).is_file()
     for path in folder.glob("*.json"):
         assert path.stat().st_size < 300_000
+
+
+# Pictures of a run.
+
+
+drawing = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+
+PICTURES = {
+    "block_efficiency_by_paths",
+    "block_efficiency_by_temperature",
+    "acceptance_by_depth",
+    "tokens_per_second",
+    "seconds_by_phase",
+}
+
+
+def a_setting(verifier: str, paths: int, temperature: float, depth: int = 3) -> Setting:
+    return Setting(plan=Plan(verifier=verifier, paths=paths, depth=depth), temperature=temperature)
+
+
+def committed(setting: Setting, question: int) -> int:
+    """More with more paths and when colder; no two settings alike."""
+    plan = setting.plan
+    return round(100 + 20 * plan.paths - 10 * setting.temperature + question + plan.depth)
+
+
+def measured_run() -> Results:
+    settings = [
+        *(msgspec.structs.replace(NONE, temperature=t) for t in (0.5, 1.0)),
+        *(a_setting("block", 1, t) for t in (0.5, 1.0)),
+        *(a_setting("otbv", k, t) for k in (2, 4) for t in (0.5, 1.0)),
+    ]
+    records = []
+    for s, q in product(settings, range(3)):
+        count = committed(s, q)
+        forwards = 100 if s.plan.speculative else count
+        own = {"forwards": forwards, "committed": count, "decode_seconds": 2.0}
+        records.append(record(s, f"q{q}", 0, **own))
+    own_settings = run_settings(settings=tuple(settings), repeats=1)
+    return Results(settings=own_settings, environment=ENVIRONMENT, records=records)
+
+
+RUN = measured_run()
+MEASURED = measured_of(RUN)
+
+
+def true_value(setting: Setting) -> float:
+    return sum(committed(setting, q) for q in range(3)) / 300
+
+
+def drawn_lines(axes) -> dict[str, list[tuple[float, float]]]:
+    """What is drawn, by legend entry."""
+    handles, labels = axes.get_legend_handles_labels()
+    return {
+        label: [(float(x), float(y)) for x, y in handle.lines[0].get_xydata()]
+        for handle, label in zip(handles, labels, strict=True)
+    }
+
+
+@drawing
+def test_block_efficiency_by_paths_has_a_panel_a_temperature() -> None:
+    cold, warm = block_efficiency_by_paths(MEASURED).axes
+    for axes, t in ((cold, 0.5), (warm, 1.0)):
+        assert axes.get_title() == f"temperature {t:g}"
+        drawn = drawn_lines(axes)
+        assert [x for x, _ in drawn["otbv"]] == [2, 4]
+        assert [y for _, y in drawn["otbv"]] == pytest.approx(
+            [true_value(a_setting("otbv", k, t)) for k in (2, 4)]
+        )
+        # A verifier of one path stands for every number of paths.
+        assert [x for x, _ in drawn["block"]] == [1, 4]
+        assert {round(y, 9) for _, y in drawn["block"]} == {
+            round(true_value(a_setting("block", 1, t)), 9)
+        }
+        assert "none" not in drawn
+
+
+def test_every_phase_has_a_colour() -> None:
+    assert set(PHASE_COLOURS) == {*map(str, Phase), OTHER}
+
+
+@drawing
+def test_every_picture_is_written_in_both_formats_and_the_same_again(tmp_path: Path) -> None:
+    written = draw_all(RUN, tmp_path / "plots")
+    names = {path.name for path in written}
+    assert names == {f"{name}.{suffix}" for name in PICTURES for suffix in ("png", "svg")}
+    for path in written:
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
+        if path.suffix == ".svg":
+            assert b"target + drafter" in content
+    again = draw_all(RUN, tmp_path / "again")
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in written]
+
+
+@drawing
+def test_plain_decoding_alone_has_speeds_only(tmp_path: Path) -> None:
+    plain = [r for r in RUN.records if r.setting.startswith("none")]
+    written = draw_all(
+        Results(settings=RUN.settings, environment=ENVIRONMENT, records=plain), tmp_path
+    )
+    assert {path.stem for path in written} == {"tokens_per_second", "seconds_by_phase"}
+
+
+@drawing
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = Results(settings=RUN.settings, environment=ENVIRONMENT, records=[])
+    with pytest.raises(InvalidArgument, match="whole conversations"):
+        draw_all(empty, tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidArgument, match="a folder for pictures"):
+        draw_all(RUN, tmp_path / "file")
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    with pytest.raises(NotInstalled, match=r"pip install 'eaglegbv\[bench\]'"):
+        draw_all(RUN, tmp_path)
+
+
+def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:
+    figures = [Estimate(2.0, 1.5, 3.0), Estimate(1.0, 1.25, 1.5), Estimate(2.0, 1.0, 1.75)]
+    assert whiskers(figures) == [[0.5, 0.0, 1.0], [1.0, 0.5, 0.0]]

@@ -1,12 +1,20 @@
+import threading
+from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
 import pytest
 from support.fake_llm import FakeLLM
 from support.runs import NONE, OTBV, QUESTIONS, run_settings
 
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.records import Record
-from eaglegbv.eval.runner import WARM_UP_TOKENS, run
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument, StepFailed
+from eaglegbv.eval.questions import Question
+from eaglegbv.eval.records import Record, RunSettings, Setting
+from eaglegbv.eval.report import served_table
+from eaglegbv.eval.runner import WARM_UP_TOKENS, hold_at_once, run
+from eaglegbv.metrics import RequestMetrics
+from eaglegbv.sampling import SamplingParams
 
 
 def collect(llm: FakeLLM, **changes: object) -> list[Record]:
@@ -90,14 +98,90 @@ def test_a_conversation_that_breaks_off_is_recorded_and_the_others_go_on() -> No
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"repeats": 0}, "repeats=0"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"settings": ()}, "one or more settings"),
-        ({"settings": (NONE, NONE)}, "each once"),
-    ],
+    [({"repeats": 0}, "repeats=0"), ({"settings": (NONE, NONE)}, "each once")],
 )
 def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         run_settings(**changes)
+
+
+# Conversations held at once: each once, with its own seed, whatever the order they end in.
+
+
+ASKED = tuple(Question(str(i), "none", (f"ask {i}", "go on"), "test") for i in range(5))
+SETTING = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
+OTHER = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))
+SERVED = RunSettings(
+    suite="test",
+    origin="test",
+    question_ids=tuple(question.id for question in ASKED),
+    model="m",
+    drafter="d",
+    system=None,
+    settings=(SETTING, OTHER),
+    max_tokens=6,
+    seed=3,
+    repeats=1,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Six tokens in two verifications that accepted three."""
+
+    text: str
+    token_ids: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    finish_reason: str = "length"
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
+
+
+class Together:
+    """Answers two conversations at the same time or none."""
+
+    def __init__(self) -> None:
+        self.seeds: dict[tuple[str, ...], int | None] = {}
+        self._both = threading.Barrier(2, timeout=30)
+
+    def __call__(
+        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
+    ) -> Answer:
+        del plan
+        said = tuple(message["content"] for message in prompts)
+        self.seeds[said] = sampling_params.seed
+        if said[0] == "ask 4":
+            raise StepFailed(0, "no more")
+        self._both.wait()
+        return Answer(f"answer {len(prompts)}")
+
+
+def hold_served(
+    done: set[tuple[str, str, int]], own: Setting = SETTING
+) -> tuple[Together, list[Record]]:
+    records: list[Record] = []
+    generate = Together()
+    settings = msgspec.structs.replace(SERVED, settings=(own,))
+    hold_at_once(generate, ASKED, settings, at_once=2, done=done, on_record=records.append)
+    return generate, records
+
+
+def test_every_conversation_is_held_once() -> None:
+    generate, records = hold_served(set())
+    assert {record.key for record in records} == set(SERVED.keys([SETTING]))
+    assert ("ask 2", "answer 1", "go on") in generate.seeds
+    assert len(set(generate.seeds.values())) == len(generate.seeds) == 9
+    assert hold_served(set(), OTHER)[0].seeds == generate.seeds
+    # What is done is not held again.
+    rest, records = hold_served({(SETTING.name, name, 0) for name in ("0", "1")})
+    assert {record.question_id for record in records} == {"2", "3", "4"}
+    assert rest.seeds.items() <= generate.seeds.items()
+
+
+def test_figures_of_whole_conversations() -> None:
+    _, records = hold_served(set())
+    headings, figures = served_table(SERVED, records)
+    assert figures[:4] == [SETTING.name, "4", "1", "48"]
+    assert figures[4:] == ["1.50", "2.50"]  # all alike: the interval is a point
+    assert len(headings) == len(figures)

@@ -27,7 +27,7 @@ from eaglegbv.verifiers.global_resolution import (
 from eaglegbv.verifiers.proof.lp import draft_sets_iid
 
 TINY = Setting(vocab=4, drafts=3, width=4)
-SIZES = [s for s in settings_of() if s.vocab <= 1000 or s.width <= 64]
+SIZES = [s for s in settings_of() if s.width <= 64][::3]
 
 
 @pytest.mark.parametrize("setting", SIZES, ids=str)
@@ -40,12 +40,6 @@ def test_exact_never_fails_and_deviates_by_rounding_only(setting: Setting) -> No
     assert row.acceptance == pytest.approx(row.optimum, abs=1e-12)
 
 
-def test_exact_takes_about_a_millisecond_with_a_thousand_tokens() -> None:
-    """The best of many runs, for the machine may be busy; a slow one takes 1.0 to 1.4 ms."""
-    node = next(nodes(Setting(vocab=1000, drafts=2, width=1000), 1, 0))
-    assert min(exact(node).seconds for _ in range(200)) < 3e-3
-
-
 def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: drafts are relabelled by another rule than the distribution b belongs to."""
     node = next(nodes(Setting(vocab=10, drafts=3, width=10), 1, 0))
@@ -55,9 +49,8 @@ def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("solver", [Solver.CONVEX, Solver.RACE, Solver.MAX_FLOW, Solver.LP])
-@pytest.mark.parametrize("drafts", [2, 3])
-def test_a_plan_is_lossless_and_within_its_bound(solver: Solver, drafts: int) -> None:
-    for node in nodes(Setting(vocab=10, drafts=drafts, width=10), 4, 1):
+def test_a_plan_is_lossless_and_within_its_bound(solver: Solver) -> None:
+    for node in nodes(Setting(vocab=8, drafts=3, width=8), 3, 1):
         answer = planned(node, solver, 1e-3)
         assert answer is not None
         assert answer.deviation(node) < 1e-12
@@ -66,42 +59,19 @@ def test_a_plan_is_lossless_and_within_its_bound(solver: Solver, drafts: int) ->
         assert -1e-12 <= lost <= answer.shortfall + 1e-12
 
 
-@pytest.mark.parametrize(("width", "drafts", "limit"), [(4, 3, 12), (6, 2, 8), (5, 3, 10**6)])
-def test_a_convex_selection_has_the_distribution_it_says(
-    monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, limit: int
-) -> None:
-    """Over all draws, with and without truncation; its shortfall is what it loses."""
-    monkeypatch.setattr(global_resolution, "MOST_MULTISETS", limit)
-    for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
-        found = weighted_selection(node.wanted, node.draft, drafts, distinct=True)
-        assert found.kept.all() == (limit == 10**6)
-        dist = np.zeros(width)
-        for drawn in itertools.product(range(width), repeat=drafts):
-            mass = node.draft[list(drawn)].prod()
-            for x, chance in zip(drawn, found.chances(drawn), strict=True):
-                dist[x] += mass * chance
-        np.testing.assert_allclose(found.probs, dist, atol=1e-14)
-        lost = optimal_acceptance(node) - np.minimum(node.wanted, dist).sum()
-        assert found.shortfall == pytest.approx(lost, abs=1e-13)
-        gradient = global_resolution.GRADIENT_TOLERANCE * width
-        if found.truncated == 0:
-            assert found.shortfall <= gradient
-        kept_violations = np.where(found.low, node.wanted - dist, dist - node.wanted)[found.kept]
-        assert found.shortfall <= np.maximum(kept_violations, 0).sum() + found.truncated + 1e-13
-
-
 @pytest.mark.parametrize(
-    ("width", "drafts", "truncated"), [(4, 3, 0.6), (6, 2, 0.5), (5, 3, 0.0), (3, 5, 0.0)]
+    ("distinct", "width", "drafts", "limit"),
+    [(True, 4, 3, 12), (True, 5, 3, 10**6), (False, 4, 3, 0.6), (False, 5, 3, 0.0)],
 )
-def test_a_race_has_the_distribution_it_says(
-    monkeypatch: pytest.MonkeyPatch, width: int, drafts: int, truncated: float
+def test_a_selection_has_the_distribution_it_says(
+    monkeypatch: pytest.MonkeyPatch, distinct: bool, width: int, drafts: int, limit: float
 ) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
-    monkeypatch.setattr(global_resolution, "TRUNCATED", truncated)
+    name = "MOST_MULTISETS" if distinct else "TRUNCATED"
+    monkeypatch.setattr(global_resolution, name, limit)
     cut = 0
     for node in nodes(Setting(vocab=8, drafts=drafts, width=width), 6, 2):
-        found = weighted_selection(node.wanted, node.draft, drafts, distinct=False)
-        cut += found.truncated > 0
+        found = weighted_selection(node.wanted, node.draft, drafts, distinct=distinct)
         dist = np.zeros(width)
         for drawn in itertools.product(range(width), repeat=drafts):
             mass = node.draft[list(drawn)].prod()
@@ -110,14 +80,21 @@ def test_a_race_has_the_distribution_it_says(
         np.testing.assert_allclose(found.probs, dist, atol=1e-14)
         lost = optimal_acceptance(node) - np.minimum(node.wanted, dist).sum()
         assert found.shortfall == pytest.approx(lost, abs=1e-13)
-        gradient = global_resolution.RACE_GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
-        assert found.shortfall <= 1.5 * gradient + found.truncated
-    assert bool(cut) == bool(truncated)
+        cut += found.truncated > 0
+        if distinct:
+            assert found.kept.all() == (limit == 10**6)
+            if found.truncated == 0:
+                assert found.shortfall <= global_resolution.GRADIENT_TOLERANCE * width
+            off = np.where(found.low, node.wanted - dist, dist - node.wanted)[found.kept]
+            assert found.shortfall <= np.maximum(off, 0).sum() + found.truncated + 1e-13
+        else:
+            gradient = global_resolution.RACE_GRADIENT_TOLERANCE * np.sqrt(node.draft).sum()
+            assert found.shortfall <= 1.5 * gradient + found.truncated
+    assert distinct or bool(cut) == bool(limit)
 
 
-@pytest.mark.parametrize("drafts", [2, 3, 4])
-def test_a_race_takes_supports_of_thousands_of_tokens(drafts: int) -> None:
-    node = next(nodes(Setting(vocab=4000, drafts=drafts, width=4000), 1, 0))
+def test_a_race_takes_supports_of_thousands_of_tokens() -> None:
+    node = next(nodes(Setting(vocab=4000, drafts=3, width=4000), 1, 0))
     answer = planned(node, Solver.RACE, 1e-3)
     assert answer is not None
     assert answer.shortfall is not None
@@ -152,10 +129,9 @@ def test_draft_sets_are_counted_right() -> None:
         assert count_draft_sets(width, drafts) == len(sets)
 
 
-@pytest.mark.parametrize("solver", [Solver.MAX_FLOW, Solver.LP])
-def test_what_is_too_large_is_refused_and_counted(solver: Solver) -> None:
+def test_what_is_too_large_is_refused_and_counted() -> None:
     assert count_draft_sets(100, 2) > MOST_SETS
-    row = compare([Setting(vocab=100, drafts=2, width=100)], [solver], instances=3).rows[0]
+    row = compare([Setting(vocab=100, drafts=2, width=100)], [Solver.LP], instances=3).rows[0]
     assert (row.refused, row.success) == (3, 0)
     assert row.median_ms is row.acceptance is row.deviation is row.optimum is row.shortfall is None
 
@@ -179,13 +155,6 @@ def test_a_node_past_the_time_limit_is_not_solved() -> None:
     assert (row.late, row.success, row.fallbacks) == (3, 0, 0)
 
 
-def test_the_standard_table_is_complete() -> None:
-    sizes = {(s.vocab, s.drafts, s.width) for s in settings_of()}
-    assert {(10, 5, 10), (100, 3, 100), (1000, 2, 1000), (32_000, 4, 32_000)} <= sizes
-    assert {(100, 3, 64), (1000, 2, 64), (32_000, 4, 64)} <= sizes
-    assert len(sizes) == len(settings_of()) == 16
-
-
 def test_a_width_beyond_the_vocabulary_is_the_whole_of_it() -> None:
     found = settings_of([(10, 2), (4, 3)], [None, 8, 9])
     assert [(s.vocab, s.drafts, s.width) for s in found] == [
@@ -196,9 +165,7 @@ def test_a_width_beyond_the_vocabulary_is_the_whole_of_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "values", [{"vocab": 1}, {"drafts": 1}, {"width": 5}, {"width": 0}], ids=str
-)
+@pytest.mark.parametrize("values", [{"vocab": 1}, {"drafts": 1}, {"width": 5}], ids=str)
 def test_sizes_out_of_range_are_refused(values: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(values))):
         Setting(**{"vocab": 4, "drafts": 2, "width": 1} | values)

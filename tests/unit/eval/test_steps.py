@@ -1,98 +1,163 @@
-"""bench step: random weights of any shape run in the engine; figures follow from its records."""
+"""bench step, and pairs with made weights of any shape, which run in the engine."""
 
 import time
 from functools import partial
 from math import sqrt
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 from torch._dynamo.config import patch
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.cuda_graphs import GraphMode
+from eaglegbv.cuda_graphs import GraphMode, OperationWatch
 from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, RotaryEmbedding
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.eval.random_models import SHAPES, Shape, StepSetting, build_rig, random_head
+from eaglegbv.eval import random_models
+from eaglegbv.eval.random_models import (
+    SHAPES,
+    Shape,
+    block_efficiency,
+    random_head,
+    random_pair,
+    tune,
+)
 from eaglegbv.eval.step_bench import (
-    Machine,
-    OperationCounter,
+    HEADINGS,
+    Floors,
     StepReport,
-    measure_machine,
-    step_table,
+    StepSetting,
+    kernel_seconds,
+    launches_of,
+    step_row,
     time_steps,
 )
+from eaglegbv.loading import Pair
 
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=32, layers=4, heads=2, kv_heads=1, intermediate=48, vocab=64, draft_vocab=24)
-MACHINE = Machine(bandwidth=1e9, flops=1e10)
 
 
-def report(setting: StepSetting, dtype: torch.dtype = torch.float32) -> StepReport:
-    return time_steps(build_rig(SMALL, setting, dtype=dtype, device=CPU), setting, MACHINE)
+def made(shape: Shape = SMALL, dtype: torch.dtype = torch.float32, **options: object) -> Pair:
+    pair = random_pair(shape, slots=512, max_context=256, dtype=dtype, device=CPU, **options)
+    return Pair(*pair)
+
+
+def report(setting: StepSetting, pair: Pair | None = None) -> StepReport:
+    pair = made() if pair is None else pair
+    return time_steps(pair, setting, Floors(pair))
 
 
 def test_phases_of_a_step_and_their_floors() -> None:
     setting = StepSetting(plan=Plan(paths=2, depth=3), batch=2, context=16, steps=4)
-    found = report(setting)
-    phases = {phase.phase: phase for phase in found.phases}
-    assert list(phases) == ["draft", "forward", "verify", "commit", "step"]
-    parts = sum(phase.seconds for name, phase in phases.items() if name != "step")
-    assert 0 < parts < 1.5 * phases["step"].seconds
-    # Attention 2 x 32 x 32 and 2 x 32 x 16, feed-forward 3 x 32 x 48, two norms; the last norm, and
-    # the output layer.
-    weights = 4 * (3 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 + 32 * 64
-    assert found.weights == 4 * weights
-    cached = 2 * 16 * 4 * 2 * 16 * 4
-    read = (4 * weights + cached) / MACHINE.bandwidth
-    multiply = 2 * 2 * 7 * weights / MACHINE.flops
-    assert phases["forward"].floor == pytest.approx(max(read, multiply))
-    assert phases["step"].floor == pytest.approx(phases["forward"].floor + phases["draft"].floor)
-    assert phases["verify"].floor is None
+    pair = made()
+    found = report(setting, pair)
+    *parts, step = found.seconds.values()
+    assert list(found.seconds) == ["draft", "forward", "verify", "commit", "step"]
+    assert 0 < sum(parts) < 1.5 * step
+    assert 0 < found.floors["draft"] < found.seconds["draft"]
+    assert 0 < found.floors["forward"] < found.seconds["forward"]
+    assert found.floors["step"] == found.floors["draft"] + found.floors["forward"]
     assert found.operations > 100
     assert 1 <= found.block_efficiency <= 4
+    assert found.eager == {"all": 4}  # nothing is recorded here
     assert msgspec.json.decode(msgspec.json.encode(found), type=StepReport) == found
+    # Attention 2 x 32 x 32 and 2 x 32 x 16, feed-forward 3 x 32 x 48, and the output layer.
+    assert Floors(pair).weights == 4 * (4 * (3 * 32 * 32 + 3 * 32 * 48) + 32 * 64)
+
+
+def test_products_run_over_the_rows_of_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = made()
+    head, layer = pair.drafter.head, pair.target.model.lm_head
+    calls = []
+    for name, module in (("fc", head.fc), ("draft", head.lm_head), ("forward", layer)):
+        module.register_forward_hook(lambda *_, name=name: calls.append((name, _[1][0].shape[0])))
+    floors = Floors(pair)
+    setting = StepSetting(plan=Plan(paths=2, depth=3), batch=3, context=8, steps=1)
+    found = floors.of(setting)
+    assert set(calls) == {("draft", 3 * 2), ("forward", 3 * 7)}
+    calls.clear()
+    assert floors.of(setting) == found
+    assert calls == []  # measured once
 
 
 def test_plain_decoding_has_no_draft() -> None:
     setting = StepSetting(plan=PLAIN, context=8, steps=2)
-    found = report(setting, torch.bfloat16)
+    found = report(setting, made(dtype=torch.bfloat16))
     assert found.block_efficiency == 1
-    assert next(p.floor for p in found.phases if p.phase == "draft") == 0
-    lines = step_table(found)
-    assert [line[0] for line in lines] == ["phase", "draft", "forward", "verify", "commit", "step"]
-    assert lines[1][2:] == ["-", "-"]
-    assert lines[2][2] != "-"
+    assert found.floors["draft"] == 0
+    cells = dict(zip(HEADINGS, step_row(setting, found), strict=True))
+    assert cells["milliseconds"] == "none, batch 1, 8, T=1"
+    assert cells["overlapping"] == cells["busy"] == "-"
+    assert float(cells["x floor"]) == pytest.approx(
+        found.seconds["step"] / found.floors["forward"], abs=0.01
+    )
 
 
 def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
-    assert report(setting).overlapping is None
-    monkeypatch.setattr(
-        "eaglegbv.eval.random_models.barrier_of", lambda _: partial(time.sleep, 0.02)
-    )
+    monkeypatch.setattr("eaglegbv.eval.step_bench.barrier_of", lambda _: partial(time.sleep, 0.02))
     found = report(setting)
     assert found.overlapping is not None
-    step = found.phases[-1]
-    assert step.seconds > found.overlapping + 4 * 0.02 / 2  # four phases, each waited for
-    name, milliseconds, floor, ratio = step_table(found)[-1]
-    assert (name, floor) == ("step, overlapping", step_table(found)[-2][2])
-    assert float(milliseconds) == pytest.approx(1e3 * found.overlapping, abs=1e-3)
-    assert float(ratio) == pytest.approx(found.overlapping / step.floor, abs=1e-2)
+    assert found.seconds["step"] > found.overlapping + 4 * 0.02 / 2  # four phases, each waited for
+    cells = dict(zip(HEADINGS, step_row(setting, found), strict=True))
+    assert float(cells["overlapping"]) == pytest.approx(1e3 * found.overlapping, abs=1e-3)
 
 
-def test_a_step_that_breaks_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ran_eagerly_is_listed_with_its_reason() -> None:
+    pair = made(graphs=GraphMode.EAGER)
+    setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
+    assert report(setting, pair).eager == {}
+    shaped = Plan(depth=2, shape=((0,), (1,), (0, 0)))  # grown on the host
+    setting = StepSetting(plan=shaped, context=8, temperature=0.0, steps=3)
+    found = report(setting, pair)
+    assert found.eager == {"draft: shape": 3}
+    assert step_row(setting, found)[-1] == "draft: shape 3"
+
+
+def test_a_profile_is_read() -> None:
+    """As torch has it: operations of the host carry their kernels' time a second time."""
+
+    def event(key: str, count: int, seconds: float, kind: DeviceType) -> SimpleNamespace:
+        total = 1e6 * seconds
+        return SimpleNamespace(
+            key=key,
+            count=count,
+            self_device_time_total=total,
+            device_type=kind,
+            is_user_annotation=False,
+        )
+
+    events = [
+        event("aten::mm", 3, 0.5, DeviceType.CPU),
+        event("cudaLaunchKernel", 5, 0, DeviceType.CPU),
+        event("cudaGraphLaunch", 2, 0, DeviceType.CPU),
+        event("sort", 3, 0.2, DeviceType.CUDA),
+        event("gemm", 3, 0.5, DeviceType.CUDA),
+    ]
+    assert launches_of(events) == 7
+    assert list(kernel_seconds(events).items()) == [("gemm", 0.5), ("sort", 0.2)]
+
+
+def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     setting = StepSetting(plan=PLAIN, context=8, steps=2)
-    rig = build_rig(SMALL, setting, dtype=torch.float32, device=CPU)
+    pair = made()
 
     def forward(*arguments: object, **named: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(rig.target, "forward", forward)
-    with pytest.raises(StepFailed, match="no memory"):
-        time_steps(rig, setting, MACHINE)
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.target, "forward", forward)
+        with pytest.raises(StepFailed, match="no memory"):
+            report(setting, pair)
+    assert pair.target.allocator.num_used == 0
+    assert report(setting, pair).block_efficiency == 1
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
@@ -100,12 +165,10 @@ def test_a_step_that_breaks_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_operations_of_compiled_steps_are_counted(graphs: GraphMode) -> None:
     """To count is no reason to look at a graph's inputs again, or to refuse it."""
     setting = StepSetting(plan=Plan(paths=2, depth=3), context=16, steps=2)
-    rig = build_rig(
-        SMALL, setting, dtype=torch.float32, device=CPU, compile_backend="eager", graphs=graphs
-    )
-    rig.engine.check_plan(setting.plan)  # what is compiled is compiled now
+    pair = made(compile_backend="eager", graphs=graphs)
+    report(setting, pair)  # what is compiled is compiled now
     with patch(error_on_recompile=True):
-        found = time_steps(rig, setting, MACHINE)
+        found = report(setting, pair)
     assert 100 < found.operations < 4000
 
 
@@ -114,20 +177,36 @@ def test_a_setting_of_no_steps_is_refused() -> None:
         StepSetting(plan=PLAIN, steps=0)
 
 
-def test_a_machine_is_measured() -> None:
-    machine = measure_machine(torch.float32, CPU, megabytes=1)
-    assert machine.bandwidth > 1e6
-    assert machine.flops > 1e6
-
-
 def test_operations_are_counted_as_they_are_dispatched() -> None:
-    with OperationCounter() as counter:
+    with OperationWatch() as counter:
         torch.ones(3).add(1).mul(2)
     assert counter.count == 3
 
 
 def test_known_shapes_are_sound() -> None:
     assert {"tiny", "llama-3.1-8b"} <= set(SHAPES)
+
+
+LESS = msgspec.structs.replace(
+    SMALL, hidden=64, heads=4, kv_heads=2, intermediate=96, vocab=256, draft_vocab=200
+)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, 2.0), (torch.bfloat16, 3.2)])
+def test_a_made_pair_accepts_as_much_as_is_asked_for(dtype: torch.dtype, wanted: float) -> None:
+    target, drafter = random_pair(
+        LESS, slots=2048, max_context=128, dtype=dtype, device=CPU, memoryless=True
+    )
+    assert target.self_check is None
+    plan = Plan(paths=2, depth=4)
+    reached = tune(target, drafter, plan, wanted, temperature=1.0)
+    assert reached == pytest.approx(wanted, rel=0.05)
+    assert not drafter.head.embedding.equal(target.input_embeddings)
+    # Without noise nearly all is accepted, also of a chain.
+    assert block_efficiency(target, drafter, Plan(paths=1, depth=4), 0.0, temperature=1.0) > 4
+    for impossible in (1.0, 4.99, 6.0):
+        with pytest.raises(InvalidArgument, match=f"efficiency={impossible}"):
+            tune(target, drafter, plan, impossible, temperature=1.0)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +244,11 @@ def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
     deep = Shape(
         hidden=256, layers=32, heads=2, kv_heads=1, intermediate=512, vocab=8000, draft_vocab=50
     )
-    setting = StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=1)
-    target = build_rig(deep, setting, dtype=torch.bfloat16, device=CPU).target
+    target = made(deep, torch.bfloat16).target
     assert (target.vocab_size, target.self_check) == (8000, None)
     # As transformers has it: the check fails and says so, and the benchmark goes on.
-    monkeypatch.setattr("eaglegbv.eval.random_models._GAIN", 0.02 * sqrt(4096))
-    failed = build_rig(deep, setting, dtype=torch.bfloat16, device=CPU).target
-    assert "of the plain model within" in str(failed.self_check)
+    monkeypatch.setattr(random_models, "_GAIN", 0.02 * sqrt(4096))
+    assert "of the plain model within" in str(made(deep, torch.bfloat16).target.self_check)
 
 
 def test_all_of_a_random_head_is_on_the_device() -> None:
@@ -192,15 +269,12 @@ def test_a_random_head_shares_the_embedding_and_rotates_exactly() -> None:
 
 
 def test_weights_are_the_same_again_and_the_callers_random_numbers_go_on() -> None:
-    setting = StepSetting(plan=PLAIN, context=8, steps=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         before = torch.get_rng_state()
-        first, second = (
-            build_rig(SMALL, setting, dtype=torch.float32, device=CPU) for _ in range(2)
-        )
+        first, second = made(), made()
         assert torch.get_rng_state().equal(before)
     assert first.target.output_embeddings.equal(second.target.output_embeddings)
-    heads = [rig.drafter.head.state_dict()["lm_head.weight"] for rig in (first, second)]
+    heads = [pair.drafter.head.state_dict()["lm_head.weight"] for pair in (first, second)]
     assert heads[0].device == CPU
     assert heads[0].equal(heads[1])

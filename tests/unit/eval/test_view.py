@@ -3,12 +3,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
+from support.runs import ENVIRONMENT, NONE, OTBV, records, run_settings
 from support.tree_traces import LONG, NASTY, bush, step, write_trace
 
 from eaglegbv.errors import InvalidArgument
@@ -22,13 +21,9 @@ DOM = Path(__file__).parents[2] / "support" / "page_dom.js"
 
 
 def a_run() -> Results:
-    records = [
-        record(NONE, "q0", 0, forwards=8, committed=8, decode_seconds=8.0),
-        record(OTBV, "q0", 0, forwards=4, committed=10, decode_seconds=4.0),
-        record(OTBV, "q1", 0, forwards=4, committed=6, decode_seconds=2.0),
-    ]
-    records[1].turns[0].text = NASTY
-    return Results(settings=run_settings(), environment=ENVIRONMENT, records=records)
+    own = [*records(NONE, (8, 8, 8.0)), *records(OTBV, (4, 10, 4.0), (4, 6, 2.0))]
+    own[1].turns[0].text = NASTY
+    return Results(settings=run_settings(), environment=ENVIRONMENT, records=own)
 
 
 @pytest.fixture
@@ -251,17 +246,6 @@ def test_the_script_draws_every_chart_of_a_run(tmp_path: Path) -> None:
     assert len(answers) == 1
 
 
-def test_the_script_steps_through_a_trace_without_trees(trace: Path, tmp_path: Path) -> None:
-    shown = drawn(view(trace), tmp_path, "step=2")
-    facts = pairs(found(shown["browser"], "detail"))
-    assert facts["committed"] == "4"
-    assert facts["start"] == "2000.00 ms"
-    assert facts["took"] == "10.00 ms (draft 4.00, forward 5.00)"
-    assert json.loads(facts["plans"]) == {"otbv 2x3": 1}
-    points = [n["text"] for n in nodes(shown["charts"]) if n["name"] == "circle"]
-    assert points[:3] == ["committed, 1: 3.000", "committed, 2: 1.000", "committed, 3: 4.000"]
-
-
 def found(tree: dict, wanted: str) -> dict:
     [one] = [n for n in nodes(tree) if n["attributes"].get("id") == wanted]
     return one
@@ -278,11 +262,6 @@ def classes(shown: dict) -> list[str]:
         n for n in nodes(shown["browser"]) if n["attributes"].get("id", "").startswith("node")
     ]
     return [group["attributes"]["class"].removeprefix("node ") for group in groups]
-
-
-def marked(shown: dict) -> list[tuple[str, str]]:
-    marks = [n for n in nodes(shown["browser"]) if n["name"] == "mark"]
-    return [(mark["attributes"]["class"], mark["text"]) for mark in marks]
 
 
 def test_a_tree_is_drawn_with_what_became_of_its_nodes(trees: Path, tmp_path: Path) -> None:
@@ -323,25 +302,6 @@ def test_a_tree_is_drawn_with_what_became_of_its_nodes(trees: Path, tmp_path: Pa
     assert gone["tip"]["hidden"]
 
 
-def test_the_text_so_far_marks_the_tokens_of_the_step(trees: Path, tmp_path: Path) -> None:
-    first = drawn(view(trees), tmp_path)
-    assert found(first["browser"], "text")["text"] == "<s> the cat"
-    assert marked(first) == [("next", " cat")]
-    assert classes(first) == ["root", "next"]
-    assert "first token" in found(first["browser"], "node1")["attributes"]["aria-label"]
-    second = drawn(view(trees), tmp_path, "key:ArrowRight")
-    assert found(second["browser"], "text")["text"] == "<s> the cat sat日本語日本語日本語"
-    assert marked(second) == [("accepted", " sat"), ("next", "日本語日本語日本語")]
-    assert "correction" in found(second["browser"], "node5")["attributes"]["aria-label"]
-    last = drawn(view(trees), tmp_path, "key:End")
-    assert marked(last) == [("accepted", "⏎\n"), ("accepted", "⟨#7⟩")]
-    assert "bonus" in found(last["browser"], "node3")["attributes"]["aria-label"]
-    facts = pairs(found(last["browser"], "detail"))
-    assert facts["committed"] == "2 tokens, 2 accepted; 1 more came after the end of the text"
-    assert facts["ended by"] == "length"
-    assert facts["step of the engine"].startswith("2: 10.00 ms (draft 4.00, forward 5.00)")
-
-
 def test_buttons_keys_and_slider_lead_to_the_same_steps(trees: Path, tmp_path: Path) -> None:
     def where(*actions: str) -> str:
         browser = drawn(view(trees), tmp_path, *actions)["browser"]
@@ -357,24 +317,3 @@ def test_buttons_keys_and_slider_lead_to_the_same_steps(trees: Path, tmp_path: P
         assert where(*actions) == "step 2 of 3"
     assert where("key:End", "key:Home") == where("last!click", "first!click") == "step 1 of 3"
     assert where("key:End", "key:ArrowRight") == "step 3 of 3"
-
-
-def test_of_a_long_text_the_end_is_shown(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "long.json", [(bush(600),)] * 90)
-    shown = drawn(view(path), tmp_path, "key:End")
-    assert found(shown["browser"], "where")["text"] == "step 83 of 83"
-    assert len(found(shown["browser"], "text")["text"]) < 1000
-    long = [(replace(bush(2), committed=(4,) * 70),)] * 2
-    shown = drawn(view(write_trace(path, long)), tmp_path, "key:End")
-    text = found(shown["browser"], "text")["children"][0]["text"]
-    assert text == "…" + (LONG * 70)[-20000:]
-
-
-def test_a_tree_of_many_nodes_and_another_request(trees: Path, tmp_path: Path) -> None:
-    shown = drawn(view(trees), tmp_path, "key:End", "request=1")
-    assert found(shown["browser"], "where")["text"] == "step 1 of 1"
-    assert len(classes(shown)) == 122
-    assert classes(shown).count("accepted") == 2
-    boxes = [found(shown["browser"], f"node{n}")["attributes"]["transform"] for n in range(122)]
-    assert len(set(boxes)) == 122  # no two in one place
-    assert "none: not drawn" in found(shown["browser"], "node1")["attributes"]["aria-label"]

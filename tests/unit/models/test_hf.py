@@ -176,7 +176,7 @@ def test_models_off_the_attention_interface_are_refused(name: str) -> None:
         (FeatureSpec.layer_inputs([1, LAYERS]), 64, "features.layers=4"),
         (FeatureSpec.layer_inputs([0]), 64, "features.layers=0"),
         (FeatureSpec.layer_inputs([]), 64, "features.layers"),
-        (FeatureSpec.none(), 8, "max_slots=8"),
+        (FeatureSpec(), 8, "max_slots=8"),
     ],
 )
 def test_bad_arguments(features: FeatureSpec, slots: int, named: str) -> None:

@@ -70,7 +70,7 @@ def test_compiled_targets_of_one_class_keep_apart() -> None:
             HFTarget(make(), features=features, max_slots=256, compile_backend=backend)
             for make, features in (
                 (lambda: tiny_model("llama"), FeatureSpec.layer_inputs([1, 3])),
-                (shallow_llama, FeatureSpec.none()),
+                (shallow_llama, FeatureSpec()),
                 (lambda: tiny_model("llama"), FeatureSpec.final()),
             )
         ]

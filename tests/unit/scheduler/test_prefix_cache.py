@@ -32,7 +32,7 @@ class Shop:
             prompt_ids=prompt,
             params=SamplingParams(),
             plan=PLAIN,
-            stream=RequestRng(0),
+            rng=RequestRng(0),
             max_tokens=50,
             drafted=drafted,
             skips=skips,
@@ -44,8 +44,8 @@ class Shop:
 
     def admit(self, r: Request) -> None:
         self.cache.lend(r, self.cache.match(r))
-        self.kv.allocate(r, r.unread)
-        self.kv.commit(r, list(range(r.unread)))
+        self.kv.allocate(r, r.to_prefill)
+        self.kv.commit(r, list(range(r.to_prefill)))
         self.check()
 
     def share(self, r: Request, positions: int | None = None) -> None:

@@ -50,9 +50,9 @@ class Pool:
         batch = self.scheduler.next_batch()
         for r in batch.decoding:
             self.kv.allocate(r, r.step_slots)
-        for chunk in batch.reading:
+        for chunk in batch.prefilling:
             self.kv.allocate(chunk.request, chunk.count)
-        for chunk in batch.reading:
+        for chunk in batch.prefilling:
             first = chunk.brings_first_token
             self.kv.commit(chunk.request, list(range(chunk.count)))
             chunk.request.token_ids += [0] * first
@@ -74,7 +74,7 @@ def request(number, *, prompt=4, max_tokens=5, step_slots=1, priority=0):
         prompt_ids=(0,) * prompt,
         params=SamplingParams(max_tokens=max_tokens),
         plan=PLAIN,
-        stream=RequestRng(number),
+        rng=RequestRng(number),
         max_tokens=max_tokens,
         step_slots=step_slots,
         priority=priority,
@@ -90,7 +90,7 @@ def decoding(batch):
 
 
 def reading(batch):
-    return [(chunk.request.number, chunk.count) for chunk in batch.reading]
+    return [(chunk.request.number, chunk.count) for chunk in batch.prefilling]
 
 
 def test_a_request_is_admitted_when_everybody_can_grow():
@@ -274,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             running = self.pool.scheduler.running
             keys = [(r.priority, r.number) for r in running]
             assert keys == sorted(keys)
-            assert sum(chunk.count for chunk in batch.reading) <= self.PREFILL
+            assert sum(chunk.count for chunk in batch.prefilling) <= self.PREFILL
 
     @invariant()
     def what_is_held_is_in_order(self) -> None:

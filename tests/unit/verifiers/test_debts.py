@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import g_test, joint_probs
+from support.tabular_target import TabularTarget
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.models.tabular import TabularTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import TargetProbs
 from eaglegbv.verifiers.stateful import MOST_RHO, Layers, ModifiedNode, SparseProbs, rho_after

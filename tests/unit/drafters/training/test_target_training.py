@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
-from eaglegbv.drafters.training.target import grow
 from eaglegbv.drafters.training.train import LOG
 from eaglegbv.errors import InvalidArgument
 
@@ -28,7 +22,7 @@ def arguments(data: Path, out: Path, *extra: str) -> list[str]:
     sizes = "--layers 2 --hidden 32 --heads 2 --intermediate 48 --vocab-size 300 --window 64"
     tokens = STEPS * 8 * 64
     pace = f"--batch 8 --tokens {tokens} --learning-rate 1e-2 --evaluate-every 12"
-    run = "--checkpoint-every 7 --dropout 0.1 --device cpu --no-bf16"
+    run = "--checkpoint-every 7 --device cpu --no-bf16"
     command = f"target --data {data} --out {out} {sizes} {pace} {run}"
     return [*command.split(), *extra]
 
@@ -56,7 +50,7 @@ def test_it_learns(finished: Path) -> None:
     assert report["steps"] == STEPS
     assert report["tokens"] == STEPS * 8 * 64
     assert set(report["data"]) == {"counting", "prose"}
-    assert report["held_out"]["perplexity, counting"] < 150
+    assert report["held_out"]["perplexity of assistant tokens"] < 150
     assert f"{report['parameters']:,} weights" in (finished / "TRAINING.md").read_text()
 
 
@@ -92,22 +86,3 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
 def test_a_checkpoint_of_another_run_is_refused(chats: Path, finished: Path, train: Run) -> None:
     with pytest.raises(InvalidArgument, match=r"^resume="):
         train(arguments(chats, finished, "--resume", "--seed", "1"))
-
-
-def small_llama(layers: int) -> LlamaForCausalLM:
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
-
-
-@pytest.mark.parametrize("layers", [3, 5, 9])
-def test_a_grown_model_computes_what_the_shallow_one_does(layers: int) -> None:
-    shallow, deep = small_llama(3), small_llama(layers)
-    grow(shallow, deep)
-    token_ids = torch.randint(20, (1, 9))
-    torch.testing.assert_close(deep(token_ids).logits, shallow(token_ids).logits)
-
-
-def test_a_model_cannot_grow_shallower() -> None:
-    with pytest.raises(InvalidArgument, match=r"^layers=2: expected at least the 3 layers"):
-        grow(small_llama(3), small_llama(2))

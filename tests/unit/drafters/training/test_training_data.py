@@ -1,7 +1,8 @@
-"""Rows, documents, packing, mixtures, and the tokenizer."""
+"""Rows, documents, packing, prompts, and the tokenizer."""
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from eaglegbv.drafters.training.data import (
     Corpus,
     Document,
     Row,
+    TextSettings,
     build_corpora,
     build_corpus,
     draw_documents,
+    draw_prompts,
     find_files,
+    gather_texts,
     join_documents,
-    mixture_weights,
     pack,
     read_rows,
 )
@@ -143,21 +146,11 @@ def test_packing_lays_documents_end_to_end() -> None:
     assert torch.equal(rows.is_response, rows.is_real)
 
 
-def test_sources_get_their_share_of_the_tokens() -> None:
-    documents = [Document(0, [1] * 10, [True] * 10)] * 3 + [Document(1, [1] * 40, [True] * 40)] * 2
-    corpus = join_documents([*documents, Document(1, [1] * 99, [True] * 99)], ("a", "b"))
-    weights = mixture_weights(corpus, {"a": 0.3}, max_tokens=50)  # "b" has 0.1
-    assert weights[-1] == 0
-    tokens = weights * corpus.lengths
-    torch.testing.assert_close(tokens[:3].sum() / tokens.sum(), tokens.new_tensor(0.75))
-
-
-def test_drawn_documents_follow_their_weights() -> None:
-    weights = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64)
-    drawn = draw_documents(weights, (100, 200), seed=3)
-    assert torch.equal(drawn, draw_documents(weights, (100, 200), seed=3))
+def test_documents_are_drawn_evenly() -> None:
+    drawn = draw_documents(3, (100, 200), seed=3)
+    assert torch.equal(drawn, draw_documents(3, (100, 200), seed=3))
     counts = torch.bincount(drawn.flatten(), minlength=3) / drawn.numel()
-    torch.testing.assert_close(counts, torch.tensor([0.25, 0.0, 0.75]), atol=0.02, rtol=0)
+    torch.testing.assert_close(counts, torch.full((3,), 1 / 3), atol=0.02, rtol=0)
 
 
 # Rows as they are in the wild.
@@ -294,3 +287,55 @@ def test_data_with_nothing_to_learn_or_to_measure_on_is_refused(
         own = [row for row in rows if row.held_out is kept]
         with pytest.raises(InvalidArgument, match=rf"^data='0 rows'.*to {said}"):
             build_corpora(own, tokenizer, 60)
+
+
+def test_prompts_end_where_an_answer_begins() -> None:
+    chat = Document(1, [0, 1, 9, 3, 2, 8, 3, 5, 6], [False] * 5 + [True] * 2 + [False, True])
+    prose = Document(0, [0, 7, 7], [True] * 3)
+    corpus = join_documents([prose, chat, chat], ("prose", "chats"))
+    drawn = draw_prompts(corpus, 5, longest=8, seed=0)
+    assert [d.source for d in drawn] == [1] * 5
+    assert not any(any(d.is_response) for d in drawn)
+    # The two places of the two chats, once each before any is drawn again.
+    assert sorted(len(d.token_ids) for d in drawn[:4]) == [5, 5, 8, 8]
+    assert all(d.token_ids == chat.token_ids[: len(d.token_ids)] for d in drawn)
+    assert {len(d.token_ids) for d in draw_prompts(corpus, 5, longest=7, seed=0)} == {5}
+    with pytest.raises(InvalidArgument, match="prompt of at most 4 tokens"):
+        draw_prompts(corpus, 5, longest=4, seed=0)
+
+
+@pytest.mark.parametrize(("regenerate", "most", "held_out"), [(40, 256, 5), (3, 9, 1), (40, 2, 2)])
+def test_the_target_answers_few_prompts_more_than_asked_for_and_only_once(
+    regenerate: int, most: int, held_out: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    lines = (
+        {"messages": [{"role": r, "content": f"{i}"} for r in ("user", "assistant")]}
+        for i in range(300)
+    )
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = TextSettings(
+        data=(tmp_path / "chats.jsonl",), samples=tmp_path / "kept.pt", regenerate=regenerate,
+        held_out=most, window=60, max_new_tokens=9,
+    )  # fmt: skip
+    asked: list[list[int]] = []
+
+    def answer(prompts: Sequence[list[int]]) -> list[list[int]]:
+        asked.extend(prompts)
+        return [[len(prompt), 3] for prompt in prompts]
+
+    texts = gather_texts(settings, tokenizer, answer)
+    assert (len(texts.training.lengths), len(texts.held_out.lengths)) == (regenerate, held_out)
+    assert len(asked) == regenerate + held_out
+    for corpus, prompts in (
+        (texts.training, asked[:regenerate]),
+        (texts.held_out, asked[regenerate:]),
+    ):
+        assert corpus.token_ids.tolist() == [t for p in prompts for t in (*p, len(p), 3)]
+        answers = corpus.token_ids[corpus.is_response].tolist()
+        assert answers == [t for p in prompts for t in (len(p), 3)]
+    again = gather_texts(settings, tokenizer, answer)
+    assert torch.equal(again.training.token_ids, texts.training.token_ids)
+    assert len(asked) == regenerate + held_out
+    settings.samples.write_bytes(b"broken")
+    with pytest.raises(InvalidArgument, match=r"^samples="):
+        gather_texts(settings, tokenizer, answer)

@@ -201,10 +201,9 @@ def texts_of_the_target(length: int) -> Tensor:
 
 def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
     texts = texts_of_the_target(3)
-    meter = AcceptanceMeter(3)
-    meter.add([one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)])
+    found = AcceptanceMeter(3)
+    found.add([one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)])
     accepted = float(torch.minimum(P, Q).sum())
-    found = meter.estimate()
     assert found.by_depth == pytest.approx([accepted] * 3)
     # Token verification accepts d tokens of a path with probability accepted ** d.
     assert found.token == pytest.approx(1 + accepted + accepted**2 + accepted**3)
@@ -255,9 +254,8 @@ def test_block_loss_is_what_block_verification_accepts() -> None:
 
 
 def test_tokens_outside_the_draft_vocabulary_end_a_path() -> None:
-    meter = AcceptanceMeter(2)
+    found = AcceptanceMeter(2)
     dist = torch.tensor([1.0])
     texts = [torch.tensor([[-1], [0]]), torch.tensor([[0], [0]])]  # -1 cannot be drafted
-    meter.add([one_depth(dist, dist, token) for token in texts])
-    found = meter.estimate()
+    found.add([one_depth(dist, dist, token) for token in texts])
     assert (found.token, found.block) == (pytest.approx(2.5), pytest.approx(2.5))

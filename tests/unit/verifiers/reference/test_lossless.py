@@ -67,7 +67,7 @@ def test_steps_in_a_row(name: str, draft_sampling: DraftSampling, kind: str) -> 
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["random", "zeros"])
-def test_debts_of_several_steps_are_paid(name: str, shape: Shape, steps: int, kind: str) -> None:
+def test_several_steps_modify_the_target(name: str, shape: Shape, steps: int, kind: str) -> None:
     first = Model(shape.vocab, kind, 11)
     cases = [
         replace(
@@ -94,7 +94,7 @@ def test_paths_that_stop_early(name: str, draft_sampling: DraftSampling, kind: s
 
 
 @pytest.mark.parametrize("name", ["greedy_block", "spectr_gbv"])
-def test_a_debt_ends_where_its_path_would_have_stopped(name: str) -> None:
+def test_a_layer_ends_where_its_path_would_have_stopped(name: str) -> None:
     shape = offered(name, DraftSampling.IID, Shape(2, 3, 2))
     case = problem(DraftSampling.IID, Model(2, "random", 0), shape, lambda prefix: len(prefix) == 2)
     unlimited = replace(case, stop=lambda prefix: False)

@@ -67,7 +67,7 @@ class TabularTarget(Target):
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.eos_token_ids = eos_token_ids
-        self.features = FeatureSpec.none() if features is None else features
+        self.features = FeatureSpec() if features is None else features
         self.features.check(self.num_layers)
         self.allocator = SlotAllocator(max_slots)
         generator = torch.Generator().manual_seed(seed)

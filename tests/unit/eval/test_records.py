@@ -3,12 +3,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_llm import FakeLLM
-from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, run_settings
+from support.runs import ENVIRONMENT, NONE, QUESTIONS, record, run_settings
 
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.records import Journal, Record, Setting, read_json
-from eaglegbv.eval.runner import RunFolder, load_results, read_results, run, write_results
-from eaglegbv.eval.statistics import Estimate, summarise
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.eval.records import Journal, Record, grid, read_json
+from eaglegbv.eval.runner import RunFolder, load_results, run
+from eaglegbv.eval.statistics import Estimate
+from eaglegbv.tree import DraftSampling
 
 
 class Killed(Exception):
@@ -79,20 +81,6 @@ def test_a_run_written_by_two_processes_at_once_is_refused(tmp_path: Path) -> No
         RunFolder(tmp_path, run_settings(), ENVIRONMENT)
 
 
-def test_a_line_that_was_cut_short_costs_no_other(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
-    folder.add(record(NONE, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
-    lines = tmp_path / "records.jsonl"
-    whole = lines.read_bytes()
-    for cut in (0, 1, len(whole) // 2, len(whole) - 1):
-        lines.write_bytes(whole + whole[:cut])
-        assert len(RunFolder(tmp_path, run_settings(), ENVIRONMENT).records) == 1
-        assert lines.read_bytes() == whole
-    lines.write_bytes(whole[:-1])  # cut at the very first
-    assert RunFolder(tmp_path, run_settings(), ENVIRONMENT).records == []
-    assert lines.read_bytes() == b""
-
-
 def test_a_file_or_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("x")
@@ -103,17 +91,6 @@ def test_a_file_or_a_foreign_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path, run_settings(), ENVIRONMENT)
 
 
-@pytest.mark.parametrize("setting", [NONE, OTBV], ids=lambda setting: setting.name)
-def test_results_are_read_back(tmp_path: Path, setting: Setting) -> None:
-    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
-    folder.add(record(setting, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
-    results = folder.results()
-    path = write_results(tmp_path, results, summarise(results))
-    assert read_results(path) == results
-    with pytest.raises(InvalidArgument, match="results="):
-        read_results(tmp_path / "run.json")
-
-
 # Its files.
 
 ENTRIES = [Estimate(2.0, 1.0, 3.0), Estimate(5.0, 4.0, 6.0)]
@@ -121,13 +98,6 @@ ENTRIES = [Estimate(2.0, 1.0, 3.0), Estimate(5.0, 4.0, 6.0)]
 
 def journal(folder: Path) -> Journal[Estimate]:
     return Journal(folder / "lines.jsonl", Estimate, "figures")
-
-
-def test_entries_are_read_in_order(tmp_path: Path) -> None:
-    assert journal(tmp_path).read() == journal(tmp_path).resume() == []
-    for entry in ENTRIES:
-        journal(tmp_path).add(entry)
-    assert journal(tmp_path).read() == journal(tmp_path).resume() == ENTRIES
 
 
 def test_reading_leaves_a_torn_line_to_its_writer(tmp_path: Path) -> None:
@@ -146,16 +116,6 @@ def test_reading_leaves_a_torn_line_to_its_writer(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_a_line_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"value": 1}\n{"val')
-    with pytest.raises(InvalidArgument, match=r"results=.*figures"):
-        journal(tmp_path).read("results")
-    with pytest.raises(InvalidArgument, match=r"out=.*figures"):
-        journal(tmp_path).resume()
-    assert path.read_bytes() == b'{"value": 1}\n{"val'
-
-
 def test_content_is_read_or_refused_by_the_name_a_user_gave(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"value": 2, "low": 1, "high": 3}')
@@ -167,3 +127,55 @@ def test_content_is_read_or_refused_by_the_name_a_user_gave(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(InvalidArgument, match="No such file"):
         read_json(path, Estimate, argument="file", expected="a figure")
+
+
+# Grids of settings: every combination once, named; what is not lossless is left out.
+
+
+def names(*args: object, base: Plan | None = None, **more: object) -> list[str]:
+    settings = grid(*args, base=base or Plan(), **more).settings
+    return [setting.name for setting in settings]
+
+
+def test_every_combination_stands_once() -> None:
+    assert names(["none", "token", "gbv"], [1, 2], [3, 4], [1.0]) == [
+        "none", "token K1 L3", "token K1 L4", "gbv K1 L3", "gbv K1 L4", "gbv K2 L3", "gbv K2 L4",
+    ]  # fmt: skip
+    assert names(["none", "otbv"], [2], [4], [0.0, 1.0]) == [
+        "none T0", "otbv K2 L4 T0", "none", "otbv K2 L4",
+    ]  # fmt: skip
+    base = Plan(draft_sampling=DraftSampling.FIXED, draft_width=16, draft_temperature=2.0)
+    assert names(["otbv"], [2], [4], [1.0], base=base) == ["otbv K2 L4 fixed W16 D2"]
+
+
+@pytest.mark.parametrize(("paths", "depth"), [(0, 4), (2, 99)])
+def test_out_of_range_is_refused(paths: int, depth: int) -> None:
+    with pytest.raises(InvalidArgument, match="expected an integer in"):
+        names(["otbv"], [paths], [depth], [1.0])
+
+
+def test_distributions_and_draft_temperatures_are_crossed_with_the_rest() -> None:
+    samplings = [None, DraftSampling.IID, DraftSampling.FIXED]
+    more = {"draft_samplings": samplings, "draft_temperatures": [1.0, 2.0]}
+    found = names(["none", "otbv"], [2], [3], [1.0], **more)
+    assert found == [
+        "none", "otbv K2 L3", "otbv K2 L3 D2", "otbv K2 L3 iid", "otbv K2 L3 iid D2",
+        "otbv K2 L3 fixed", "otbv K2 L3 fixed D2",
+    ]  # fmt: skip
+
+
+def test_what_is_not_lossless_is_left_out_and_named() -> None:
+    samplings = [DraftSampling.IID, DraftSampling.FIXED, DraftSampling.HUB]
+    rules = ["block", "otbv", "spechub"]
+    found = grid(rules, [1, 2], [3], [1.0], base=Plan(), draft_samplings=samplings)
+    assert [s.name for s in found.settings] == [
+        "block K1 L3 iid", "otbv K1 L3 iid", "otbv K2 L3 iid", "otbv K1 L3 fixed",
+        "otbv K2 L3 fixed", "spechub K2 L3 hub",
+    ]  # fmt: skip
+    assert {"block K1 L3 fixed", "otbv K2 L3 hub", "spechub K1 L3 hub"} < set(found.left_out)
+    assert len(found.left_out) == 9
+
+
+def test_a_verifier_without_any_of_the_distributions_is_refused() -> None:
+    with pytest.raises(SamplingMismatch, match="for verifier 'block'"):
+        names(["otbv", "block"], [2], [3], [1.0], draft_samplings=[DraftSampling.FIXED])

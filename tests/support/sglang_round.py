@@ -1,0 +1,120 @@
+"""Our eager operations in a round: ``python -m support.sglang_round VERIFIER K L [greedy]``.
+
+They are those outside graphs: each is a launch on a GPU, where one more copies the random numbers
+there. Views and allocations launch nothing and are left out, as are SGLang's own operations.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eaglegbv.backends.sglang import verify
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers
+from eaglegbv.backends.sglang.verify import Acceptance, GraphJudge, RequestBook, Round, verifying
+from eaglegbv.config import Plan
+from eaglegbv.cuda_graphs import Recorder, Work
+from support.sglang_batch import Req, sampling
+
+VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
+
+
+class EagerOperations(TorchDispatchMode):
+    """Notes each operation with the part of the round in which it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+        self.part = ""
+        self._recorded = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        aliases = [result.alias_info for result in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not (self._recorded or view or name.startswith(("aten.empty", "aten.new_empty"))):
+            self.found.append((self.part, name))
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Leave out what a graph replays."""
+        self._recorded = True
+        yield
+        self._recorded = False
+
+
+class Recording(Recorder):
+    """Runs the work of graphs as it is, but uncounted."""
+
+    needs_device = False
+
+    def __init__(self, operations: EagerOperations) -> None:
+        self._operations = operations
+
+    def record(self, work: Work) -> Work:
+        def replay() -> tuple[Tensor, ...]:
+            with self._operations.in_graph():
+                return work()
+
+        return replay
+
+
+def round_operations(
+    verifier: str, paths: int, length: int, *, greedy: bool = False, batch: int = 5
+) -> list[tuple[str, str]]:
+    """Return part and name of each operation of a round."""
+    plan = Plan(verifier=verifier, paths=paths, depth=length)
+    operations = EagerOperations()
+    nodes = paths * length + 1
+    book, requests = RequestBook(plan, 0), [Req() for _ in range(batch)]
+    target_ids = torch.arange(DRAFT_VOCAB) + VOCAB - DRAFT_VOCAB
+    buffers = RoundBuffers(8, 8, book.numbers, WIDTH, target_ids=target_ids)
+    judge = GraphJudge(plan, buffers, torch.zeros(8 * nodes, VOCAB))
+    judge.record(Recording(operations))
+    settings = sampling(torch.ones(batch, 1), torch.arange(batch) < 2 if greedy else None)
+    slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)
+    outputs = {
+        "predicts": torch.zeros(batch * nodes, dtype=torch.int32),
+        "accept_index": torch.full((batch, length + 1), -1, dtype=torch.int32),
+        "accept_token_num": torch.zeros(batch, dtype=torch.int32),
+    }
+    others = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
+    logits, temperatures = torch.randn(batch * nodes, VOCAB), torch.ones(batch * nodes, 1)
+    softmax = verify.in_place_softmax(lambda *_: logits)
+    sample = verify.sampling(lambda **_: None, walk=lambda **_: None)
+    with operations:
+        operations.part = "drafting"
+        buffers.load(book.round_uniforms(requests), settings)
+        with operations.in_graph():
+            growth = buffers.growth(buffers.roots(slots), paths, length)
+            packed = [buffers.roots(slots).pack().unsqueeze(1)]
+            every = buffers.temperatures(batch).repeat_interleave(paths, dim=0)
+            for _ in range(length - 1):
+                probs = buffers.short_probs(head, every)
+                packed.append(growth.grow(probs, torch.zeros(len(head), 1).double()).pack())
+            tokens = torch.cat((torch.ones(batch, 1).long(), growth.tree()[2]), dim=1)
+            drafted = torch.cat(packed, dim=1)
+        operations.part = "verification"
+
+        def accept(probs: Tensor) -> Acceptance:
+            return judge.accept(tokens, drafted, probs)
+
+        with verifying(Round(accept, judge.space(batch), settings)):
+            target = softmax(logits, temperatures).view(batch, nodes, -1)
+            sample(**outputs, **dict.fromkeys(others, tokens), target_probs=target)
+        book.advance(requests)
+        operations.part = "the next round's roots"
+        buffers.keep_roots(slots, head[:batch])
+    return operations.found
+
+
+if __name__ == "__main__":
+    name, K, L, *rest = sys.argv[1:]
+    listed = round_operations(name, int(K), int(L), greedy="greedy" in rest)
+    lines = [f"{part:24}{operation}" for part, operation in listed]
+    sys.stdout.write("\n".join((*lines, f"{len(lines)} operations\n")))
