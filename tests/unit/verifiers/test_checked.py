@@ -67,8 +67,8 @@ def cases(name: str, count: int) -> Iterator[Case]:
             yield replace(tree, forks=None), *others  # as drawn on a device
 
 
-def compiled(name: str, backend: str = "eager", vocab: int = VOCAB) -> CheckedVerifier:
-    return CheckedVerifier(make_verifier(name), compile_backend=backend, vocab=vocab)
+def compiled(name: str, backend: str = "eager") -> CheckedVerifier:
+    return checked_verifier(name, backend, VOCAB)  # made once for all tests
 
 
 def assert_same(ours: Checked, theirs: Checked, tree: DraftTree) -> None:
@@ -126,10 +126,10 @@ def test_faults_are_found_by_the_graph_too() -> None:
 
 
 def test_engines_share_a_graph() -> None:
-    shared = checked_verifier("otbv", "eager", VOCAB)
-    assert checked_verifier("otbv", "eager", VOCAB) is shared
-    assert checked_verifier("otbv", "eager", VOCAB + 1) is not shared
-    assert checked_verifier("otbv") is not shared
+    shared = checked_verifier("token", "eager", VOCAB)
+    assert checked_verifier("token", "eager", VOCAB) is shared
+    assert checked_verifier("token", "eager", VOCAB + 1) is not shared
+    assert checked_verifier("token") is not shared
 
 
 def test_other_verifiers_are_not_compiled() -> None:
