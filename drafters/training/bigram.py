@@ -11,23 +11,16 @@ from eaglegbv.drafters.training.data import Corpus, Texts
 from eaglegbv.errors import InvalidArgument
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-_CELLS = 1 << 24
-"""Most entries of a dense block of distributions."""
+_CELLS = 1 << 24  # most entries of a dense block of distributions
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Counts of two tokens in a row, the second written by the assistant.
+    """Counts of two tokens in a row, the second written by the assistant."""
 
-    Attributes:
-        vocab: Number of tokens, V.
-        keys: ``[pairs]`` int64, ascending: first token * V + second.
-        counts: ``[pairs]`` float64.
-    """
-
-    vocab: int
-    keys: Tensor
-    counts: Tensor
+    vocab: int  # number of tokens, V
+    keys: Tensor  # [pairs] int64, ascending: first token * V + second
+    counts: Tensor  # [pairs] float64
 
     @property
     def firsts(self) -> Tensor:

@@ -24,12 +24,9 @@ from eaglegbv.errors import InvalidArgument, first_line
 from eaglegbv.utils import read_json_lines, replacing, require_integer
 
 HELD_OUT_ONE_IN = 50
-ROWS_PER_SOURCE = 20_000
-"""Rows read of each file at most."""
-_SHORT_DOCUMENT = 8
-"""A number of tokens that documents exceed on average."""
-_ANSWERS_HELD_OUT_ONE_IN = 8
-"""Least number of answers to learn from for one that is measured on."""
+ROWS_PER_SOURCE = 20_000  # rows read of each file at most
+_SHORT_DOCUMENT = 8  # a number of tokens that documents exceed on average
+_ANSWERS_HELD_OUT_ONE_IN = 8  # least number of answers to learn from for one that is measured on
 
 _log = logging.getLogger(__name__)
 
@@ -39,19 +36,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One training row: a chat or a plain text.
+    """One training row: a chat or a plain text."""
 
-    Attributes:
-        source: Name of the file it came from, without ``.jsonl`` and ``.gz``.
-        messages: Chat messages; empty for plain text.
-        text: Plain text; empty for a chat.
-        place: Its file and line, for messages.
-    """
-
-    source: str
-    messages: tuple[dict[str, Any], ...]
-    text: str
-    place: str = ""
+    source: str  # name of the file it came from, without `.jsonl` and `.gz`
+    messages: tuple[dict[str, Any], ...]  # chat messages; empty for plain text
+    text: str  # plain text; empty for a chat
+    place: str = ""  # its file and line, for messages
 
     @property
     def held_out(self) -> bool:
@@ -121,24 +111,15 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokenised documents, end to end in one tensor.
+    """Tokenised documents, end to end in one tensor."""
 
-    Attributes:
-        token_ids: ``[tokens]`` int32.
-        is_response: ``[tokens]`` bool: written by the assistant (its end-of-turn token included),
-            or plain text.
-        starts: ``[documents]`` int64, first token of each document.
-        lengths: ``[documents]`` int64, number of its tokens.
-        source_of: ``[documents]`` int64, index into ``sources``.
-        sources: Names of the sources.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # [tokens] int32
+    # [tokens] bool: written by the assistant (its end-of-turn token included), or plain text.
     is_response: Tensor
-    starts: Tensor
-    lengths: Tensor
-    source_of: Tensor
-    sources: tuple[str, ...]
+    starts: Tensor  # [documents] int64, first token of each document
+    lengths: Tensor  # [documents] int64, number of its tokens
+    source_of: Tensor  # [documents] int64, index into `sources`
+    sources: tuple[str, ...]  # names of the sources
 
     def to(self, device: torch.device) -> "Corpus":
         """Return the corpus on ``device``."""
@@ -179,17 +160,11 @@ def join_documents(documents: Sequence[Document], sources: tuple[str, ...]) -> C
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A batch of rows filled with whole documents, the last one cut at the window's end.
+    """A batch of rows filled with whole documents, the last one cut at the window's end."""
 
-    Attributes:
-        token_ids: ``[rows, window]`` int64.
-        is_response: ``[rows, window]`` bool.
-        is_real: ``[rows, window]`` bool; False behind the last document of a row.
-    """
-
-    token_ids: Tensor
-    is_response: Tensor
-    is_real: Tensor
+    token_ids: Tensor  # [rows, window] int64
+    is_response: Tensor  # [rows, window] bool
+    is_real: Tensor  # [rows, window] bool; False behind the last document of a row
 
 
 def pack(corpus: Corpus, documents: Tensor, window: int) -> PackedRows:
@@ -249,8 +224,7 @@ def draw_documents(number: int, shape: tuple[int, int], seed: int) -> Tensor:
 # Rows to documents.
 
 
-_Segment = tuple[str, bool]
-"""A piece of a document, and whether it is response."""
+_Segment = tuple[str, bool]  # a piece of a document, and whether it is response
 
 
 def build_corpora(
@@ -288,7 +262,7 @@ def build_corpus(
     for row in rows:
         try:
             cut += [(row, segments) for segments in _documents(row, tokenizer)]
-        # A template is a program, and may fail in any way.
+        # a template is a program, and may fail in any way.
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
             refused.append((row.place or f"a row of {row.source}", first_line(error)))
     if refused:
@@ -370,25 +344,16 @@ def _split(source: int, ids: list[int], bos: int | None, max_tokens: int) -> Ite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Which texts to train and measure on.
+    """Which texts to train and measure on."""
 
-    Attributes:
-        data: JSON-lines files, or folders of them.
-        samples: File the target's answers are kept in, and read from where it exists.
-        regenerate: Prompts the target answers itself; 0 takes the data's own answers.
-        max_new_tokens: Longest answer of the target.
-        window: Tokens of a text at most.
-        held_out: Held-out prompts that the target answers, at most, and one for eight others.
-        seed: Seed of the draw and of the answers.
-    """
-
-    data: tuple[Path, ...]
-    samples: Path
-    regenerate: int = 0
-    max_new_tokens: int = 128
-    window: int = 256
+    data: tuple[Path, ...]  # JSON-lines files, or folders of them
+    samples: Path  # file the target's answers are kept in, and read from where it exists
+    regenerate: int = 0  # prompts the target answers itself; 0 takes the data's own answers
+    max_new_tokens: int = 128  # longest answer of the target
+    window: int = 256  # tokens of a text at most
+    # Held-out prompts that the target answers, at most, and one for eight others.
     held_out: int = 256
-    seed: int = 0
+    seed: int = 0  # seed of the draw and of the answers
 
     def __post_init__(self) -> None:
         require_integer("held_out", self.held_out, 1)

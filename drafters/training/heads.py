@@ -54,10 +54,8 @@ _NOT_IDENTITY = frozenset(
     {"data", "device", "initial", "keep_runs", "out", "samples", "seed", "validation_prompts"}
 )
 """Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
-_FEWEST_LAYERS = 4
-"""Of a target, of whose inputs EAGLE-3 reads three."""
+_FEWEST_LAYERS = 4  # of a target, of whose inputs EAGLE-3 reads three
 _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 _log = logging.getLogger(__name__)
@@ -65,50 +63,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleTrainingConfig:
-    """Settings of a head training run.
+    """Settings of a head training run."""
 
-    Attributes:
-        arch: Which head.
-        texts: Which texts to train and measure on. Rows are packed with whole texts to
-            ``texts.window`` tokens; ``texts.held_out`` is also how many held-out texts acceptance
-            is measured on, at most.
-        out: Folder to write.
-        intermediate: Width of the head's feed-forward layer; None is the target's.
-        draft_vocab: Tokens an EAGLE-3 head can draft, the most frequent in responses; None is as
-            many as make up 95% of these: a rare token costs as many weights as a frequent one.
-        depths: Depths of the unroll.
-        decay: Weight of a depth relative to the one before.
-        anchors: Positions of a row that are unrolled.
-        loss: What is lowered.
-        feature_weight: Weight of EAGLE-1's feature regression.
-        batch: Rows of a step.
-        keep_runs: Folder in which to keep what a head learns from, so that the target reads every
-            text once and not at every step; None keeps nothing. Texts are then drawn evenly.
-        schedule: Length and speed of training.
-        device: Device, "cuda" or "cpu".
-        compile: Compile the target's layers.
-        initial: Folder of a trained head of the same kind and sizes to start from, with its draft
-            vocabulary unless another size is asked for; None starts from random weights.
-        validation_prompts: Held-out prompts on which a real verifier measures acceptance.
-    """
-
-    arch: Arch
+    arch: Arch  # which head
+    # Which texts to train and measure on. Rows are packed with whole texts to `texts.window`
+    # tokens; `texts.held_out` is also how many held-out texts acceptance is measured on, at most.
     texts: TextSettings
-    out: Path
-    intermediate: int | None = None
+    out: Path  # folder to write
+    intermediate: int | None = None  # width of the head's feed-forward layer; None is the target's
+    # Tokens an EAGLE-3 head can draft, the most frequent in responses; None is as many as make up
+    # 95% of these: a rare token costs as many weights as a frequent one.
     draft_vocab: int | None = None
-    depths: int = 5
-    decay: float = 0.9
-    anchors: int = 48
-    loss: Loss = Loss.MIX
-    feature_weight: float = 0.1
-    batch: int = 16
+    depths: int = 5  # depths of the unroll
+    decay: float = 0.9  # weight of a depth relative to the one before
+    anchors: int = 48  # positions of a row that are unrolled
+    loss: Loss = Loss.MIX  # what is lowered
+    feature_weight: float = 0.1  # weight of EAGLE-1's feature regression
+    batch: int = 16  # rows of a step
+    # Folder in which to keep what a head learns from, so that the target reads every text once and
+    # not at every step; None keeps nothing. Texts are then drawn evenly.
     keep_runs: Path | None = None
+    # Length and speed of training.
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
-    device: str = "cpu"
-    compile: bool = False
+    device: str = "cpu"  # device, "cuda" or "cpu"
+    compile: bool = False  # compile the target's layers
+    # Folder of a trained head of the same kind and sizes to start from, with its draft vocabulary
+    # unless another size is asked for; None starts from random weights.
     initial: Path | None = None
-    validation_prompts: int = 16
+    validation_prompts: int = 16  # held-out prompts on which a real verifier measures acceptance
 
     def __post_init__(self) -> None:
         if self.depths < 1:
@@ -253,10 +235,8 @@ class _Run:
         return Evaluation(-meter.block, values)
 
 
-Drawn = Callable[[int], TargetRun]
-"""The batch of a seed."""
-HeldOut = Callable[[], Iterator[TargetRun]]
-"""The batches that acceptance is measured on."""
+Drawn = Callable[[int], TargetRun]  # the batch of a seed
+HeldOut = Callable[[], Iterator[TargetRun]]  # the batches that acceptance is measured on
 
 
 def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tuple[Drawn, HeldOut]:

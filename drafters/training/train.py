@@ -24,14 +24,10 @@ from eaglegbv.utils import replacing, write_whole
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 _SECONDS_BETWEEN_LINES = 20.0
-_LOG_EVERY = 10
-"""Steps between two lines of the log."""
-_WARM_UP = 0.05
-"""Fraction of the budget in which the learning rate rises linearly."""
-_LARGEST_GRADIENT = 1.0
-"""Norm to which a step's gradient is clipped."""
-_SEED_STRIDE = 1_000_003
-"""A prime beyond the number of steps of any run."""
+_LOG_EVERY = 10  # steps between two lines of the log
+_WARM_UP = 0.05  # fraction of the budget in which the learning rate rises linearly
+_LARGEST_GRADIENT = 1.0  # norm to which a step's gradient is clipped
+_SEED_STRIDE = 1_000_003  # a prime beyond the number of steps of any run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +37,18 @@ class Schedule:
     Training ends after ``steps`` steps or ``minutes`` minutes, whichever comes first; the learning
     rate follows the same fraction, so that its cosine always ends with the budget. A run limited by
     steps alone is reproducible bit by bit on a CPU.
-
-    Attributes:
-        steps: Optimiser steps at most.
-        minutes: Minutes of training and evaluation at most, over all resumed parts; None is no
-            limit.
-        learning_rate: Peak learning rate of AdamW.
-        final_rate: Fraction of the peak the cosine ends at.
-        weight_decay: AdamW's decay, of matrices only.
-        evaluate_every: Steps between two evaluations.
-        checkpoint_every: Steps between two checkpoints.
-        seed: Seed of everything random.
-        bf16: Run the forward in bfloat16; weights and optimiser stay float32.
     """
 
-    steps: int
+    steps: int  # optimiser steps at most
+    # Minutes of training and evaluation at most, over all resumed parts; None is no limit.
     minutes: float | None = None
-    learning_rate: float = 1.5e-3
-    final_rate: float = 0.01
-    weight_decay: float = 0.1
-    evaluate_every: int = 250
-    checkpoint_every: int = 250
-    seed: int = 0
-    bf16: bool = True
+    learning_rate: float = 1.5e-3  # peak learning rate of AdamW
+    final_rate: float = 0.01  # fraction of the peak the cosine ends at
+    weight_decay: float = 0.1  # adamW's decay, of matrices only
+    evaluate_every: int = 250  # steps between two evaluations
+    checkpoint_every: int = 250  # steps between two checkpoints
+    seed: int = 0  # seed of everything random
+    bf16: bool = True  # run the forward in bfloat16; weights and optimiser stay float32
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "checkpoint_every"):
@@ -106,45 +91,28 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Progress:
-    """The state of a run: all that a checkpoint holds beside weights and optimiser.
+    """The state of a run: all that a checkpoint holds beside weights and optimiser."""
 
-    Attributes:
-        step: Steps taken.
-        seconds: Seconds spent on them and on evaluation.
-        evaluating: Seconds of the last evaluation.
-        best_score: Of the best evaluation.
-        best_step: Its step.
-        best_weights: The module's state then.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    evaluating: float = 0.0
-    best_score: float = math.inf
-    best_step: int = 0
-    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0  # steps taken
+    seconds: float = 0.0  # seconds spent on them and on evaluation
+    evaluating: float = 0.0  # seconds of the last evaluation
+    best_score: float = math.inf  # of the best evaluation
+    best_step: int = 0  # its step
+    best_weights: dict[str, Tensor] = field(default_factory=dict)  # the module's state then
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        module: The module whose trainable weights are optimised.
-        loss: Loss of a step, given its number and the spent fraction of the budget. It draws its
-            batch as a function of these alone.
-        evaluate: Held-out evaluation.
-        tokens_per_step: Tokens a step trains on, for the log.
-        identity: What must be the same for a checkpoint to be resumed.
-        keep: Saves the module, whose weights are the best so far.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the module whose trainable weights are optimised
+    # Loss of a step, given its number and the spent fraction of the budget. It draws its batch as a
+    # function of these alone.
     loss: Callable[[int, float], Tensor]
-    evaluate: Callable[[], Evaluation]
-    tokens_per_step: int
-    identity: Mapping[str, Any]
-    keep: Callable[[], None] = lambda: None
+    evaluate: Callable[[], Evaluation]  # held-out evaluation
+    tokens_per_step: int  # tokens a step trains on, for the log
+    identity: Mapping[str, Any]  # what must be the same for a checkpoint to be resumed
+    keep: Callable[[], None] = lambda: None  # saves the module, whose weights are the best so far
 
 
 def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> Progress:

@@ -25,8 +25,7 @@ from eaglegbv.drafters.training.data import Corpus, fill_rows, pack
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import write_whole
 
-_ROWS_AT_ONCE = 1024
-"""Hidden states whose logits over the whole vocabulary are held at once."""
+_ROWS_AT_ONCE = 1024  # hidden states whose logits over the whole vocabulary are held at once
 
 
 # What a head is trained on: runs of the target over texts, and files in which they are kept.
@@ -34,25 +33,17 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class TargetRun:
-    """A batch of texts and what the frozen target computed on them.
+    """A batch of texts and what the frozen target computed on them."""
 
-    Attributes:
-        token_ids: ``[batch, window]`` int64.
-        is_response: ``[batch, window]`` bool: the tokens a head is asked to draft.
-        features: ``[batch, window, F]``, the head's input.
-        final_hidden: ``[batch, window, target_hidden]``, after the final norm.
-        output: ``[vocab, target_hidden]``, whose product with ``final_hidden`` is the logits; or
-            None, and they are ``logits``.
-        logits: ``[batch, window, vocab]``, or None.
-        log_z: ``[batch, window]`` float32, the logits' logsumexp; needed with ``output``.
-    """
-
-    token_ids: Tensor
-    is_response: Tensor
-    features: Tensor
-    final_hidden: Tensor
+    token_ids: Tensor  # [batch, window] int64
+    is_response: Tensor  # [batch, window] bool: the tokens a head is asked to draft
+    features: Tensor  # [batch, window, F], the head's input
+    final_hidden: Tensor  # [batch, window, target_hidden], after the final norm
+    # [vocab, target_hidden], whose product with `final_hidden` is the logits; or None, and they are
+    # `logits`.
     output: Tensor | None = None
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # [batch, window, vocab], or None
+    # [batch, window] float32, the logits' logsumexp; needed with `output`.
     log_z: Tensor | None = None
 
     def probs_of(self, drafted: Tensor) -> Callable[[Tensor], Tensor]:
@@ -77,17 +68,12 @@ class TargetRun:
 
 @dataclass(frozen=True, slots=True)
 class FrozenTarget:
-    """The target, and what a head reads of it.
+    """The target, and what a head reads of it."""
 
-    Attributes:
-        model: The target, not trained.
-        feature_layers: Layers whose inputs are the features; empty for the last hidden state.
-        window: Tokens of a row.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the target, not trained
+    # Layers whose inputs are the features; empty for the last hidden state.
     feature_layers: tuple[int, ...]
-    window: int
+    window: int  # tokens of a row
 
     @torch.no_grad()
     def run(self, corpus: Corpus, documents: Tensor, *, logits: bool = True) -> TargetRun:
@@ -142,24 +128,15 @@ class KeptRuns:
     Features and last hidden states are kept in bfloat16, ``2 * (F + target_hidden)`` bytes a token;
     logits are computed again from the latter, those of drafted tokens alone. A run that was killed
     continues with the files, and several runs may use them.
-
-    Attributes:
-        target: The target.
-        corpus: Texts no longer than its window.
-        rows: ``[rows, number]`` int64, the texts of each row, for :func:`pack`.
-        features: ``[rows, window, F]`` bfloat16, on the CPU, as all that is kept.
-        final_hidden: ``[rows, window, target_hidden]`` bfloat16.
-        log_z: ``[rows, window]`` float32.
-        done: ``[rows]`` uint8, 1 where a row is kept.
     """
 
-    target: FrozenTarget
-    corpus: Corpus
-    rows: Tensor
-    features: Tensor
-    final_hidden: Tensor
-    log_z: Tensor
-    done: Tensor
+    target: FrozenTarget  # the target
+    corpus: Corpus  # texts no longer than its window
+    rows: Tensor  # [rows, number] int64, the texts of each row, for `pack`
+    features: Tensor  # [rows, window, F] bfloat16, on the CPU, as all that is kept
+    final_hidden: Tensor  # [rows, window, target_hidden] bfloat16
+    log_z: Tensor  # [rows, window] float32
+    done: Tensor  # [rows] uint8, 1 where a row is kept
 
     @classmethod
     def over(cls, target: FrozenTarget, corpus: Corpus, folder: Path, *, seed: int) -> Self:
@@ -251,38 +228,26 @@ def _claim(path: Path, target: FrozenTarget, corpus: Corpus, rows: Tensor) -> No
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """The rows to unroll.
+    """The rows to unroll."""
 
-    Attributes:
-        position: ``[batch, anchors]`` int64.
-        used: ``[batch, anchors]`` bool; False where a text has fewer rows that draft.
-    """
-
-    position: Tensor
-    used: Tensor
+    position: Tensor  # [batch, anchors] int64
+    used: Tensor  # [batch, anchors] bool; False where a text has fewer rows that draft
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """One depth of the unroll, at every anchor.
+    """One depth of the unroll, at every anchor."""
 
-    Attributes:
-        hidden: ``[batch, anchors, hidden]``, the head's output.
-        logits: ``[batch, anchors, draft_vocab]`` float32.
-        target_hidden: ``[batch, anchors, target_hidden]``, what EAGLE-1's output approximates.
-        target_probs: ``[batch, anchors, draft_vocab]`` float32, the target's of the same token at
-            temperature 1; their mass outside the draft vocabulary is missing.
-        chosen: ``[batch, anchors]`` int64, the token the text continues with, as its place in the
-            draft vocabulary; -1 where it is not there.
-        used: ``[batch, anchors]`` bool: whether the text reaches this far, all of it response.
-    """
-
-    hidden: Tensor
-    logits: Tensor
-    target_hidden: Tensor
+    hidden: Tensor  # [batch, anchors, hidden], the head's output
+    logits: Tensor  # [batch, anchors, draft_vocab] float32
+    target_hidden: Tensor  # [batch, anchors, target_hidden], what EAGLE-1's output approximates
+    # [batch, anchors, draft_vocab] float32, the target's of the same token at temperature 1; their
+    # mass outside the draft vocabulary is missing.
     target_probs: Tensor
+    # [batch, anchors] int64, the token the text continues with, as its place in the draft
+    # vocabulary; -1 where it is not there.
     chosen: Tensor
-    used: Tensor
+    used: Tensor  # [batch, anchors] bool: whether the text reaches this far, all of it response
 
 
 def draw_anchors(is_response: Tensor, number: int, seed: int) -> Anchors:
@@ -334,14 +299,11 @@ class Loss(StrEnum):
     All but ``BLOCK`` treat the depths of a path one by one, each given the text so far.
     """
 
-    CE = "ce"
-    """Soft cross-entropy, -sum p log q."""
+    CE = "ce"  # soft cross-entropy, -sum p log q
     TV = "tv"
     """Total variation, 1 - sum min(p, q): one minus the acceptance of a single drafted token."""
-    MIX = "mix"
-    """From cross-entropy, which learns fast, to total variation, which is the aim."""
-    BLOCK = "block"
-    """Minus what block verification accepts of a path; see :func:`block_accepted`."""
+    MIX = "mix"  # from cross-entropy, which learns fast, to total variation, which is the aim
+    BLOCK = "block"  # minus what block verification accepts of a path; see `block_accepted`
 
     def of(self, depths: Sequence[Depth], spent: float, decay: float) -> Tensor:
         """Return the loss of a path after a fraction ``spent`` of training.

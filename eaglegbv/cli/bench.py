@@ -326,38 +326,26 @@ def _report_errors(summaries: Sequence[Summary]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """Settings that are run in turns, and what answers in them.
+    """Settings that are run in turns, and what answers in them."""
 
-    Attributes:
-        settings: The settings.
-        open: Returns a context with the function that answers by plans.
-        baselines: What answers in settings of a baseline, by name.
-    """
-
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # the settings
+    # Returns a context with the function that answers by plans.
     open: Callable[[], AbstractContextManager[Generate]]
+    # What answers in settings of a baseline, by name.
     baselines: Mapping[str, ChatBaseline] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What answers in all settings of a run.
+    """What answers in all settings of a run."""
 
-    Attributes:
-        sittings: Sittings in order; settings of different sittings do not take turns.
-        tokenizer: The target's tokenizer.
-        dtype: Dtype in which the target computes.
-        device: Device on which the target runs.
-        draft_quantization: How a drafter's weights are held, if this engine answers.
-        packages: Further packages whose versions matter.
-    """
-
+    # Sittings in order; settings of different sittings do not take turns.
     sittings: tuple[Sitting, ...]
-    tokenizer: PreTrainedTokenizerBase
-    dtype: str
-    device: str
-    draft_quantization: str = ""
-    packages: tuple[str, ...] = ()
+    tokenizer: PreTrainedTokenizerBase  # the target's tokenizer
+    dtype: str  # dtype in which the target computes
+    device: str  # device on which the target runs
+    draft_quantization: str = ""  # how a drafter's weights are held, if this engine answers
+    packages: tuple[str, ...] = ()  # further packages whose versions matter
 
 
 def _serving(kind: BackendName, models: Models, settings: RunSettings) -> Backend:

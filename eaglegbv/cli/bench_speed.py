@@ -66,8 +66,7 @@ EXPLAINED = (
     "shares of all steps of all answers; best: the most tokens a second by what is known; "
     "learning: too\nlittle is known of such steps; probe: to see whether what is known still holds"
 )
-MADE_PROMPT = 64
-"""Tokens of a prompt of made models, where none are asked for."""
+MADE_PROMPT = 64  # tokens of a prompt of made models, where none are asked for
 
 
 def batch(

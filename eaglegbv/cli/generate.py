@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from eaglegbv.text import Completion
 
 Messages = list[dict[str, str]]
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in a shell."""
-
+INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
 _AUTO = "otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans"
 _SEED = (
     "Reproduces a text if --verifier, --paths, --depth or --draft-sampling is given; plans that "

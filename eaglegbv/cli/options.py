@@ -42,13 +42,8 @@ QUESTION_SETS = (
 
 SAMPLINGS = "iid, wor, greedy, hub or fixed"
 FITTING = "3, or as many as the verifier takes"
-
-LOOKUP = "ngram"
-"""The drafter of a model for which none is named."""
-
-LINE_SECONDS = 10.0
-"""Seconds between two lines of progress where there is no terminal for a bar."""
-
+LOOKUP = "ngram"  # the drafter of a model for which none is named
+LINE_SECONDS = 10.0  # seconds between two lines of progress where there is no terminal for a bar
 Entry = TypeVar("Entry", str, int, float)
 Kind = TypeVar("Kind", bound=StrEnum)
 Made = TypeVar("Made")

@@ -53,8 +53,7 @@ class Preset(StrEnum):
 
     QUICK = "quick"
     """Minutes on two cores: whether everything works, and a head that drafts a little."""
-    GOOD = "good"
-    """Hours on a CPU, less than one on a GPU."""
+    GOOD = "good"  # hours on a CPU, less than one on a GPU
 
 
 _PRESETS: Mapping[Preset, Mapping[str, float]] = {

@@ -38,45 +38,28 @@ MOST_CELLS = 256
 """Approximate upper limit on the cells compared: with more, small shifts are harder to see."""
 
 FEWEST_CELLS = 8
-ROWS = 64
-"""Sequences of one forward of the plain model."""
+ROWS = 64  # sequences of one forward of the plain model
 
 
 class PairResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the audit of a rule on a pair.
+    """Result of the audit of a rule on a pair."""
 
-    Attributes:
-        verifier: Name of the verifier.
-        model: The target.
-        drafter: The drafter.
-        against: ``exact`` or ``plain``: what the texts are compared with.
-        dtype: What the engine computed in.
-        samples: Number of generated texts; of plain decoding there are as many.
-        tokens: Tokens of a text that are compared.
-        cells: Cells compared: texts, with rare ones merged with others that begin alike.
-        statistic: G.
-        p_value: Probability of a G at least as large if the engine is right.
-        level: Probability with which a right engine is rejected.
-        detectable_shift: Total variation between the two distributions that is noticed with
-            probability 0.9, if it is spread in the way that is hardest to see.
-        block_efficiency: Tokens per target forward.
-        seconds: Wall time; that of the first rule includes what all are compared with.
-    """
-
-    verifier: str
-    model: str
-    drafter: str | None
-    against: str
-    dtype: str
-    samples: int
-    tokens: int
-    cells: int
-    statistic: float
-    p_value: float
-    level: float
+    verifier: str  # name of the verifier
+    model: str  # the target
+    drafter: str | None  # the drafter
+    against: str  # `exact` or `plain`: what the texts are compared with
+    dtype: str  # what the engine computed in
+    samples: int  # number of generated texts; of plain decoding there are as many
+    tokens: int  # tokens of a text that are compared
+    cells: int  # cells compared: texts, with rare ones merged with others that begin alike
+    statistic: float  # G
+    p_value: float  # probability of a G at least as large if the engine is right
+    level: float  # probability with which a right engine is rejected
+    # Total variation between the two distributions that is noticed with probability 0.9, if it is
+    # spread in the way that is hardest to see.
     detectable_shift: float
-    block_efficiency: float
-    seconds: float
+    block_efficiency: float  # tokens per target forward
+    seconds: float  # wall time; that of the first rule includes what all are compared with
 
     @property
     def passed(self) -> bool:

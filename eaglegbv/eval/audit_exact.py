@@ -30,7 +30,6 @@ from eaglegbv.verifiers.stateful import VerifyWithState
 Weights = NDArray[np.float64]
 Target = Callable[[np.random.Generator, int], Weights]
 Draft = Callable[[np.random.Generator, Weights], Weights]
-
 EIGHTHS = 8
 NEARNESS = 0.9
 
@@ -144,37 +143,26 @@ def instance(
     return [Problem(draft_sampling, target, draft, shape) for draft in drafts]
 
 
-MOST_TREES = 20_000
-"""Most draft trees of one problem that are listed."""
-
+MOST_TREES = 20_000  # most draft trees of one problem that are listed
 MOST_LP_ENTRIES = 5_000_000
 """Most entries of the linear program's matrix; with more, the optimum is not computed."""
 
-HUB_PATHS = 2
-"""Number of paths of SpecHub, which drafts pairs."""
+HUB_PATHS = 2  # number of paths of SpecHub, which drafts pairs
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of an audit.
 
-    Attributes:
-        vocab: Number of tokens.
-        depth: Length of a path, L.
-        paths: Paths of an ``iid`` tree, K; for the other distributions, children of every node.
-        instances: Number of random problems.
-        iterations: Steps in a row, between which stateful verifiers keep their state.
-        seed: Seed of the problems.
-
     Raises:
         InvalidArgument: A value is out of range.
     """
 
-    vocab: int = 3
-    depth: int = 2
-    paths: int = 2
-    instances: int = 50
-    iterations: int = 2
-    seed: int = 0
+    vocab: int = 3  # number of tokens
+    depth: int = 2  # length of a path, L
+    paths: int = 2  # paths of an `iid` tree, K; for the other distributions, children of every node
+    instances: int = 50  # number of random problems
+    iterations: int = 2  # steps in a row, between which stateful verifiers keep their state
+    seed: int = 0  # seed of the problems
 
     def __post_init__(self) -> None:
         limits = {
@@ -197,17 +185,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an audit.
+    """Result of an audit."""
 
-    Attributes:
-        verifier: Name of the verifier.
-        draft_sampling: The draft distribution.
-        instances: Number of random problems.
-    """
-
-    verifier: str
-    draft_sampling: str
-    instances: int
+    verifier: str  # name of the verifier
+    draft_sampling: str  # the draft distribution
+    instances: int  # number of random problems
 
     def passed(self, tolerance: float) -> bool:
         """Return whether the verifier passed; ``tolerance`` limits the error of exact audits."""
@@ -220,13 +202,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject(ABC):
-    """A verifier under audit.
+    """A verifier under audit."""
 
-    Attributes:
-        rule: Its claims.
-    """
-
-    rule: Rule
+    rule: Rule  # its claims
 
     @property
     def default_sampling(self) -> DraftSampling:
@@ -272,22 +250,17 @@ class Subject(ABC):
 
 
 class AuditResult(Result, frozen=True, kw_only=True):
-    """Result of an exact audit.
+    """Result of an exact audit."""
 
-    Attributes:
-        max_abs_error: Largest deviation, over all problems and texts of ``depth + 1`` tokens, of
-            the text's probability from the target's.
-        block_efficiency: Mean over the problems of the expected tokens committed by one step.
-        lp_optimum: Mean of the largest block efficiency that a lossless step can have (GBV, Theorem
-            4.3); None where the linear program is too large. A rule that leaves a modified target
-            may exceed it, because it borrows from later steps.
-        seconds: Wall time.
-    """
-
+    # Largest deviation, over all problems and texts of `depth + 1` tokens, of the text's
+    # probability from the target's.
     max_abs_error: float
-    block_efficiency: float
+    block_efficiency: float  # mean over the problems of the expected tokens committed by one step
+    # Mean of the largest block efficiency that a lossless step can have (GBV, Theorem 4.3); None
+    # where the linear program is too large. A rule that leaves a modified target may exceed it,
+    # because it borrows from later steps.
     lp_optimum: float | None
-    seconds: float
+    seconds: float  # wall time
 
     def passed(self, tolerance: float) -> bool:
         """Return whether the error is within ``tolerance``."""
@@ -305,13 +278,9 @@ class AuditResult(Result, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactSubject(Subject):
-    """A verifier whose reference implementation is audited by enumeration.
+    """A verifier whose reference implementation is audited by enumeration."""
 
-    Attributes:
-        verify: The reference implementation.
-    """
-
-    verify: VerifyWithState
+    verify: VerifyWithState  # the reference implementation
 
     def audit(
         self,

@@ -37,9 +37,7 @@ class StatefulReferenceVerifier(Rule, ABC):
         """Judge one tree, given the target that earlier steps modified."""
 
 
-DEFAULT_SAMPLES = 20_000
-"""Default number of samples per problem for a batched verifier."""
-
+DEFAULT_SAMPLES = 20_000  # default number of samples per problem for a batched verifier
 Audited = ReferenceVerifier | StatefulReferenceVerifier | Verifier | StatefulVerifier
 
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-CHUNK = 500
-"""Number of trees drawn together."""
+CHUNK = 500  # number of trees drawn together
 
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,22 +40,14 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
     At every prefix the target's logits are newly drawn normal numbers with standard deviation
     ``sharpness``. The drafter's are the target's plus normal noise. Both are divided by the
     temperature.
-
-    Attributes:
-        vocab: Number of tokens.
-        depth: Length of a drafted path, L.
-        sharpness: Standard deviation of the target's logits.
-        noise: Standard deviation of the drafter's error.
-        trees: Number of trees per figure.
-        seed: Seed of all random numbers.
     """
 
-    vocab: int = 64
-    depth: int = 6
-    sharpness: float = 3.0
-    noise: float = 1.0
-    trees: int = 3000
-    seed: int = 0
+    vocab: int = 64  # number of tokens
+    depth: int = 6  # length of a drafted path, L
+    sharpness: float = 3.0  # standard deviation of the target's logits
+    noise: float = 1.0  # standard deviation of the drafter's error
+    trees: int = 3000  # number of trees per figure
+    seed: int = 0  # seed of all random numbers
 
     def __post_init__(self) -> None:
         for name, low, high in (("vocab", 2, 4096), ("depth", 1, 32), ("trees", 2, 10**6)):
@@ -70,21 +61,13 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One verifier's block efficiency in one setting.
+    """One verifier's block efficiency in one setting."""
 
-    Attributes:
-        verifier: Name of the verifier.
-        paths: Number of paths, K.
-        temperature: Temperature of both models.
-        block_efficiency: Mean number of tokens committed by a step.
-        error: Standard error of the block efficiency.
-    """
-
-    verifier: str
-    paths: int
-    temperature: float
-    block_efficiency: float
-    error: float
+    verifier: str  # name of the verifier
+    paths: int  # number of paths, K
+    temperature: float  # temperature of both models
+    block_efficiency: float  # mean number of tokens committed by a step
+    error: float  # standard error of the block efficiency
 
 
 def measure(
@@ -173,9 +156,7 @@ def draw_batch(
 
 
 INTERVAL = 1.96
-SINGLE = frozenset({"token", "block"})
-"""Verifiers that use a single path."""
-
+SINGLE = frozenset({"token", "block"})  # verifiers that use a single path
 Axis: TypeAlias = Literal["temperature", "paths"]
 
 

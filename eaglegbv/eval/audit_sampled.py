@@ -30,23 +30,14 @@ from eaglegbv.verifiers.stateful import (
 
 @dataclass(frozen=True, slots=True)
 class PathTrees:
-    """Shapes of trees whose equal prefixes share a node, padded to the largest possible size.
+    """Shapes of trees whose equal prefixes share a node, padded to the largest possible size."""
 
-    Attributes:
-        token_ids: ``[batch, nodes]`` int64; the root's is 0.
-        parents: ``[batch, nodes]`` int64.
-        depth: ``[batch, nodes]`` int64.
-        num_nodes: ``[batch]`` int64.
-        path_nodes: ``[batch, paths, length]`` int64.
-        places: ``[batch, nodes]`` int64, the place (see :func:`draw_trees`) of each node; padding
-            repeats the root's.
-    """
-
-    token_ids: Tensor
-    parents: Tensor
-    depth: Tensor
-    num_nodes: Tensor
-    path_nodes: Tensor
+    token_ids: Tensor  # [batch, nodes] int64; the root's is 0
+    parents: Tensor  # [batch, nodes] int64
+    depth: Tensor  # [batch, nodes] int64
+    num_nodes: Tensor  # [batch] int64
+    path_nodes: Tensor  # [batch, paths, length] int64
+    # [batch, nodes] int64, the place (see `draw_trees`) of each node; padding repeats the root's.
     places: Tensor
 
     def with_probs(self, draft_probs: Tensor) -> DraftTree:
@@ -183,19 +174,12 @@ Writer: TypeAlias = Callable[[Sequence[Problem], int, torch.Generator], Written]
 
 @dataclass(frozen=True, slots=True)
 class RunTexts:
-    """Texts in progress, one for each request.
+    """Texts in progress, one for each request."""
 
-    Attributes:
-        codes: ``[batch]`` int64, the texts as numbers (see :func:`prefix_of`).
-        lengths: ``[batch]`` int64, number of tokens of each text.
-        layers: Layers of the texts' modified targets; column k is that of step k.
-        draft_probs_at: The draft distribution of each step.
-    """
-
-    codes: Tensor
-    lengths: Tensor
-    layers: Layers
-    draft_probs_at: tuple[ProbsAt, ...]
+    codes: Tensor  # [batch] int64, the texts as numbers (see `prefix_of`)
+    lengths: Tensor  # [batch] int64, number of tokens of each text
+    layers: Layers  # layers of the texts' modified targets; column k is that of step k
+    draft_probs_at: tuple[ProbsAt, ...]  # the draft distribution of each step
 
     @classmethod
     def start(cls, size: int) -> "RunTexts":
@@ -350,8 +334,7 @@ def _uniforms(tree: DraftTree, layers: int, generator: torch.Generator) -> State
 # distribution.
 
 
-CHUNK = 4096
-"""Number of trees judged in one call."""
+CHUNK = 4096  # number of trees judged in one call
 
 
 def write_steps(
@@ -427,26 +410,18 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
 
 
 class SampledResult(Result, frozen=True, kw_only=True):
-    """Result of a sampled audit.
+    """Result of a sampled audit."""
 
-    Attributes:
-        samples: Number of steps sampled for each problem.
-        min_p_value: Smallest p-value of the problems' G-tests.
-        level: The smallest p-value of a right verifier is below ``level / instances`` with
-            probability at most ``level``.
-        detectable_shift: Total variation from the target that the test of one problem notices with
-            probability 0.9, if it is spread in the way that is hardest to see; the largest of all
-            problems.
-        block_efficiency: Mean number of tokens committed by a step.
-        seconds: Wall time.
-    """
-
-    samples: int
-    min_p_value: float
+    samples: int  # number of steps sampled for each problem
+    min_p_value: float  # smallest p-value of the problems' G-tests
+    # The smallest p-value of a right verifier is below `level / instances` with probability at most
+    # `level`.
     level: float
+    # Total variation from the target that the test of one problem notices with probability 0.9, if
+    # it is spread in the way that is hardest to see; the largest of all problems.
     detectable_shift: float
-    block_efficiency: float
-    seconds: float
+    block_efficiency: float  # mean number of tokens committed by a step
+    seconds: float  # wall time
 
     def passed(self, tolerance: float) -> bool:
         """Return whether no test rejects the verifier."""
@@ -466,17 +441,11 @@ class SampledResult(Result, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSubject(Subject):
-    """A verifier whose batched implementation is sampled.
+    """A verifier whose batched implementation is sampled."""
 
-    Attributes:
-        write: Writes texts with the batched implementation.
-        samples: Number of texts for each problem.
-        level: Probability of rejecting a right verifier.
-    """
-
-    write: Writer
-    samples: int
-    level: float = LEVEL
+    write: Writer  # writes texts with the batched implementation
+    samples: int  # number of texts for each problem
+    level: float = LEVEL  # probability of rejecting a right verifier
 
     @torch.inference_mode()
     def audit(

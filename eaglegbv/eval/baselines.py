@@ -33,13 +33,9 @@ class _Streams(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Returns whole answers, and records the time until the first tokens as prefill.
+    """Returns whole answers, and records the time until the first tokens as prefill."""
 
-    Attributes:
-        llm: A backend that streams as :class:`eaglegbv.llm.LLM` does, but does not tell its phases.
-    """
-
-    llm: _Streams
+    llm: _Streams  # a backend that streams as `LLM` does, but does not tell its phases
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
@@ -72,8 +68,7 @@ class Streamed:
 # own first layers, or with a small model. Then it takes one prompt at a time.
 
 
-PLAIN = "transformers"
-"""Name of the baseline that does not draft."""
+PLAIN = "transformers"  # name of the baseline that does not draft
 
 EXPECTED = (
     f"{PLAIN}, lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER, for transformers' plain "
@@ -83,19 +78,13 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """One of transformers' ways to generate.
+    """One of transformers' ways to generate."""
 
-    Attributes:
-        name: Name that users give.
-        options: Arguments for ``generate``.
-        draft_tokens: Number of tokens that early exit drafts at once; None for other baselines.
-        assistant: Folder of the small model that drafts, or None.
-    """
-
-    name: str
-    options: Mapping[str, object] = field(default_factory=dict)
+    name: str  # name that users give
+    options: Mapping[str, object] = field(default_factory=dict)  # arguments for `generate`
+    # Number of tokens that early exit drafts at once; None for other baselines.
     draft_tokens: int | None = None
-    assistant: str | None = None
+    assistant: str | None = None  # folder of the small model that drafts, or None
 
     @property
     def max_batch(self) -> int | None:
@@ -152,19 +141,12 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """transformers' ``generate`` with one baseline; prompts are padded on the left.
+    """transformers' ``generate`` with one baseline; prompts are padded on the left."""
 
-    Attributes:
-        baseline: Which.
-        model: The target; other baselines may share it.
-        config: Generation settings of the model while this baseline runs.
-        options: Further arguments of ``generate``.
-    """
-
-    baseline: Baseline
-    model: PreTrainedModel
-    config: GenerationConfig
-    options: Mapping[str, object]
+    baseline: Baseline  # which
+    model: PreTrainedModel  # the target; other baselines may share it
+    config: GenerationConfig  # generation settings of the model while this baseline runs
+    options: Mapping[str, object]  # further arguments of `generate`
 
     def __call__(
         self,
@@ -204,15 +186,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ChatBaseline:
-    """A baseline that answers chat messages for the benchmark's runner.
+    """A baseline that answers chat messages for the benchmark's runner."""
 
-    Attributes:
-        generation: The baseline's generation.
-        tokenizer: The target's tokenizer, with a chat template.
-    """
-
-    generation: Generation
-    tokenizer: PreTrainedTokenizerBase
+    generation: Generation  # the baseline's generation
+    tokenizer: PreTrainedTokenizerBase  # the target's tokenizer, with a chat template
 
     @classmethod
     def of(cls, library: Library, model: str, chosen: Baseline) -> "ChatBaseline":
@@ -300,7 +277,7 @@ class _Watch(BaseStreamer):
             return
         drafted, committed = self._rows - 1, value.numel()
         self.metrics.count_forward(
-            # A forward whose drafts all pass adds one more token, except at an answer's end.
+            # a forward whose drafts all pass adds one more token, except at an answer's end.
             offered=drafted,
             accepted=min(drafted, committed - 1),
             committed=committed,

@@ -20,16 +20,12 @@ from eaglegbv.loading import Pair
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """Distributions at one temperature, at places of texts that the target wrote at it.
+    """Distributions at one temperature, at places of texts that the target wrote at it."""
 
-    Attributes:
-        probs: At every place, the drafter's distribution of the next token, which is the first
-            level of its trees, and the target's distribution on its support.
-        texts: ``[places]``, index of the text of each place.
-    """
-
+    # At every place, the drafter's distribution of the next token, which is the first level of its
+    # trees, and the target's distribution on its support.
     probs: NodeProbs
-    texts: NDArray[np.int64]
+    texts: NDArray[np.int64]  # [places], index of the text of each place
 
     def mean(self, values: Tensor) -> Estimate:
         """Return the mean of ``[places]`` with its bootstrap interval over texts."""

@@ -9,8 +9,7 @@ from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import FIGURES, Estimate, SideOfOne, paired_ratio, whole
 
-FEWEST = 2
-"""Least number of questions for a bootstrap."""
+FEWEST = 2  # least number of questions for a bootstrap
 
 WORDS = {
     SideOfOne.ABOVE: "higher",
@@ -20,21 +19,14 @@ WORDS = {
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of two settings on the questions that both answered.
+    """One figure of two settings on the questions that both answered."""
 
-    Attributes:
-        figure: Name of the figure.
-        a: Value in A, repeats pooled; likewise ``b``.
-        ratio: B over A, with its 95% paired bootstrap interval over questions; None if A's value
-            is 0.
-        questions: Number of questions that both answered to the end.
-    """
-
-    figure: str
-    a: float
+    figure: str  # name of the figure
+    a: float  # value in A, repeats pooled; likewise `b`
     b: float
+    # B over A, with its 95% paired bootstrap interval over questions; None if A's value is 0.
     ratio: Estimate | None
-    questions: int
+    questions: int  # number of questions that both answered to the end
 
     @property
     def verdict(self) -> str:

@@ -29,25 +29,18 @@ class Conversations:
 
 
 class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one drafter (its name or folder) with one plan.
-
-    Attributes:
-        acceptance: Counts over all conversations.
-        length: Acceptance length with its 95% bootstrap interval over questions.
-        ratio: Acceptance length over the first drafter's with the same plan, paired by question;
-            None for the first.
-        by_question: Counts of each question that was answered to its end.
-        errors: Number of conversations that broke off; they do not enter any figure.
-    """
+    """Figures of one drafter (its name or folder) with one plan."""
 
     drafter: str
     plan: Plan
-    acceptance: Acceptance
-    length: Estimate
+    acceptance: Acceptance  # counts over all conversations
+    length: Estimate  # acceptance length with its 95% bootstrap interval over questions
+    # Acceptance length over the first drafter's with the same plan, paired by question; None for
+    # the first.
     ratio: Estimate | None
     by_category: dict[str, Acceptance]
-    by_question: dict[str, Acceptance]
-    errors: int
+    by_question: dict[str, Acceptance]  # counts of each question that was answered to its end
+    errors: int  # number of conversations that broke off; they do not enter any figure
 
 
 def measure_drafter(

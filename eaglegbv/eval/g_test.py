@@ -19,32 +19,22 @@ SHIFT = 0.04
 LEVEL = 1e-4
 """A right distribution is rejected once in ten thousand tests: many seldom fail by chance."""
 
-POWER = 0.9
-"""Probability with which a shift must be noticed to count as detectable."""
-
-Text = tuple[int, ...]
-"""The tokens of a text."""
+POWER = 0.9  # probability with which a shift must be noticed to count as detectable
+Text = tuple[int, ...]  # the tokens of a text
 
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """Outcome of a G-test.
+    """Outcome of a G-test."""
 
-    Attributes:
-        statistic: G.
-        samples: Number of texts observed; of two samples, as many as compared with an exact
-            distribution would show as much, ``n m / (n + m)``.
-        cells: Number of cells compared, after merging.
-        p_value: Probability of a G at least as large if the distribution is right.
-        power: Probability of rejecting, at the given level, a distribution at the total variation
-            :data:`SHIFT` from the expected one, spread evenly over all cells: the spread that is
-            hardest to see.
-    """
-
-    statistic: float
+    statistic: float  # G
+    # Number of texts observed; of two samples, as many as compared with an exact distribution would
+    # show as much, `n m / (n + m)`.
     samples: float
-    cells: int
-    p_value: float
+    cells: int  # number of cells compared, after merging
+    p_value: float  # probability of a G at least as large if the distribution is right
+    # Probability of rejecting, at the given level, a distribution at the total variation `SHIFT`
+    # from the expected one, spread evenly over all cells: the spread that is hardest to see.
     power: float
 
 

@@ -25,30 +25,19 @@ STEP = 0.25
 """Step of the trapezoidal rule in log t. Its error is below 1e-15, because the integrand is
 analytic where the real part of t is positive, a strip of half-width pi/2 in log t."""
 
-TAIL = 42.0
-"""exp(-42) is below rounding."""
-
-CHAINS = 32
-"""Number of rejections drawn at each node where a rule has no closed form."""
-
+TAIL = 42.0  # exp(-42) is below rounding
+CHAINS = 32  # number of rejections drawn at each node where a rule has no closed form
 NODES_AT_ONCE = 16
-
 _TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProbs:
-    """Draft and target distributions on the draft distributions' supports.
+    """Draft and target distributions on the draft distributions' supports."""
 
-    Attributes:
-        ids: ``[nodes, width]`` int64, most likely draft tokens first.
-        draft: ``[nodes, width]`` float64, q; 0 is padding.
-        target: ``[nodes, width]`` float64, p at ``ids``.
-    """
-
-    ids: Tensor
-    draft: Tensor
-    target: Tensor
+    ids: Tensor  # [nodes, width] int64, most likely draft tokens first
+    draft: Tensor  # [nodes, width] float64, q; 0 is padding
+    target: Tensor  # [nodes, width] float64, p at `ids`
 
     @classmethod
     def of(cls, ids: Tensor, draft: Tensor, target: Tensor) -> Self:

@@ -110,17 +110,13 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sizes of the sample.
+    """Sizes of the sample."""
 
-    Attributes:
-        places: Places of each text, drawn without replacement; all of them if a text has fewer.
-        judgements: How often each verifier judges each tree, each time with other random numbers.
-        batch: Number of texts read together.
-    """
-
+    # Places of each text, drawn without replacement; all of them if a text has fewer.
     places: int = 5
+    # How often each verifier judges each tree, each time with other random numbers.
     judgements: int = 4
-    batch: int = 16
+    batch: int = 16  # number of texts read together
 
     def __post_init__(self) -> None:
         for name in ("places", "judgements", "batch"):
@@ -128,18 +124,13 @@ class Sampling:
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one verifier on the drafts of one setting.
+    """Results of one verifier on the drafts of one setting."""
 
-    Attributes:
-        setting: The setting.
-        tokens: For each text, tokens a step (accepted ones and the next), summed over its places.
-        places: For each text, the number of places.
-        nodes: For each text, nodes without roots that the target scored, summed over its places.
-    """
-
-    setting: Setting
+    setting: Setting  # the setting
+    # For each text, tokens a step (accepted ones and the next), summed over its places.
     tokens: tuple[float, ...]
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # for each text, the number of places
+    # For each text, nodes without roots that the target scored, summed over its places.
     nodes: tuple[float, ...]
 
     @property
@@ -264,15 +255,12 @@ def same_drafts(
 
 @dataclass(frozen=True, slots=True)
 class _Drafting:
-    """One tree for each place, by the largest of the plans of all settings that judge parts of it.
-
-    Attributes:
-        members: The settings' verifiers, by number, for each number and length of paths.
-    """
+    """One tree for each place, by the largest plan of the settings that judge parts of it."""
 
     plan: Plan
     draft_sampling: DraftSampling
     temperature: float
+    # The settings' verifiers, by number, for each number and length of paths.
     members: Mapping[tuple[int, int], Mapping[int, Verifier]]
 
 

@@ -67,7 +67,7 @@ def plain_axes(axes: "Axes", grid: Literal["x", "y"]) -> None:
 
 def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
     """Return how far intervals extend below and above their values, in matplotlib's format."""
-    # A percentile interval need not contain the value itself, but whiskers cannot be negative.
+    # a percentile interval need not contain the value itself, but whiskers cannot be negative.
     return [
         [max(0.0, figure.value - figure.low) for figure in figures],
         [max(0.0, figure.high - figure.value) for figure in figures],
@@ -113,8 +113,7 @@ def save_pictures(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
 # Pictures of a run.
 
 
-CHARACTERS_AN_INCH = 16
-"""Characters of the caption per inch."""
+CHARACTERS_AN_INCH = 16  # characters of the caption per inch
 PANELS_A_ROW = 3
 SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
 PLAIN_COLOUR = "#8a8a8a"

@@ -36,21 +36,15 @@ class Question(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A collection of questions.
+    """A collection of questions."""
 
-    Attributes:
-        name: Name that users give.
-        file: File name inside the ``prompts`` folder of a data folder, and in the cache.
-        upstream: A repository on GitHub, and its file of JSON lines, which can be read as it is.
-        hub: Dataset on the Hugging Face hub, its file of JSON lines, and a revision.
-        packaged: Whether the package itself contains the file.
-    """
-
-    name: str
-    file: str
+    name: str  # name that users give
+    file: str  # file name inside the `prompts` folder of a data folder, and in the cache
+    # a repository on GitHub, and its file of JSON lines, which can be read as it is.
     upstream: str | None = None
+    # Dataset on the Hugging Face hub, its file of JSON lines, and a revision.
     hub: tuple[str, str, str] | None = None
-    packaged: bool = False
+    packaged: bool = False  # whether the package itself contains the file
 
 
 _MT_BENCH = (

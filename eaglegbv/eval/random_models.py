@@ -40,25 +40,15 @@ from eaglegbv.sampling import SamplingParams
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a Llama-like target and of an EAGLE-3 head for it.
+    """Sizes of a Llama-like target and of an EAGLE-3 head for it."""
 
-    Attributes:
-        hidden: Width of a hidden state.
-        layers: Number of decoder layers, at least 4.
-        heads: Number of query heads.
-        kv_heads: Number of key and value heads.
-        intermediate: Width of the feed-forward layers.
-        vocab: Number of tokens.
-        draft_vocab: Number of tokens the head can draft.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int
-    draft_vocab: int
+    hidden: int  # width of a hidden state
+    layers: int  # number of decoder layers, at least 4
+    heads: int  # number of query heads
+    kv_heads: int  # number of key and value heads
+    intermediate: int  # width of the feed-forward layers
+    vocab: int  # number of tokens
+    draft_vocab: int  # number of tokens the head can draft
 
     def __post_init__(self) -> None:
         for name, value in msgspec.structs.asdict(self).items():

@@ -97,11 +97,8 @@ class Journal(Generic[Entry]):
 # Data that a benchmark run saves: its settings, its environment, one record per conversation.
 
 
-Key: TypeAlias = tuple[str, str, int]
-"""Setting, question and repeat of a record."""
-
-FORMAT = 1
-"""Version of the layout of ``results.json``."""
+Key: TypeAlias = tuple[str, str, int]  # setting, question and repeat of a record
+FORMAT = 1  # version of the layout of `results.json`
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,43 +146,28 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings that determine what a run does; it is resumed only with equal ones.
-
-    Attributes:
-        origin: Where the questions of the suite were read from.
-        question_ids: The questions asked, in order.
-        model: Name or folder of the target.
-        drafter: Name or folder of the drafter, or None.
-        system: System prompt before every conversation, or None.
-        max_tokens: Most tokens of an answer.
-        seed: Seed from which every request's seed is derived.
-        template: The whole chat template. Like the three that follow, it is missing in results that
-            did not record it.
-        questions_sha256: Hash of the questions.
-        dtype: Dtype in which the target computes.
-        draft_quantization: How the drafter's weights are held.
-        backend: What runs the plans: ``local`` or ``sglang``; ``transformers`` if there are only
-            baselines.
-        compile_backend: Backend with which this engine was compiled; empty if it was not.
-    """
+    """All settings that determine what a run does; it is resumed only with equal ones."""
 
     suite: str
-    origin: str
-    question_ids: tuple[str, ...]
-    model: str
-    drafter: str | None
-    system: str | None
+    origin: str  # where the questions of the suite were read from
+    question_ids: tuple[str, ...]  # the questions asked, in order
+    model: str  # name or folder of the target
+    drafter: str | None  # name or folder of the drafter, or None
+    system: str | None  # system prompt before every conversation, or None
     settings: tuple[Setting, ...]
-    max_tokens: int
-    seed: int
+    max_tokens: int  # most tokens of an answer
+    seed: int  # seed from which every request's seed is derived
     repeats: int
+    # The whole chat template. Like the three that follow, it is missing in results that did not
+    # record it.
     template: str | None = None
-    questions_sha256: str = ""
-    dtype: str = ""
-    draft_quantization: str = ""
+    questions_sha256: str = ""  # hash of the questions
+    dtype: str = ""  # dtype in which the target computes
+    draft_quantization: str = ""  # how the drafter's weights are held
+    # What runs the plans: `local` or `sglang`; `transformers` if there are only baselines.
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}
-    compile_backend: str = ""
+    compile_backend: str = ""  # backend with which this engine was compiled; empty if it was not
 
     def __post_init__(self) -> None:
         require_integer("max_tokens", self.max_tokens, 1)
@@ -202,19 +184,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, kw_only=True):
-    """One answer.
-
-    Attributes:
-        completion_tokens: Its length in tokens; the first comes from the prompt's own forward.
-        wall_seconds: From the call to its return: prefill, decoding, and (de)tokenisation.
-        metrics: The engine's counts. Of other libraries, only the time of prefill is known; other
-            phases are missing.
-    """
+    """One answer."""
 
     text: str
-    completion_tokens: int
+    completion_tokens: int  # its length in tokens; the first comes from the prompt's own forward
     finish_reason: str
-    wall_seconds: float
+    wall_seconds: float  # from the call to its return: prefill, decoding, and (de)tokenisation
+    # The engine's counts. Of other libraries, only the time of prefill is known; other phases are
+    # missing.
     metrics: RequestMetrics
 
     @property
@@ -243,23 +220,15 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when a run was made.
+    """Where and when a run was made."""
 
-    Attributes:
-        started: UTC time, ISO 8601.
-        versions: Version of each package, and of Python.
-        cores: Number of processor cores that the system reports.
-        threads: Number of threads with which PyTorch computes.
-        device: Device on which the target runs.
-    """
-
-    started: str
-    versions: dict[str, str]
+    started: str  # UTC time, ISO 8601
+    versions: dict[str, str]  # version of each package, and of Python
     platform: str
     processor: str
-    cores: int
-    threads: int
-    device: str
+    cores: int  # number of processor cores that the system reports
+    threads: int  # number of threads with which PyTorch computes
+    device: str  # device on which the target runs
 
 
 class Results(msgspec.Struct, kw_only=True):

@@ -64,51 +64,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-DIGITS = 6
-"""Digits to which seconds are rounded."""
-
+DIGITS = 6  # digits to which seconds are rounded
 MOST_ROWS = 8
 """Most rows, headings included, of a paper's table that the page shows; files have them all."""
 
 
 class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison with a paper.
+    """Comparison with a paper."""
 
-    Attributes:
-        report: The ``report.json`` that ``bench paper`` wrote.
-        title: The paper and what is compared.
-        environment: Where and when it was measured, if its folder tells.
-    """
-
-    report: Report
-    title: str = ""
-    environment: Environment | None = None
+    report: Report  # the `report.json` that `bench paper` wrote
+    title: str = ""  # the paper and what is compared
+    environment: Environment | None = None  # where and when it was measured, if its folder tells
 
 
 class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Results that ``bench batch --out`` wrote.
+    """Results that ``bench batch --out`` wrote."""
 
-    Attributes:
-        timings: Timings of all calls.
-        environment: Where and when they were measured.
-        model: Target.
-        drafter: Drafter.
-        verifier: Verifier of the fixed plans.
-        suite: Source of the prompts.
-        compile_backend: Backend with which the engine was compiled; empty if it was not.
-        dtype: Dtype in which all models computed; empty in files older than this field.
-        draft_quantization: How the drafter's weights were held; empty in files older than this
-            field.
-    """
-
-    timings: tuple[Timing, ...]
-    environment: Environment
-    model: str = ""
-    drafter: str = ""
-    verifier: str = ""
-    suite: str = ""
-    compile_backend: str = ""
-    dtype: str = ""
+    timings: tuple[Timing, ...]  # timings of all calls
+    environment: Environment  # where and when they were measured
+    model: str = ""  # target
+    drafter: str = ""  # drafter
+    verifier: str = ""  # verifier of the fixed plans
+    suite: str = ""  # source of the prompts
+    compile_backend: str = ""  # backend with which the engine was compiled; empty if it was not
+    dtype: str = ""  # dtype in which all models computed; empty in files older than this field
+    # How the drafter's weights were held; empty in files older than this field.
     draft_quantization: str = ""
 
     @property
@@ -127,17 +107,11 @@ class NamedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrafterResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Results that ``bench drafters --json`` printed.
+    """Results that ``bench drafters --json`` printed."""
 
-    Attributes:
-        origin: Where the questions come from.
-        drafters: Drafters and plans, in order.
-        environment: Where and when they were measured, if it was recorded.
-    """
-
-    origin: str
-    drafters: tuple[NamedReport, ...]
-    environment: Environment | None = None
+    origin: str  # where the questions come from
+    drafters: tuple[NamedReport, ...]  # drafters and plans, in order
+    environment: Environment | None = None  # where and when they were measured, if it was recorded
 
 
 Evidence: TypeAlias = Results | PaperResults | BatchResults | DrafterResults | Study

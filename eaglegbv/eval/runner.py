@@ -39,8 +39,7 @@ class _Run(msgspec.Struct, kw_only=True):
     environment: Environment
 
 
-SHORT = 40
-"""Most characters of a setting that a message shows."""
+SHORT = 40  # most characters of a setting that a message shows
 
 
 def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> InvalidArgument:

@@ -40,27 +40,20 @@ STANDARD = (
 )
 """The sizes (V, n) measured by default."""
 
-WIDTH = 64
-"""Number of tokens that a top-k draft distribution keeps."""
-
+WIDTH = 64  # number of tokens that a top-k draft distribution keeps
 SPREAD, NOISE = 0.85, 0.8
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Size of a node.
 
-    Attributes:
-        vocab: Number of tokens, V.
-        drafts: Number of drafts, n.
-        width: Number of most likely tokens that the draft distribution keeps.
-
     Raises:
         InvalidArgument: A value is out of range.
     """
 
-    vocab: int
-    drafts: int
-    width: int
+    vocab: int  # number of tokens, V
+    drafts: int  # number of drafts, n
+    width: int  # number of most likely tokens that the draft distribution keeps
 
     def __post_init__(self) -> None:
         require_integer("vocab", self.vocab, 2, 1 << 20)
@@ -69,33 +62,24 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(Setting, frozen=True, kw_only=True):
-    """Results of one solver on the nodes of one size; those that it refused have no figures.
-
-    Attributes:
-        median_ms: Median milliseconds of processor time from the two distributions and the drafts
-            to the selected draft.
-        success: Share of the nodes solved in time and within the tolerance.
-        refused: Number of nodes that were too large for the solver; they count in ``success``.
-        fallbacks: Number of nodes at which the solver's loss of acceptance was above the tolerance,
-            so that K-SEQ took its place.
-        late: Number of nodes that took longer than the time limit.
-        deviation: Largest L1 distance of the committed distribution from the target's.
-        acceptance: Mean acceptance probability.
-        optimum: Mean of alpha* over the same nodes.
-        shortfall: Largest bound on the lost acceptance that a solver gave without falling back.
-    """
+    """Results of one solver on the nodes of one size; those that it refused have no figures."""
 
     solver: str
     instances: int
+    # Median milliseconds of processor time from the two distributions and the drafts to the
+    # selected draft.
     median_ms: float | None
     mean_ms: float | None
-    success: float
-    refused: int
+    success: float  # share of the nodes solved in time and within the tolerance
+    refused: int  # number of nodes that were too large for the solver; they count in `success`
+    # Number of nodes at which the solver's loss of acceptance was above the tolerance, so that
+    # K-SEQ took its place.
     fallbacks: int
-    late: int
-    deviation: float | None
-    acceptance: float | None
-    optimum: float | None
+    late: int  # number of nodes that took longer than the time limit
+    deviation: float | None  # largest L1 distance of the committed distribution from the target's
+    acceptance: float | None  # mean acceptance probability
+    optimum: float | None  # mean of alpha* over the same nodes
+    # Largest bound on the lost acceptance that a solver gave without falling back.
     shortfall: float | None
 
 
@@ -110,21 +94,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of n independent drafts.
+    """A node of n independent drafts."""
 
-    Attributes:
-        target: ``[vocab]`` float64, p.
-        ids: ``[width]`` int64, the draft distribution's support, ascending.
-        draft: ``[width]`` float64, q at ``ids``.
-        drawn: ``[drafts]`` int64, the drafts, as indices into ``ids``.
-        uniforms: ``[drafts, 2]`` float64, for the selection.
-    """
-
-    target: Floats
-    ids: NDArray[np.int64]
-    draft: Floats
-    drawn: NDArray[np.int64]
-    uniforms: Floats
+    target: Floats  # [vocab] float64, p
+    ids: NDArray[np.int64]  # [width] int64, the draft distribution's support, ascending
+    draft: Floats  # [width] float64, q at `ids`
+    drawn: NDArray[np.int64]  # [drafts] int64, the drafts, as indices into `ids`
+    uniforms: Floats  # [drafts, 2] float64, for the selection
 
     @property
     def wanted(self) -> Floats:
@@ -134,18 +110,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a solver at a node.
+    """Result of a solver at a node."""
 
-    Attributes:
-        seconds: Time until a draft was selected.
-        accepted: ``[width]`` float64, the probability that this token is selected and accepted.
-        residual: ``[vocab]`` float64, weights of the committed token when no draft is accepted.
-        shortfall: Bound on the acceptance lost against the optimum; None after a fall-back.
-    """
-
-    seconds: float
-    accepted: Floats
-    residual: Floats
+    seconds: float  # time until a draft was selected
+    accepted: Floats  # [width] float64, the probability that this token is selected and accepted
+    residual: Floats  # [vocab] float64, weights of the committed token when no draft is accepted
+    # Bound on the acceptance lost against the optimum; None after a fall-back.
     shortfall: float | None
 
     @property

@@ -25,8 +25,7 @@ class SideOfOne(Enum):
 
     ABOVE = auto()
     BELOW = auto()
-    OPEN = auto()
-    """The interval contains 1: the two figures cannot be told apart."""
+    OPEN = auto()  # the interval contains 1: the two figures cannot be told apart
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -89,14 +88,10 @@ def _double_ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """How many drafted tokens target forwards accept, pooled over requests.
+    """How many drafted tokens target forwards accept, pooled over requests."""
 
-    Attributes:
-        forwards: Decoding forwards of the target.
-        by_depth: Entry d - 1 is the number of forwards that accepted at least d tokens.
-    """
-
-    forwards: int
+    forwards: int  # decoding forwards of the target
+    # Entry d - 1 is the number of forwards that accepted at least d tokens.
     by_depth: tuple[int, ...]
 
     @classmethod
@@ -218,30 +213,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one setting, as :data:`FIGURES` defines them.
 
     Speeds are medians over repeats; intervals are bootstrap intervals over questions.
-
-    Attributes:
-        conversations: Number of conversations measured to their end.
-        errors: Number of conversations that broke off; they count in no figure.
-        acceptance_by_depth: Share of the forwards offering a node at each depth that accepted one.
-        speedup: ``tokens_per_second`` over that of plain decoding on the same questions; None
-            without plain decoding in the run.
-        wall_speedup: The same ratio for ``wall_tokens_per_second``.
-        milliseconds_by_phase: Milliseconds per answer token in each known phase; ``other`` is wall
-            time outside them.
     """
 
     setting: str
-    conversations: int
-    errors: int
+    conversations: int  # number of conversations measured to their end
+    errors: int  # number of conversations that broke off; they count in no figure
     committed_tokens: int
     target_forwards: int
     acceptance_length: float
     block_efficiency: Estimate
+    # Share of the forwards offering a node at each depth that accepted one.
     acceptance_by_depth: list[float]
     tokens_per_second: Estimate
     wall_tokens_per_second: Estimate
+    # `tokens_per_second` over that of plain decoding on the same questions; None without plain
+    # decoding in the run.
     speedup: Estimate | None
-    wall_speedup: Estimate | None
+    wall_speedup: Estimate | None  # the same ratio for `wall_tokens_per_second`
+    # Milliseconds per answer token in each known phase; `other` is wall time outside them.
     milliseconds_by_phase: dict[str, float]
 
 

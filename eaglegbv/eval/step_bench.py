@@ -40,30 +40,19 @@ from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
 
-STEP = "step"
-"""Name of the whole step beside those of its phases."""
-
+STEP = "step"  # name of the whole step beside those of its phases
 PHASES = (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
-
 _FLOOR_RUNS, _KERNELS = 8, 12
 
 
 class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting of a measurement of steps.
+    """Setting of a measurement of steps."""
 
-    Attributes:
-        plan: How requests speculate.
-        batch: Number of requests.
-        context: Tokens of each prompt.
-        temperature: Sampling temperature.
-        steps: Number of timed steps.
-    """
-
-    plan: Plan
-    batch: int = 1
-    context: int = 512
-    temperature: float = 1.0
-    steps: int = 30
+    plan: Plan  # how requests speculate
+    batch: int = 1  # number of requests
+    context: int = 512  # tokens of each prompt
+    temperature: float = 1.0  # sampling temperature
+    steps: int = 30  # number of timed steps
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "steps"):
@@ -88,33 +77,25 @@ class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a setting's steps.
+    """Times of a setting's steps."""
 
-    Attributes:
-        seconds: Median time of each phase, and of the whole step; each phase waits for the device
-            before the next begins.
-        floors: Time of the products alone of drafting, of the forward, and of both as the step's.
-        overlapping: Median seconds of a step as in normal use, where the host prepares a phase
-            while the device is busy with the one before; None if the device does not run
-            asynchronously.
-        busy: Seconds of a step in which kernels run on a CUDA device; None on others.
-        kernels: Seconds of those that take most of them, by name.
-        launches: Kernels, copies and graphs that a step launches on a CUDA device; None on others.
-        operations: Tensor operations a step dispatches, without those within a CUDA graph.
-        eager: How often drafts and forwards of the timed steps replayed no recording, and attention
-            was PyTorch's instead of FlashInfer's, by part and reason.
-        block_efficiency: Tokens committed per request and step.
-    """
-
+    # Median time of each phase, and of the whole step; each phase waits for the device before the
+    # next begins.
     seconds: dict[str, float]
+    # Time of the products alone of drafting, of the forward, and of both as the step's.
     floors: dict[str, float]
+    # Median seconds of a step as in normal use, where the host prepares a phase while the device is
+    # busy with the one before; None if the device does not run asynchronously.
     overlapping: float | None
-    busy: float | None
-    kernels: dict[str, float]
+    busy: float | None  # seconds of a step in which kernels run on a CUDA device; None on others
+    kernels: dict[str, float]  # seconds of those that take most of them, by name
+    # Kernels, copies and graphs that a step launches on a CUDA device; None on others.
     launches: int | None
-    operations: int
+    operations: int  # tensor operations a step dispatches, without those within a CUDA graph
+    # How often drafts and forwards of the timed steps replayed no recording, and attention was
+    # PyTorch's instead of FlashInfer's, by part and reason.
     eager: dict[str, int]
-    block_efficiency: float
+    block_efficiency: float  # tokens committed per request and step
 
 
 # The time of products alone.

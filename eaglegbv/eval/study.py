@@ -42,33 +42,24 @@ if TYPE_CHECKING:
 
 
 SAMPLED, FIXED = "otbv", "target_only"
-
-BATCH = 32
-"""Number of texts read together."""
+BATCH = 32  # number of texts read together
 
 
 class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the study.
-
-    Attributes:
-        draft_temperatures: Multiples of the target's temperature.
-        paths: Numbers of paths of sampled trees.
-        depth: Length of a path, and depth of fixed trees.
-        sizes: Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
-        beam: For fixed trees, the nodes of a level that get children, and the children of each.
-        places: Number of places of each text.
-        judgements: How often each tree is judged.
-    """
+    """Settings of the study."""
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    # Multiples of the target's temperature.
     draft_temperatures: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 3.0)
-    paths: tuple[int, ...] = (1, 2, 4)
-    depth: int = 4
+    paths: tuple[int, ...] = (1, 2, 4)  # numbers of paths of sampled trees
+    depth: int = 4  # length of a path, and depth of fixed trees
+    # Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
     sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
+    # For fixed trees, the nodes of a level that get children, and the children of each.
     beam: int = 8
     draft_width: int = DRAFT_WIDTH
-    places: int = 3
-    judgements: int = 3
+    places: int = 3  # number of places of each text
+    judgements: int = 3  # how often each tree is judged
     max_tokens: int = 64
     seed: int = 0
 
@@ -130,25 +121,17 @@ class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a sampled tree, beside those of :class:`FixedCell`.
-
-    Attributes:
-        paths: Number of paths, K; 1 at temperature 0.
-        draft_temperature: Draft temperature as a multiple of ``temperature``.
-        fixed: Tokens a step of fixed trees with as many nodes.
-        over_fixed: Ratio of ``tokens`` to ``fixed``.
-        over_equal: Ratio to the same tree drafted at the target's own temperature.
-    """
+    """Results of a sampled tree, beside those of :class:`FixedCell`."""
 
     drafter: str
     temperature: float
-    paths: int
-    draft_temperature: float
+    paths: int  # number of paths, K; 1 at temperature 0
+    draft_temperature: float  # draft temperature as a multiple of `temperature`
     nodes: float
     tokens: Estimate
-    fixed: float
-    over_fixed: Estimate
-    over_equal: Estimate
+    fixed: float  # tokens a step of fixed trees with as many nodes
+    over_fixed: Estimate  # ratio of `tokens` to `fixed`
+    over_equal: Estimate  # ratio to the same tree drafted at the target's own temperature
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):

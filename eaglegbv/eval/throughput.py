@@ -21,41 +21,24 @@ from eaglegbv.sampling import SamplingParams
 
 
 class Cell(msgspec.Struct, frozen=True, order=True):
-    """A load.
+    """A load."""
 
-    Attributes:
-        temperature: Sampling temperature.
-        context: Tokens of each prompt; 0 for the questions as they are.
-        batch: Number of prompts.
-    """
-
-    temperature: float
-    context: int
-    batch: int
+    temperature: float  # sampling temperature
+    context: int  # tokens of each prompt; 0 for the questions as they are
+    batch: int  # number of prompts
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """One timed call, prompts included.
+    """One timed call, prompts included."""
 
-    Attributes:
-        way: Name of the way.
-        batch: Number of prompts.
-        context: Tokens of each prompt; 0 for the questions as they are.
-        temperature: Sampling temperature.
-        repeat: Number of the repeat.
-        tokens: Number of tokens generated.
-        seconds: Wall time.
-        first: Number of the first prompt.
-    """
-
-    way: str
-    batch: int
-    context: int
-    temperature: float
-    repeat: int
-    tokens: int
-    seconds: float
-    first: int = 0
+    way: str  # name of the way
+    batch: int  # number of prompts
+    context: int  # tokens of each prompt; 0 for the questions as they are
+    temperature: float  # sampling temperature
+    repeat: int  # number of the repeat
+    tokens: int  # number of tokens generated
+    seconds: float  # wall time
+    first: int = 0  # number of the first prompt
 
     @property
     def cell(self) -> Cell:
@@ -91,17 +74,12 @@ class EngineWay:
     """The engine with one planning, and the plans it chose in each cell; see :class:`Way`.
 
     Ways share an engine and its counters, so what was counted before a call is subtracted.
-
-    Attributes:
-        name: Name of the way in tables.
-        llm: The engine, with its models.
-        plan: How all requests are planned.
-        chosen: Decoding forwards, counted once per request, by plan and by reason in each cell.
     """
 
-    name: str
-    llm: LLM | PairEngine
-    plan: Planning
+    name: str  # name of the way in tables
+    llm: LLM | PairEngine  # the engine, with its models
+    plan: Planning  # how all requests are planned
+    # Decoding forwards, counted once per request, by plan and by reason in each cell.
     chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
     _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
 
@@ -164,33 +142,21 @@ class TransformersWay:
 # chance.
 
 
-BASELINE = "none"
-"""The way that others are compared with: the engine's plain decoding."""
-
+BASELINE = "none"  # the way that others are compared with: the engine's plain decoding
 WARM_UP_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Settings of a measurement.
+    """Settings of a measurement."""
 
-    Attributes:
-        batches: Numbers of prompts.
-        contexts: Lengths of the prompts; 0 for the questions as they are.
-        temperatures: Sampling temperatures.
-        tokens: Tokens of an answer.
-        repeats: Number of repeats.
-        prompts: Least number of prompts that a repeat answers, batch after batch.
-        seed: Seed of all random numbers.
-    """
-
-    batches: Sequence[int]
-    contexts: Sequence[int]
-    temperatures: Sequence[float]
-    tokens: int
-    repeats: int
-    prompts: int = 1
-    seed: int = 0
+    batches: Sequence[int]  # numbers of prompts
+    contexts: Sequence[int]  # lengths of the prompts; 0 for the questions as they are
+    temperatures: Sequence[float]  # sampling temperatures
+    tokens: int  # tokens of an answer
+    repeats: int  # number of repeats
+    prompts: int = 1  # least number of prompts that a repeat answers, batch after batch
+    seed: int = 0  # seed of all random numbers
 
     def __post_init__(self) -> None:
         for name, values, low in (
@@ -260,15 +226,10 @@ def _cell(
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Speeds of a way in a cell.
+    """Speeds of a way in a cell."""
 
-    Attributes:
-        rates: Tokens a second of each repeat.
-        ratios: Ratio of the rate to that of plain decoding in the same repeat, where both were
-            measured.
-    """
-
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # tokens a second of each repeat
+    # Ratio of the rate to that of plain decoding in the same repeat, where both were measured.
     ratios: tuple[float, ...]
 
     def __str__(self) -> str:
@@ -309,8 +270,7 @@ def _rate(calls: Sequence[Timing]) -> float:
 # Tables for a terminal of tokens a second and of the plans chosen.
 
 
-FEW = 0.02
-"""Plans with a smaller share than this are shown together."""
+FEW = 0.02  # plans with a smaller share than this are shown together
 
 
 def rate_table(timings: Iterable[Timing]) -> list[list[str]]:

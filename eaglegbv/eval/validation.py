@@ -18,10 +18,8 @@ from eaglegbv.metrics import RequestMetrics
 from eaglegbv.models.hf import HFTarget, load_config, load_model
 from eaglegbv.sampling import SamplingParams
 
-_SLOTS = 16_384
-"""Tokens that the KV pools hold."""
-_AT_ONCE = 64
-"""Prompts that are answered together."""
+_SLOTS = 16_384  # tokens that the KV pools hold
+_AT_ONCE = 64  # prompts that are answered together
 # Plans are fixed, for the engine's choices depend on timing, and a seed is to reproduce its texts.
 _WITH_HEAD = Plan(paths=1, depth=3)
 _WITH_LOOKUP = Plan(verifier="target_only", paths=1, depth=2)

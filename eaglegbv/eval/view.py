@@ -20,17 +20,13 @@ from eaglegbv.trace import PROMPT_TOKENS
 
 Content: TypeAlias = dict[str, object]
 T = TypeVar("T")
-
-MOST_STEPS = 10_000
-"""Most steps of a trace that a page shows; the first ones are kept."""
+MOST_STEPS = 10_000  # most steps of a trace that a page shows; the first ones are kept
 MOST_NODES = 50_000
 """Most nodes of all draft trees that a page shows, about 5 MB; the first ones are kept."""
 MOST_LETTERS = 10_000_000
 """Most characters of a run's answers that a page shows; the first ones are kept."""
 
-MOST_PLANS = 10
-"""Most plans whose acceptance by depth is drawn; those with the most trees are kept."""
-
+MOST_PLANS = 10  # most plans whose acceptance by depth is drawn; those with the most trees are kept
 SCRIPTS = ("elements.js", "charts.js", "tree.js", "results.js", "trace.js", "main.js")
 
 
@@ -302,7 +298,7 @@ def _boxes(path: Path) -> list[_Event]:
         raw = path.read_bytes().strip()
     except OSError as error:
         raise _unreadable(path, error) from error
-    # A run that was killed leaves its list of events unclosed.
+    # a run that was killed leaves its list of events unclosed.
     closed = raw if raw.endswith(b"]") else raw.rpartition(b"\n")[0].rstrip(b",") + b"]"
     return [event for event in _decoded(closed, list[_Event], path) if event.ph == "X"]
 

@@ -29,15 +29,10 @@ class EndpointAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Answers chat messages through ``/v1/chat/completions``.
+    """Answers chat messages through ``/v1/chat/completions``."""
 
-    Attributes:
-        url: Address of the server.
-        shape: Plan with the shape of its trees; its verifier does not matter here.
-    """
-
-    url: str
-    shape: Plan
+    url: str  # address of the server
+    shape: Plan  # plan with the shape of its trees; its verifier does not matter here
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan

@@ -33,42 +33,27 @@ from eaglegbv.request import DraftSnapshot, Request
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 
-Entries = tuple[Tensor, Tensor]
-"""Keys and values, ``[entries, heads, dim]`` each."""
+Entries = tuple[Tensor, Tensor]  # keys and values, `[entries, heads, dim]` each
 
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """Start of a round's drafting, one row per request.
+    """Start of a round's drafting, one row per request."""
 
-    Attributes:
-        lengths: ``[batch]`` int64, number of entries of the head's KV cache up to the root.
-        hidden: ``[batch, hidden]``, the head's state at the root.
-        packed: ``[batch, 2, width]``, the distributions at the root, packed.
-    """
-
-    lengths: Tensor
-    hidden: Tensor
-    packed: Tensor
+    lengths: Tensor  # [batch] int64, number of entries of the head's KV cache up to the root
+    hidden: Tensor  # [batch, hidden], the head's state at the root
+    packed: Tensor  # [batch, 2, width], the distributions at the root, packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSnapshot(DraftSnapshot):
-    """A round's head after tokens that need not be those it drafted.
+    """A round's head after tokens that need not be those it drafted."""
 
-    Attributes:
-        context: Entries of SGLang's KV cache to read: those before the round's root.
-        entries: The head's own entries from the root onwards, by layer.
-        hidden: ``[hidden]``, its state.
-        probs: ``[width]``, the distribution of the next token.
-        temperature: ``[1]``, temperature of its distributions.
-    """
-
-    context: int
-    entries: Mapping[int, Entries]
-    hidden: Tensor
-    probs: ShortProbs
-    temperature: Tensor
+    context: int  # entries of SGLang's KV cache to read: those before the round's root
+    entries: Mapping[int, Entries]  # the head's own entries from the root onwards, by layer
+    hidden: Tensor  # [hidden], its state
+    probs: ShortProbs  # [width], the distribution of the next token
+    temperature: Tensor  # [1], temperature of its distributions
 
     @property
     def position(self) -> int:

@@ -37,13 +37,9 @@ class Listener:
 
 
 class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
-    """Drafts trees and keeps the distributions they are drawn from.
+    """Drafts trees and keeps the distributions they are drawn from."""
 
-    Attributes:
-        buffers: What the rounds read at fixed addresses; allocated with SGLang's pools.
-    """
-
-    buffers: RoundBuffers
+    buffers: RoundBuffers  # what the rounds read at fixed addresses; allocated with SGLang's pools
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)

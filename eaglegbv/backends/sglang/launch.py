@@ -200,15 +200,10 @@ def _converted(checkpoint: Checkpoint) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command, and the variables to add to its environment.
+    """A command, and the variables to add to its environment."""
 
-    Attributes:
-        command: Program and arguments.
-        environment: Additional variables.
-    """
-
-    command: list[str]
-    environment: dict[str, str]
+    command: list[str]  # program and arguments
+    environment: dict[str, str]  # additional variables
 
 
 def launch(

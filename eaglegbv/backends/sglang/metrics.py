@@ -16,8 +16,7 @@ from eaglegbv.metrics import RequestMetrics
 
 _log = logging.getLogger(__name__)
 
-TITLES = ("EAGLEGBV", "EAGLEGBV3")
-"""Names of our algorithms."""
+TITLES = ("EAGLEGBV", "EAGLEGBV3")  # names of our algorithms
 
 
 def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
@@ -31,7 +30,7 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
     """
     histogram: list[int] = meta_info.get("spec_correct_drafts_histogram") or []
     forwards, accepted = sum(histogram), sum(i * count for i, count in enumerate(histogram))
-    # A token comes from the forward over the prompt, and from each that reads a text again.
+    # a token comes from the forward over the prompt, and from each that reads a text again.
     read = 1 + int(meta_info.get("num_retractions", 0))
     committed = max(0, int(meta_info["completion_tokens"]) - read)
     # Of the tokens beyond the end, the last is the one that the target added.
@@ -51,14 +50,10 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
 
 @dataclass(slots=True)
 class Delivered:
-    """Counts, in the scheduler's process, what verifications delivered, and reports it.
+    """Counts, in the scheduler's process, what verifications delivered, and reports it."""
 
-    Attributes:
-        counts: Those since the last report.
-        gauges: Our gauges of Prometheus, once there are any.
-    """
-
-    counts: RequestMetrics = field(default_factory=RequestMetrics)
+    counts: RequestMetrics = field(default_factory=RequestMetrics)  # those since the last report
+    # Our gauges of Prometheus, once there are any.
     gauges: dict[str, Any] = field(default_factory=dict)
 
     def process(

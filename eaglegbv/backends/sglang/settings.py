@@ -15,20 +15,16 @@ JSON_VARIABLE = "EAGLEGBV_SETTINGS"
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How drafts are drawn and judged. SGLang's flags set the number and length of paths.
 
-    Attributes:
-        verifier: Name of a verifier that accepts independently drawn paths.
-        draft_width: Number of candidates a draft distribution keeps, most likely first.
-        draft_temperature: Temperature of the draft distribution as a multiple of the request's own.
-        seed: Seed from which the seeds of requests without one are derived.
-
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
     """
 
-    verifier: str = "otbv"
+    verifier: str = "otbv"  # name of a verifier that accepts independently drawn paths
+    # Number of candidates a draft distribution keeps, most likely first.
     draft_width: int = DRAFT_WIDTH
+    # Temperature of the draft distribution as a multiple of the request's own.
     draft_temperature: float = 1.0
-    seed: int = 0
+    seed: int = 0  # seed from which the seeds of requests without one are derived
 
     def __post_init__(self) -> None:
         if not isinstance(self.verifier, str):

@@ -21,15 +21,11 @@ from eaglegbv.tree import DraftSampling, DraftTree
 
 @dataclass(frozen=True, slots=True)
 class ShortProbs:
-    """Distributions of the next drafted token, as short lists of the head's most likely tokens.
+    """Distributions of the next drafted token, as short lists of the head's most likely tokens."""
 
-    Attributes:
-        ids: ``[..., width]`` int64 target token ids, most likely first.
-        probs: ``[..., width]`` float64, normalised once; the same numbers are sampled from and
-            passed to the verifier.
-    """
-
-    ids: Tensor
+    ids: Tensor  # [..., width] int64 target token ids, most likely first
+    # [..., width] float64, normalised once; the same numbers are sampled from and passed to the
+    # verifier.
     probs: Tensor
 
     @classmethod
@@ -285,15 +281,10 @@ class RoundBuffers:
 
 @dataclass(frozen=True, slots=True)
 class NumberedTree:
-    """A draft tree, and SGLang's numbers of its nodes.
+    """A draft tree, and SGLang's numbers of its nodes."""
 
-    Attributes:
-        tree: The tree; nodes that represent no path come last, as padding.
-        numbers: ``[batch, nodes]`` int64, SGLang's number of each node within its request.
-    """
-
-    tree: DraftTree
-    numbers: Tensor
+    tree: DraftTree  # the tree; nodes that represent no path come last, as padding
+    numbers: Tensor  # [batch, nodes] int64, SGLang's number of each node within its request
 
     def rows(self) -> Tensor:
         """Return ``[batch, nodes]``: each node's row among those of all SGLang's nodes."""

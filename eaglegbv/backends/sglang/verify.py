@@ -254,17 +254,11 @@ class ProbsInPlace(TargetProbs):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """A verdict as SGLang's kernels report it; nodes are numbered through the batch.
+    """A verdict as SGLang's kernels report it; nodes are numbered through the batch."""
 
-    Attributes:
-        nodes: ``[batch, length + 1]`` int64, the root and the accepted nodes, then -1.
-        tokens: ``[batch, nodes]`` int64, at the root and each accepted node, the token after it.
-        accepted: ``[batch]`` int64, number of accepted nodes without the root.
-    """
-
-    nodes: Tensor
-    tokens: Tensor
-    accepted: Tensor
+    nodes: Tensor  # [batch, length + 1] int64, the root and the accepted nodes, then -1
+    tokens: Tensor  # [batch, nodes] int64, at the root and each accepted node, the token after it
+    accepted: Tensor  # [batch] int64, number of accepted nodes without the root
 
 
 def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
@@ -317,17 +311,13 @@ def _normalised(probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """How a batch of trees is verified.
+    """How a batch of trees is verified."""
 
-    Attributes:
-        accept: Maps the target's distributions ``[batch, nodes, vocab]`` to what is accepted.
-        space: ``[batch * nodes, vocab]`` float32, where SGLang is to write them; None for anywhere.
-        sampling: SGLang's SamplingBatchInfo.
-    """
-
+    # Maps the target's distributions [batch, nodes, vocab] to what is accepted.
     accept: Callable[[Tensor], Acceptance]
+    # [batch * nodes, vocab] float32, where SGLang is to write them; None for anywhere.
     space: Tensor | None
-    sampling: Any
+    sampling: Any  # SGLang's SamplingBatchInfo
 
 
 _round: ContextVar[Round | None] = ContextVar("eaglegbv_round", default=None)

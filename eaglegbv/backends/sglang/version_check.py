@@ -10,11 +10,8 @@ from types import MappingProxyType
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 
-SUPPORTED = ("0.5.23",)
-"""Versions of SGLang whose override points are known."""
-
-PLUGIN = "eaglegbv"
-"""Name of our entry point for plug-ins."""
+SUPPORTED = ("0.5.23",)  # versions of SGLang whose override points are known
+PLUGIN = "eaglegbv"  # name of our entry point for plug-ins
 
 
 def check_version() -> None:
@@ -61,17 +58,11 @@ class OverridePointChanged(EagleGBVError):
 
 @dataclass(frozen=True, slots=True)
 class OverridePoint:
-    """A function of SGLang that is replaced, wrapped or overridden.
+    """A function of SGLang that is replaced, wrapped or overridden."""
 
-    Attributes:
-        module: Module in which it is looked up.
-        name: Its name there, dotted for a method.
-        parameters: The parameters we rely on, in order; more may follow.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
+    module: str  # module in which it is looked up
+    name: str  # its name there, dotted for a method
+    parameters: tuple[str, ...]  # the parameters we rely on, in order; more may follow
 
     def check(self) -> None:
         """Raise :class:`OverridePointChanged` unless it exists and takes the parameters."""

@@ -20,23 +20,16 @@ from eaglegbv.llm import LLM
 
 AGREES, AGAINST, OPEN = "agrees", "against", "not told apart"
 VERDICTS = {SideOfOne.ABOVE: AGREES, SideOfOne.BELOW: AGAINST, SideOfOne.OPEN: OPEN}
-
-SAME = 1e-6
-"""Ratios nearer to 1 are rounding, and those of solvers to their tolerance."""
+SAME = 1e-6  # ratios nearer to 1 are rounding, and those of solvers to their tolerance
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """A direction a paper gives, and what was measured.
+    """A direction a paper gives, and what was measured."""
 
-    Attributes:
-        statement: The direction, with the cell it is about.
-        source: Who says so.
-        ratio: The figure that should be higher over the other, with its paired interval; None where
-            nothing can be compared.
-    """
-
-    statement: str
-    source: str
+    statement: str  # the direction, with the cell it is about
+    source: str  # who says so
+    # The figure that should be higher over the other, with its paired interval; None where nothing
+    # can be compared.
     ratio: Estimate | None
 
     @property
@@ -46,31 +39,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """A table as it is printed.
+    """A table as it is printed."""
 
-    Attributes:
-        title: What it shows.
-        rows: Headings first, rows of one width.
-        notes: What a reader has to know.
-    """
-
-    title: str
-    rows: list[list[str]]
-    notes: tuple[str, ...] = ()
+    title: str  # what it shows
+    rows: list[list[str]]  # headings first, rows of one width
+    notes: tuple[str, ...] = ()  # what a reader has to know
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of measuring a paper's comparison.
+    """What came of measuring a paper's comparison."""
 
-    Attributes:
-        tables: Our tables, the paper's figures beside ours where they are known.
-        findings: The directions, tested.
-        notes: What a reader has to know.
-    """
-
-    tables: tuple[Table, ...]
-    findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
+    tables: tuple[Table, ...]  # our tables, the paper's figures beside ours where they are known
+    findings: tuple[Finding, ...] = ()  # the directions, tested
+    notes: tuple[str, ...] = ()  # what a reader has to know
 
     @property
     def exceptions(self) -> tuple[Finding, ...]:
@@ -79,23 +60,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user sets; a run is resumed only with the same.
+    """What a user sets; a run is resumed only with the same."""
 
-    Attributes:
-        seed: Of texts, drafts and judgements.
-        max_tokens: Tokens of an answer at most.
-        places: Places of each text at which all verifiers judge the same drafts.
-        judgements: How often each judges each tree.
-        engine_questions: Questions that whole engines answer, for what one step cannot tell.
-        engine: Measure in the engine as well what the same drafts tell.
-    """
-
-    seed: int = 0
-    max_tokens: int = 128
-    places: int = 5
-    judgements: int = 4
-    engine_questions: int = 16
-    engine: bool = False
+    seed: int = 0  # of texts, drafts and judgements
+    max_tokens: int = 128  # tokens of an answer at most
+    places: int = 5  # places of each text at which all verifiers judge the same drafts
+    judgements: int = 4  # how often each judges each tree
+    engine_questions: int = 16  # questions that whole engines answer, for what one step cannot tell
+    engine: bool = False  # measure in the engine as well what the same drafts tell
 
 
 class Bar(Protocol):
@@ -107,22 +79,15 @@ class Bar(Protocol):
 
 @dataclass
 class Site:
-    """Where a paper's comparison is measured: models, questions, a folder.
+    """Where a paper's comparison is measured: models, questions, a folder."""
 
-    Attributes:
-        folder: Where results are kept as they are measured; made if it is not there.
-        questions: What the models answer.
-        options: How much is measured.
-        load: Loads target and drafter.
-        progress: Shows a bar, given what is measured and how many steps it takes.
-        sheets: Parts of the comparison, by name; all that the options ask for where none is named.
-    """
-
-    folder: Path
-    questions: QuestionSet
-    options: Options
-    load: Callable[[], LLM]
+    folder: Path  # where results are kept as they are measured; made if it is not there
+    questions: QuestionSet  # what the models answer
+    options: Options  # how much is measured
+    load: Callable[[], LLM]  # loads target and drafter
+    # Shows a bar, given what is measured and how many steps it takes.
     progress: Callable[[str, int], AbstractContextManager[Bar]]
+    # Parts of the comparison, by name; all that the options ask for where none is named.
     sheets: Sequence[str] = ()
 
     @cached_property
@@ -171,15 +136,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Paper(ABC):
-    """A paper's comparison, by command.
+    """A paper's comparison, by command."""
 
-    Attributes:
-        name: Short name, that of the command.
-        title: Paper and what is compared.
-    """
-
-    name: str
-    title: str
+    name: str  # short name, that of the command
+    title: str  # paper and what is compared
 
     @abstractmethod
     def measure(self, site: Site) -> Report:

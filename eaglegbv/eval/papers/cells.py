@@ -23,20 +23,15 @@ from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import write_whole
 
-CELLS = "cells.json"
-"""What a run publishes: every cell, question by question."""
-
-CHUNK = 16
-"""Questions of a part."""
+CELLS = "cells.json"  # what a run publishes: every cell, question by question
+CHUNK = 16  # questions of a part
 
 
 class Way(StrEnum):
     """How cells are measured."""
 
-    SAME_DRAFTS = "same drafts"
-    """Every verifier judges the same trees, at places of plain texts."""
-    ENGINE = "engine"
-    """Whole answers, several requests together."""
+    SAME_DRAFTS = "same drafts"  # every verifier judges the same trees, at places of plain texts
+    ENGINE = "engine"  # whole answers, several requests together
     TIMED = "engine, one request at a time"
 
 
@@ -49,18 +44,12 @@ class Figure(StrEnum):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What one setting came to.
+    """What one setting came to."""
 
-    Attributes:
-        setting: Which.
-        tokens: For each question, tokens committed in its steps.
-        steps: For each question, steps: places, or decoding forwards of the target.
-        seconds: For each phase, seconds of each question; nothing where no engine ran.
-    """
-
-    setting: Setting
-    tokens: tuple[float, ...]
-    steps: tuple[int, ...]
+    setting: Setting  # which
+    tokens: tuple[float, ...]  # for each question, tokens committed in its steps
+    steps: tuple[int, ...]  # for each question, steps: places, or decoding forwards of the target
+    # For each phase, seconds of each question; nothing where no engine ran.
     seconds: dict[Phase, tuple[float, ...]] = {}
 
     def estimate(self) -> Estimate:
@@ -132,17 +121,11 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``cells.json`` holds: all that a report follows from.
+    """What ``cells.json`` holds: all that a report follows from."""
 
-    Attributes:
-        run: What was measured with what.
-        environment: Where and when.
-        sheets: Cells by the name of their sheet.
-    """
-
-    run: Run
-    environment: Environment
-    sheets: dict[str, list[Cell]]
+    run: Run  # what was measured with what
+    environment: Environment  # where and when
+    sheets: dict[str, list[Cell]]  # cells by the name of their sheet
 
 
 def load_measured(path: Path) -> Measured:

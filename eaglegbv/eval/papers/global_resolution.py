@@ -20,7 +20,6 @@ from eaglegbv.verifiers.global_resolution import Solver
 _SOURCE = "Thomas & Pal, arXiv 2511.15898"
 _READ = "two public notes on the paper, which agree; its own text was not at hand"
 _OURS = "this package's claim for its exact solver"
-
 LLAMA = "Llama-3 70B/8B"
 
 TIMES: Mapping[tuple[int, int], Mapping[str, str]] = {
@@ -43,15 +42,10 @@ COMPARED = (Solver.EXACT, Solver.CONVEX, Solver.RACE, Solver.MAX_FLOW, Solver.LP
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """One solver at one size: a top-k draft distribution, n drafts.
+    """One solver at one size: a top-k draft distribution, n drafts."""
 
-    Attributes:
-        row: Its figures.
-        answers: At each node.
-    """
-
-    row: Row
-    answers: tuple[Answer | None, ...]
+    row: Row  # its figures
+    answers: tuple[Answer | None, ...]  # at each node
 
     @property
     def complete(self) -> bool:
@@ -75,19 +69,12 @@ BySize: TypeAlias = Mapping[tuple[int, int], Mapping[str, Solved]]
 
 @dataclass(frozen=True)
 class SolverPaper(Paper):
-    """Solvers on distributions harvested from the pair.
+    """Solvers on distributions harvested from the pair."""
 
-    Attributes:
-        temperature: Of both models.
-        sizes: (k, n): tokens of the draft distribution, drafts.
-        nodes: Nodes of each size.
-        limits: Milliseconds a token.
-    """
-
-    temperature: float
-    sizes: tuple[tuple[int, int], ...]
-    nodes: int
-    limits: tuple[float, ...]
+    temperature: float  # of both models
+    sizes: tuple[tuple[int, int], ...]  # (k, n): tokens of the draft distribution, drafts
+    nodes: int  # nodes of each size
+    limits: tuple[float, ...]  # milliseconds a token
 
     def measure(self, site: Site) -> Report:
         """Harvest distributions, give every solver the same nodes; write ``solvers.json``."""

@@ -23,7 +23,6 @@ from eaglegbv.tree import DraftSampling
 _SOURCE = "Hu et al., arXiv 2502.18779"
 _NOTES = "notes on it (temperature is not monotone; greedy drafts may lose their lead when hot)"
 _THEOREM = "a theorem: no rule is above its drafts' optimum"
-
 USUAL_TEMPERATURE, USUAL_DRAFTS = 0.7, 3
 """The paper's own, by public notes on it."""
 
@@ -44,15 +43,10 @@ NOT_SEEN = (
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Acceptance at every place, by rule and number of drafts.
+    """Acceptance at every place, by rule and number of drafts."""
 
-    Attributes:
-        harvest: The places.
-        by_rule: ``[places]`` by rule and n.
-    """
-
-    harvest: Harvest
-    by_rule: Mapping[tuple[str, int], Tensor]
+    harvest: Harvest  # the places
+    by_rule: Mapping[tuple[str, int], Tensor]  # [places] by rule and n
 
     def mean(self, rule: str, drafts: int) -> Estimate:
         """Return a rule's mean acceptance."""
@@ -71,19 +65,12 @@ def accepted(places: Harvest, drafts: Sequence[int]) -> Accepted:
 
 @dataclass(frozen=True)
 class NodePaper(Paper):
-    """Acceptance at one node, and trees of such drafts.
+    """Acceptance at one node, and trees of such drafts."""
 
-    Attributes:
-        temperatures: Where n is the usual one.
-        drafts: Where the temperature is the usual one.
-        width: Most likely tokens that draft distributions keep.
-        trees: Trees whose nodes have such drafts.
-    """
-
-    temperatures: tuple[float, ...]
-    drafts: tuple[int, ...]
-    width: int
-    trees: tuple[Setting, ...]
+    temperatures: tuple[float, ...]  # where n is the usual one
+    drafts: tuple[int, ...]  # where the temperature is the usual one
+    width: int  # most likely tokens that draft distributions keep
+    trees: tuple[Setting, ...]  # trees whose nodes have such drafts
 
     def measure(self, site: Site) -> Report:
         """Compute acceptances, judge trees; write ``nodes.json`` and ``cells.json``."""

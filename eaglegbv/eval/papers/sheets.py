@@ -16,61 +16,39 @@ from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.metrics import Phase
 
 Axis: TypeAlias = Literal["paths", "depth"]
-
 NOT_AT_HAND = "the paper's figure of each cell is not at hand"
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A verifier's figure is at least another's, in every cell both have.
+    """A verifier's figure is at least another's, in every cell both have."""
 
-    Attributes:
-        better: The verifier whose figure should be as high or higher.
-        worse: The other; where it takes one path alone, its one-path setting stands in every cell.
-        source: Who says so.
-        figure: What is compared.
-    """
-
-    better: str
+    better: str  # the verifier whose figure should be as high or higher
+    # The other; where it takes one path alone, its one-path setting stands in every cell.
     worse: str
-    source: str
-    figure: Figure = Figure.TOKENS_A_STEP
+    source: str  # who says so
+    figure: Figure = Figure.TOKENS_A_STEP  # what is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """A verifier's figure does not fall from one place on an axis to another.
+    """A verifier's figure does not fall from one place on an axis to another."""
 
-    Attributes:
-        verifier: Which.
-        axis: Along what.
-        source: Who says so.
-        start: Where from; None for the least.
-        end: Where to; None for the most.
-        figure: What is compared.
-    """
-
-    verifier: str
-    axis: Axis
-    source: str
-    start: int | None = None
-    end: int | None = None
-    figure: Figure = Figure.TOKENS_A_STEP
+    verifier: str  # which
+    axis: Axis  # along what
+    source: str  # who says so
+    start: int | None = None  # where from; None for the least
+    end: int | None = None  # where to; None for the most
+    figure: Figure = Figure.TOKENS_A_STEP  # what is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """A verifier's lead over another on the same drafts grows from the least depth to the most.
+    """A verifier's lead over another on the same drafts grows from the least depth to the most."""
 
-    Attributes:
-        better: The one that leads.
-        worse: The other.
-        source: Who says so.
-    """
-
-    better: str
-    worse: str
-    source: str
+    better: str  # the one that leads
+    worse: str  # the other
+    source: str  # who says so
 
 
 Direction: TypeAlias = Order | Rise | Widening
@@ -78,52 +56,30 @@ Direction: TypeAlias = Order | Rise | Widening
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
-    """A figure a paper gives of its own models, and the cells here it is put beside.
+    """A figure a paper gives of its own models, and the cells here it is put beside."""
 
-    Attributes:
-        text: The figure, as a ratio: ``better`` over ``worse``.
-        models: What it was measured on.
-        source: Where it was read.
-        better: A verifier.
-        worse: Another.
-        paths: Of the better one here; the worse one has as many, or one where it takes no more.
-        depth: Of both here.
-        temperature: Of both here.
-        figure: What is compared.
-    """
-
-    text: str
-    models: str
-    source: str
-    better: str
-    worse: str
-    paths: int
-    depth: int
-    temperature: float
-    figure: Figure = Figure.TOKENS_A_STEP
+    text: str  # the figure, as a ratio: `better` over `worse`
+    models: str  # what it was measured on
+    source: str  # where it was read
+    better: str  # a verifier
+    worse: str  # another
+    paths: int  # of the better one here; the worse one has as many, or one where it takes no more
+    depth: int  # of both here
+    temperature: float  # of both here
+    figure: Figure = Figure.TOKENS_A_STEP  # what is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Cells measured alike, and what should be seen in them.
+    """Cells measured alike, and what should be seen in them."""
 
-    Attributes:
-        name: Short name, unique within the paper.
-        title: What is compared.
-        way: How.
-        settings: The cells.
-        directions: What a paper, or this package, says.
-        quotes: Figures of the paper.
-        optional: Measured only where the engine is asked for as well.
-    """
-
-    name: str
-    title: str
-    way: Way
-    settings: tuple[Setting, ...]
-    directions: tuple[Direction, ...] = ()
-    quotes: tuple[Quote, ...] = ()
-    optional: bool = False
+    name: str  # short name, unique within the paper
+    title: str  # what is compared
+    way: Way  # how
+    settings: tuple[Setting, ...]  # the cells
+    directions: tuple[Direction, ...] = ()  # what a paper, or this package, says
+    quotes: tuple[Quote, ...] = ()  # figures of the paper
+    optional: bool = False  # measured only where the engine is asked for as well
 
 
 def cells_of(
@@ -139,15 +95,10 @@ def cells_of(
 
 @dataclass(frozen=True)
 class GridPaper(Paper):
-    """A paper as sheets.
+    """A paper as sheets."""
 
-    Attributes:
-        sheets: What is measured.
-        notes: What a reader has to know.
-    """
-
-    sheets: tuple[Sheet, ...]
-    notes: tuple[str, ...] = ()
+    sheets: tuple[Sheet, ...]  # what is measured
+    notes: tuple[str, ...] = ()  # what a reader has to know
 
     def measure(self, site: Site) -> Report:
         """Measure every sheet that is wanted, and write the cells to ``cells.json``.
