@@ -204,14 +204,24 @@ def test_trees_of_one_plan_outlive_the_drawing_of_others() -> None:
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_one_recording_serves_all_mixtures_of_top_k() -> None:
-    plan, recorder, plain = Plan(paths=2, depth=2), TapeRecorder(), tiny_engine()
+def test_one_recording_serves_many_top_k() -> None:
+    plan = Plan(paths=2, depth=3)
+    asked = [(p, sampling(top_k=k), plan) for p, k in zip(PROMPTS, (3, 7, 40), strict=True)]
+    taped = tiny_engine(slots=512, graphs=TapeRecorder(), attention=StandAttention)
+    assert texts(taped, asked) == texts(tiny_engine(), asked)
+    assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 4
+
+
+@pytest.mark.usefixtures("any_pool")
+def test_mixtures_of_top_k_are_not_recorded_anew() -> None:
+    plan, recorder = Plan(paths=2, depth=2), TapeRecorder()
     taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
-    for limits in ((5, 8), (8, 5), (6, 6), (None, 5)):
-        asked = [(p, sampling(top_k=k), plan) for p, k in zip(PROMPTS[:2], limits, strict=True)]
-        assert texts(taped, asked) == texts(plain, asked)
-        # Forwards return no trees. For two requests, and for the last of them:
-        assert sum(bool(trees) for _, trees in recorder.made) == 2
+    counts = []
+    for limits in ((5, 8), (8, 5), (6, 7), (6, 6), (None, 5)):
+        pair = zip(PROMPTS[:2], limits, strict=True)
+        texts(taped, [(prompt, sampling(top_k=k), plan) for prompt, k in pair])
+        counts.append(sum(bool(trees) for _, trees in recorder.made))  # forwards return none
+    assert counts == [2] * 5  # for two requests, and for the last of them
 
 
 @pytest.mark.usefixtures("any_pool")

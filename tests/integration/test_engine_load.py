@@ -137,7 +137,7 @@ def test_a_step_that_breaks_off_gives_everything_back(
     exact = exact_engine(slots=400)
     requests = mixed(exact)
     waiting = Spec((6,), SamplingParams(max_tokens=9, seed=3), PLANS[4])
-    monkeypatch.setattr(exact.engine._scheduler, "_max_batch", len(requests))
+    monkeypatch.setattr(exact.engine._scheduler, "max_batch", len(requests))
     requests.append((exact.add(waiting), waiting))
     owner, name, calls = FAULTS[fault]
     drafter = exact.engine._drafting.drafter

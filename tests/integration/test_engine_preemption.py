@@ -124,7 +124,7 @@ def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
     assert isinstance(drafter, EagleDrafter)
 
     def state(budget: int, *, preempted: bool) -> Tensor:
-        monkeypatch.setattr(tiny.engine._scheduler, "_prefill_tokens", budget)
+        monkeypatch.setattr(tiny.engine._scheduler, "prefill_tokens", budget)
         request = tiny.engine.add(prompt, SamplingParams(max_tokens=30, seed=1), OTBV)
         while len(request.token_ids) < 6:
             tiny.engine.step()
