@@ -1,11 +1,12 @@
 """The G-test of token sequences against their exact joint distribution, as a dense array."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.eval.g_test import LEVEL, SHIFT, SMALLEST_EXPECTED, GTest
+from eaglegbv.eval.g_test import LEVEL, SHIFT, SMALLEST_EXPECTED, GTest, power
 from eaglegbv.eval.g_test import g_test as _g_test
 
 __all__ = ["GTest", "g_test", "joint_probs"]
@@ -27,7 +28,8 @@ def g_test(
     cell = np.where(rare, len(expected), np.arange(len(expected)))
     merged = np.append(np.where(rare, 0.0, expected), expected[rare].sum())
     cells = cell[np.asarray(observed, dtype=np.int64)]
-    return _g_test(cells, merged, shift=shift, level=level)
+    found = _g_test(cells, merged, level=level)
+    return replace(found, power=power(found.samples, found.cells, shift=shift, level=level))
 
 
 def joint_probs(
