@@ -231,7 +231,7 @@ def test_what_the_engine_is_compiled_by_is_recorded(
     assert "- Backend: local (compiled by eager)" in (tmp_path / "results.md").read_text()
     again = bench(cli, pair, *options)
     assert again.status == 2
-    assert "(compile_backend eager, now none)" in again.err
+    assert "(--compile eager, now none)" in again.err
 
 
 def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -> None:
