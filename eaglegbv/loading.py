@@ -27,13 +27,15 @@ from eaglegbv.drafters.registry import drafter_names, make_drafter, registered_d
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.fused_linears import Quantization
-from eaglegbv.gguf import find_model
+from eaglegbv.gguf import SMOLLM2, find_model
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
 
-TINY = Path(__file__).parent / "assets" / "tiny"
+_ASSETS = Path(__file__).parent / "assets"
+TINY = _ASSETS / "tiny"
 TINY_TARGET = TINY / "target"
 TINY_DRAFTERS = ("eagle3", "eagle1")
+_HEADS = {name: TINY / name for name in TINY_DRAFTERS} | {SMOLLM2: _ASSETS / SMOLLM2}
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of a model's name; some old models of the hub have no owner."""
 _DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -78,7 +80,8 @@ class NamedModels:
 def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedModels:
     """Return the models of a user's choice; where no target is named, those of the tiny pair.
 
-    A target in a GGUF file is converted, if it never was; see :func:`eaglegbv.gguf.find_model`.
+    So is SmolLM2's drafter. A target in a GGUF file is converted, if it never was; see
+    :func:`eaglegbv.gguf.find_model`.
 
     Raises:
         InvalidArgument: A model or drafter is no name, or a GGUF file cannot be read.
@@ -88,8 +91,13 @@ def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedM
         if name is not None and not (isinstance(name, str | Path) and str(name)):
             raise InvalidArgument(argument, name, "a folder or a name, or None")
     if model is None:
-        return NamedModels("tiny", TINY_TARGET, drafter or TINY_DRAFTERS[0])
-    return NamedModels(str(model), find_model(model), drafter)
+        return NamedModels("tiny", TINY_TARGET, drafter or packaged_drafter(None))
+    return NamedModels(str(model), find_model(model), drafter or packaged_drafter(model))
+
+
+def packaged_drafter(model: str | Path | None) -> str | None:
+    """Return the name of the packaged head for a target, or None."""
+    return {None: TINY_DRAFTERS[0], SMOLLM2: SMOLLM2}.get(model)  # type: ignore[call-overload]
 
 
 def load_pair(
@@ -110,7 +118,8 @@ def load_pair(
         model: Folder or hub name of a transformers decoder-only model.
         drafter: Folder or hub name of an EAGLE head, of a small language model with the target's
             tokenizer, or of a table; the name of a registered drafter, such as ``"ngram"`` for
-            prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of the tiny pair; or None.
+            prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of the tiny pair,
+            ``"smollm2"`` for that of SmolLM2; or None.
         slots: Tokens the KV pools hold: a number, or what it follows from.
         dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
         device: None for CUDA where there is one.
@@ -284,11 +293,11 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
     Raises:
         InvalidArgument: There is no such folder, and the hub gives no such repository.
     """
-    folder = TINY / str(drafter) if drafter in TINY_DRAFTERS else Path(drafter)
+    folder = _HEADS.get(str(drafter), Path(drafter))
     if folder.is_dir():
         return folder
     own = () if head else drafter_names()
-    names = " or ".join(repr(name) for name in (*TINY_DRAFTERS, *own))
+    names = " or ".join(repr(name) for name in (*_HEADS, *own))
     kinds = "an EAGLE head" if head else "an EAGLE head, a language model or a table"
     expected = f"a folder with {kinds}, or {names}"
     if not _DRAFTER_NAME.fullmatch(str(drafter)):

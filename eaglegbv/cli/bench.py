@@ -46,6 +46,7 @@ from eaglegbv.eval.statistics import (
     whole,
 )
 from eaglegbv.fused_linears import Quantization
+from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
 from eaglegbv.sampling import SamplingParams
@@ -575,12 +576,17 @@ def demo(
     prompt: Annotated[
         str, opt("The prompt to answer first.")
     ] = "Give three tips for a good night's sleep.",
+    model: Annotated[
+        str | None,
+        opt("tiny, smollm2, or another, as in generate.", shown="smollm2 if it is here, or tiny"),
+    ] = None,
     questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 4,
     max_tokens: opts.MaxTokens = 64,
     seed: opts.Seed = 0,
 ) -> None:
-    """Answer a prompt with the packaged tiny model, then compare verifiers on a few questions."""
-    plan, models = Plan(), Models()
+    """Answer a prompt with a small model, then compare verifiers on a few questions."""
+    name = model or (SMOLLM2 if smollm2_at_hand() else "tiny")
+    plan, models = Plan(), Models(model=None if name == "tiny" else name)
     chosen = load_questions("builtin").first(questions)
     verifiers = ("none", "token", "block", "gbv", "otbv")
     wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
@@ -589,9 +595,7 @@ def demo(
     typer.echo(f"> {prompt}")
     params = SamplingParams(temperature=0.7, max_tokens=2 * max_tokens, seed=seed)
     answer(llm, messages(prompt), params, printed=True)
-    typer.echo(
-        f"\nThe same tiny model on {questions} two-turn questions, temperature 1, one at a time:"
-    )
+    typer.echo(f"\n{name} on {questions} two-turn questions, temperature 1, one at a time:")
     records: list[Record] = []
     with _watched(settings, records.append) as keep:
         run(llm.generate, chosen.questions, settings, on_record=keep)

@@ -74,7 +74,7 @@ Drafter = Annotated[
     opt(
         "Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
         "'eagle1' or 'eagle3' of the tiny model.",
-        shown=f"{LOOKUP}, prompt lookup; eagle3 of the tiny model",
+        shown=f"{LOOKUP}, prompt lookup; of the tiny model eagle3, of smollm2 its own",
     ),
 ]
 Device = Annotated[str | None, opt("Device, such as cpu or cuda.", shown="cuda or cpu")]
@@ -148,9 +148,10 @@ class Models:
     def or_lookup(self, plan: "Planning") -> "Models":
         """Return them with prompt lookup, and say so, where ``plan`` drafts and nothing could."""
         from eaglegbv.config import AutoPlan
+        from eaglegbv.loading import packaged_drafter
 
         drafts = isinstance(plan, AutoPlan) or plan.speculative
-        if self.model is None or self.drafter is not None or not drafts:
+        if self.drafter is not None or packaged_drafter(self.model) is not None or not drafts:
             return self
         typer.echo(f"no --drafter: drafts are looked up in the text itself ({LOOKUP})", err=True)
         return replace(self, drafter=LOOKUP)

@@ -150,7 +150,7 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
             "--draft-sampling='hob': expected hub, perhaps; one of iid, ",
         ),
         (["picture", "--verifiers", "nope"], "verifier='nope'"),
-        (["picture", "--verifiers", "spechub"], "--draft-sampling='iid'"),
+        (["picture", "--verifiers", "spechub"], "draft_sampling='iid'"),
         (["picture", "--paths", "0"], "paths=0"),
         (["picture", "--trees", "1"], "trees=1"),
         (["picture", "--temperatures", "0"], "temperatures=0"),
