@@ -11,7 +11,7 @@ from eaglegbv.request import Request
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class KVSlots:
     """Hands slots to requests and takes them back.
 

@@ -95,6 +95,7 @@ def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
     for prompt in PROMPTS:
         away.engine.add(prompt, params, Plan(paths=2, depth=3))
     steps = []
+    device.blocking.clear()  # those of loading
     for _ in range(3):
         device.reads.clear()
         away.engine.step()

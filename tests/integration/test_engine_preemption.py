@@ -133,7 +133,7 @@ def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
             while request.to_prefill:
                 tiny.engine.step()
         drafter.catch_up([request])
-        hidden = drafter.snapshot(request).hidden
+        hidden = drafter.snapshot(request).last
         tiny.engine.cancel(request)
         return hidden
 
@@ -396,7 +396,7 @@ def test_broken_recalled_distributions_fail_their_own_request_only(
 
     def poisoned(self: EagleDrafter, requests: Sequence[Request], *rest: Any) -> Any:
         return [
-            dataclasses.replace(p, hidden=p.hidden * torch.nan) if request is doomed else p
+            dataclasses.replace(p, last=p.last * torch.nan) if request is doomed else p
             for request, p in zip(requests, advance(self, requests, *rest), strict=True)
         ]
 

@@ -129,7 +129,7 @@ def test_steps_of_a_real_model(cli, pair) -> None:
         (("--plans", "fast"), "plans='fast'"),
         (("--plans", "fast:2x2"), "verifier='fast'"),
         (("--cuda-graphs", "fast"), "cuda-graphs='fast'"),
-        (("--sizes", SIZES, "--device", "cpu", "--cuda-graphs", "on"), "cuda_graphs='on'"),
+        (("--sizes", SIZES, "--device", "cpu", "--cuda-graphs", "on"), "cuda-graphs='on'"),
     ],
 )
 def test_a_step_that_is_none_is_named(cli, options: tuple[str, ...], message: str) -> None:

@@ -58,7 +58,7 @@ def test_a_table(cli) -> None:
         (["--width", "wide"], "width"),
         (["--width", "0"], "width"),
         (["--instances", "0"], "instances"),
-        (["--time-limit", "0"], "time_limit"),
+        (["--time-limit", "0"], "time-limit"),
     ],
 )
 def test_bad_input_is_one_line(cli, arguments: list[str], named: str) -> None:
