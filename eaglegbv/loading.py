@@ -97,7 +97,9 @@ def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedM
 
 def packaged_drafter(model: str | Path | None) -> str | None:
     """Return the name of the packaged head for a target, or None."""
-    return {None: TINY_DRAFTERS[0], SMOLLM2: SMOLLM2}.get(model)  # type: ignore[call-overload]
+    if model is None:
+        return TINY_DRAFTERS[0]
+    return SMOLLM2 if model == SMOLLM2 else None
 
 
 def load_pair(
