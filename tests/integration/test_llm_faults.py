@@ -253,16 +253,19 @@ class Widest(StepObserver):
 
 
 def test_asyncio_serves_calls_by_threads_in_the_same_steps(llm: LLM) -> None:
-    async def ask() -> list[str]:
+    # Long enough that the first goes on when the last begins.
+    long = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+
+    async def ask() -> list[int]:
         # Of its own, asyncio has four threads more than the machine has cores.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))
-        calls = [asyncio.to_thread(llm.generate, "Once", params(n)) for n in range(16)]
-        return [answer.text for answer in await asyncio.gather(*calls)]
+        calls = [asyncio.to_thread(llm.generate, "Once", long) for _ in range(16)]
+        return [len(answer.token_ids) for answer in await asyncio.gather(*calls)]
 
     widest = Widest()
     llm.observe(widest)
     try:
-        assert len(set(asyncio.run(ask()))) == 1
+        assert asyncio.run(ask()) == [120] * 16
     finally:
         llm.unobserve(widest)
     assert widest.requests == 16
