@@ -332,7 +332,8 @@ class Engine:
             fitted=self._fitted,
         )
         for request in batch.decoding:
-            request.plan = self._fitted(request, request.plan)
+            if request.auto is None:
+                request.plan = self._fitted(request, request.plan)
 
     def _fitted(self, request: Request, plan: Plan) -> Plan:
         """Return ``plan`` with as deep trees as context and pool have room for, down to none.

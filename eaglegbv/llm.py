@@ -268,7 +268,7 @@ class LLM(TextGenerator):
             model: Folder or hub name of a transformers decoder-only model; None for the tiny pair.
             drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
                 of a table; ``"ngram"`` for prompt lookup, the default but for the tiny pair, which
-                has ``"eagle3"`` and ``"eagle1"``.
+                has ``"eagle3"`` and ``"eagle1"``, and for ``smollm2``, which has its own.
             verifier: See :class:`eaglegbv.config.Plan` for this and the next five. Where none of
                 the first four is given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.

@@ -262,7 +262,7 @@ def build_corpus(
     for row in rows:
         try:
             cut += [(row, segments) for segments in _documents(row, tokenizer)]
-        # a template is a program, and may fail in any way.
+        # A template is a program, and may fail in any way.
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
             refused.append((row.place or f"a row of {row.source}", first_line(error)))
     if refused:

@@ -44,7 +44,7 @@ class Schedule:
     minutes: float | None = None
     learning_rate: float = 1.5e-3  # peak learning rate of AdamW
     final_rate: float = 0.01  # fraction of the peak the cosine ends at
-    weight_decay: float = 0.1  # adamW's decay, of matrices only
+    weight_decay: float = 0.1  # AdamW's decay, of matrices only
     evaluate_every: int = 250  # steps between two evaluations
     checkpoint_every: int = 250  # steps between two checkpoints
     seed: int = 0  # seed of everything random

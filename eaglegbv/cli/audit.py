@@ -18,6 +18,7 @@ from eaglegbv.cli.options import (
     draft_sampling_named,
     entries,
     fixed_plan,
+    made_of,
     opt,
     print_json,
     progress,
@@ -236,22 +237,13 @@ def pair(
     as many texts of plain decoding. A small top-k leaves few enough texts to list. Exit status 1 if
     the test rejects at level 1e-4.
     """
-    plans = [
-        fixed_plan(
-            name,
-            paths,
-            depth,
-            draft_sampling=draft_sampling,
-            draft_width=draft_width,
-            draft_temperature=draft_temperature,
-        )
-        for name in verifier_names(verifier)
-    ]
+    given = locals()
+    plans = [made_of(given, fixed_plan, verifier=name) for name in verifier_names(verifier)]
     exact = dtype == "float32" if against is None else against == "exact"
     if against not in (None, "exact", "plain"):
         raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
     params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
-    models = Models(model=model, drafter=drafter, device=device, dtype=dtype)
+    models = made_of(given, Models)
     drafted = next((plan for plan in plans if plan.speculative), PLAIN)
     prompts = prompt or ["Name three kinds of fruit."]
     other = "their exact distribution" if exact else "as many of plain decoding"

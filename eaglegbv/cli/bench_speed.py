@@ -16,6 +16,7 @@ from eaglegbv.cli.options import (
     check_out,
     check_verifier,
     entries,
+    made_of,
     member,
     opt,
     progress,
@@ -116,6 +117,7 @@ def batch(
     --shape the weights are made, such that drafts are as good as --efficiency says: the texts mean
     nothing, but they are drafted and verified as any others.
     """
+    given = locals()
     grid = Grid(
         batches=entries("batches", batches, int),
         contexts=entries("contexts", contexts, int),
@@ -131,14 +133,8 @@ def batch(
     where, precision = place_of(device, dtype)
     names = entries("ways", ways, str)
     most = max(count * grid.calls(count) for count in grid.batches)
-    models = Models(
-        model=model,
-        drafter=drafter,
-        device=device,
-        dtype=dtype,
-        compile_backend=compile_backend,
-        draft_quantization=member("draft-quantization", draft_quantization, Quantization),
-    )
+    held = member("draft-quantization", draft_quantization, Quantization)
+    models = made_of(given, Models, draft_quantization=held)
     engines: _Engines | _MadeEngines
     if shape is None:
         if any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in names):

@@ -277,7 +277,7 @@ class _Watch(BaseStreamer):
             return
         drafted, committed = self._rows - 1, value.numel()
         self.metrics.count_forward(
-            # a forward whose drafts all pass adds one more token, except at an answer's end.
+            # A forward whose drafts all pass adds one more token, except at an answer's end.
             offered=drafted,
             accepted=min(drafted, committed - 1),
             committed=committed,

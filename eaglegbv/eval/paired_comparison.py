@@ -9,7 +9,7 @@ What is measured is *one step*: E[tokens a step | text so far], averaged over pl
 from texts that follow the target's distribution. This is not the engine's block efficiency,
 because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
 weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
-step to step (greedy_block, spectr_gbv) go into debt for what they accept. One step says nothing
+step to step (greedy_block, spectr_gbv) modify the target of later ones. One step says nothing
 about them, and they are measured in the engine instead.
 """
 

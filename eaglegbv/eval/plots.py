@@ -67,7 +67,7 @@ def plain_axes(axes: "Axes", grid: Literal["x", "y"]) -> None:
 
 def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
     """Return how far intervals extend below and above their values, in matplotlib's format."""
-    # a percentile interval need not contain the value itself, but whiskers cannot be negative.
+    # A percentile interval need not contain the value itself, but whiskers cannot be negative.
     return [
         [max(0.0, figure.value - figure.low) for figure in figures],
         [max(0.0, figure.high - figure.value) for figure in figures],

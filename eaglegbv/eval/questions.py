@@ -40,7 +40,7 @@ class Suite:
 
     name: str  # name that users give
     file: str  # file name inside the `prompts` folder of a data folder, and in the cache
-    # a repository on GitHub, and its file of JSON lines, which can be read as it is.
+    # A repository on GitHub, and its file of JSON lines, which can be read as it is.
     upstream: str | None = None
     # Dataset on the Hugging Face hub, its file of JSON lines, and a revision.
     hub: tuple[str, str, str] | None = None

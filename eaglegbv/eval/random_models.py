@@ -29,8 +29,8 @@ from eaglegbv.drafters.eagle_model import (
     Eagle3Head,
     EagleHead,
     EagleHeadConfig,
-    default_feature_layers,
 )
+from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import feature_spec, head_drafter
@@ -142,18 +142,7 @@ def random_pair(
         bos_token_id=None,
         eos_token_id=None,
     )
-    head_config = EagleHeadConfig(
-        arch=Arch.EAGLE3,
-        hidden_size=shape.hidden,
-        target_hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        vocab_size=shape.vocab,
-        draft_vocab_size=shape.draft_vocab,
-        feature_layers=default_feature_layers(shape.layers),
-    )
+    head_config = head_config_of(config, Arch.EAGLE3, draft_vocab=shape.draft_vocab)
     # Draws from seed 0; afterwards the generators continue as before.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)

@@ -6,9 +6,8 @@ latest run; full tables of a paper's comparison stay in its file.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,11 +21,11 @@ from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Report, Table, find
 from eaglegbv.eval.papers.registry import PAPERS
 from eaglegbv.eval.plots import (
     PICTURES,
+    error_bars,
     measured_of,
     picture_style,
     plain_axes,
     save_picture,
-    whiskers,
 )
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
 from eaglegbv.eval.report import (
@@ -43,6 +42,7 @@ from eaglegbv.eval.statistics import (
     TOKENS_PER_SECOND,
     Estimate,
     Figure,
+    added,
     over_plain,
     rank_settings,
     rank_ways,
@@ -201,9 +201,6 @@ def _sum(turns: Sequence[Turn]) -> Turn:
     metrics = [turn.metrics for turn in turns]
     timed = {phase: [m.seconds[phase] for m in metrics if phase in m.seconds] for phase in Phase}
 
-    def columns(counts: Iterable[Sequence[int]]) -> list[int]:
-        return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
-
     return Turn(
         text="",
         completion_tokens=sum(turn.completion_tokens for turn in turns),
@@ -215,8 +212,8 @@ def _sum(turns: Sequence[Turn]) -> Turn:
             committed_tokens=sum(m.committed_tokens for m in metrics),
             accepted_tokens=sum(m.accepted_tokens for m in metrics),
             drafted_nodes=sum(m.drafted_nodes for m in metrics),
-            offered_by_depth=columns(m.offered_by_depth for m in metrics),
-            accepted_by_depth=columns(m.accepted_by_depth for m in metrics),
+            offered_by_depth=added(*(m.offered_by_depth for m in metrics)),
+            accepted_by_depth=added(*(m.accepted_by_depth for m in metrics)),
             seconds={phase: round(sum(own), DIGITS) for phase, own in timed.items() if own},
         ),
     )
@@ -610,17 +607,7 @@ def _batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
 def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) -> None:
     for way in dict.fromkeys(way for ways in speeds.values() for way in ways):
         points = [(batch, ways[way]) for batch, ways in sorted(speeds.items()) if way in ways]
-        figures = [figure for _, figure in points]
-        axes.errorbar(
-            [batch for batch, _ in points],
-            [figure.value for figure in figures],
-            yerr=whiskers(figures),
-            label=way,
-            marker="o",
-            markersize=3,
-            linewidth=1.2,
-            elinewidth=0.6,
-        )
+        axes.errorbar(**error_bars(points), label=way, linewidth=1.2)
     plain_axes(axes, "y")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(speeds), [str(batch) for batch in sorted(speeds)])

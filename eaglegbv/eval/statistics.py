@@ -97,7 +97,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, metrics: Sequence[RequestMetrics], depth: int) -> Self:
         """Pool requests whose trees are at most ``depth`` deep."""
-        accepted = _added([0] * depth, *(m.accepted_by_depth for m in metrics))
+        accepted = added([0] * depth, *(m.accepted_by_depth for m in metrics))
         return cls(forwards=sum(m.target_forwards for m in metrics), by_depth=tuple(accepted))
 
     @property
@@ -116,7 +116,8 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(count / max(1, self.forwards) for count in self.by_depth)
 
 
-def _added(*counts: Sequence[int]) -> list[int]:
+def added(*counts: Sequence[int]) -> list[int]:
+    """Return the sum of lists entry by entry; the shorter ones count as 0 beyond their ends."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
@@ -275,8 +276,8 @@ def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Reco
 
 
 def _acceptance_by_depth(metrics: Sequence[RequestMetrics]) -> list[float]:
-    offered = _added(*(m.offered_by_depth for m in metrics))
-    accepted = _added(*(m.accepted_by_depth for m in metrics))
+    offered = added(*(m.offered_by_depth for m in metrics))
+    accepted = added(*(m.accepted_by_depth for m in metrics))
     return [a / o for a, o in zip(accepted, offered, strict=True) if o]
 
 

@@ -33,12 +33,12 @@ from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.random_models import barrier_of, random_prompts
 from eaglegbv.loading import Pair
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import require_integer
 
 STEP = "step"  # name of the whole step beside those of its phases
 PHASES = (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
@@ -56,9 +56,7 @@ class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "steps"):
-            value = getattr(self, name)
-            if value < 1:
-                raise InvalidArgument(name, value, "an integer of at least 1")
+            require_integer(name, getattr(self, name), 1)
 
     @property
     def max_tokens(self) -> int:

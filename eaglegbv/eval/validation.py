@@ -11,6 +11,7 @@ from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError
+from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.llm import LLM
 from eaglegbv.loading import feature_spec, head_drafter
@@ -122,9 +123,8 @@ class HeadValidator:
             )
         drafter = head_drafter(loaded, slots=_SLOTS)
         engine = Engine(self._target, drafter, EngineConfig(kv_slots=_SLOTS, seed=self._seed))
-        requests = [engine.add(prompt, self._params, self._plan) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
+        params = [self._params] * len(prompts)
+        requests = PairEngine(engine).generate(prompts, params, plan=self._plan)
         for request in requests:
             if request.error is not None:
                 raise request.error

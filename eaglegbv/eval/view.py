@@ -298,7 +298,7 @@ def _boxes(path: Path) -> list[_Event]:
         raw = path.read_bytes().strip()
     except OSError as error:
         raise _unreadable(path, error) from error
-    # a run that was killed leaves its list of events unclosed.
+    # A run that was killed leaves its list of events unclosed.
     closed = raw if raw.endswith(b"]") else raw.rpartition(b"\n")[0].rstrip(b",") + b"]"
     return [event for event in _decoded(closed, list[_Event], path) if event.ph == "X"]
 

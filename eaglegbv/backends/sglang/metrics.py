@@ -30,7 +30,7 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
     """
     histogram: list[int] = meta_info.get("spec_correct_drafts_histogram") or []
     forwards, accepted = sum(histogram), sum(i * count for i, count in enumerate(histogram))
-    # a token comes from the forward over the prompt, and from each that reads a text again.
+    # A token comes from the forward over the prompt, and from each that reads a text again.
     read = 1 + int(meta_info.get("num_retractions", 0))
     committed = max(0, int(meta_info["completion_tokens"]) - read)
     # Of the tokens beyond the end, the last is the one that the target added.

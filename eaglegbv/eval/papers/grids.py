@@ -208,9 +208,9 @@ SPECTR_GBV = GridPaper(
     notes=(
         "spectr_gbv is the lossless construction of this package: the acceptance rule of the "
         "paper's public code does not keep the target's distribution for two paths or more.",
-        "For that it follows the debts of earlier steps through the draft distributions of those "
-        "steps, which the drafter recalls row by row: its verification takes longer the longer the "
-        "drafts, where the paper's takes less time than SpecTr's.",
+        "For that it follows the target that earlier steps modified by the draft distributions of "
+        "those steps, which the drafter recalls row by row: its verification takes longer the "
+        "longer the drafts, where the paper's takes less time than SpecTr's.",
     ),
 )
 
