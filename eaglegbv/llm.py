@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 import torch
 from tqdm import tqdm
@@ -37,7 +36,6 @@ from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.text import (
     Answer,
     Completion,
@@ -153,6 +151,8 @@ class TextGenerator(ABC):
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
 
+        A caller that stops iterating, or closes the iterator, cancels the request.
+
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
@@ -177,12 +177,7 @@ class TextGenerator(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
@@ -199,18 +194,15 @@ class TextGenerator(ABC):
         *,
         progress: bool,
     ) -> list[Result]:
-        """Answer many prompts, or say what is wrong with each; see :meth:`generate`.
-
-        Raises:
-            EagleGBVError: The settings of the call are not usable.
-        """
+        """Answer many prompts, or say what is wrong with each; see :meth:`generate`."""
 
 
 _log = logging.getLogger(__name__)
 
-BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"local": "eaglegbv.llm.LLM", "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM"}
-)
+BACKENDS: Mapping[str, str] = {
+    "local": "eaglegbv.llm.LLM",
+    "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM",
+}
 """The class that serves by each backend, by its full name: loaded when it is asked for."""
 
 
@@ -339,14 +331,9 @@ class LLM(TextGenerator):
             tokenizer=tokenizer,
         )
         self.dtype = target.dtype
-        cache = self._cost_cache(config, compile_backend)
+        costs = self._costs(config, compile_backend)
         self._engine = Engine(
-            target,
-            self.pair.drafter,
-            config,
-            costs=None if cache is None else self._costs(cache, config, compile_backend),
-            keep_costs=None if cache is None else cache.write,
-            compile_backend=compile_backend,
+            target, self.pair.drafter, config, compile_backend=compile_backend, **costs
         )
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
@@ -367,13 +354,7 @@ class LLM(TextGenerator):
         plan: Planning | PlanName | None = None,
         priority: int = 0,
     ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
-
-        A caller that stops iterating, or closes the iterator, cancels the request.
-
-        Raises:
-            EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
-        """
+        """See :meth:`TextGenerator.stream`."""
         [params] = per_prompt(sampling_params, 1)
         answer = self._add(prompt, params, plan, priority)
         try:
@@ -423,7 +404,7 @@ class LLM(TextGenerator):
         return results[0].completion if one else [result.completion for result in results]
 
     def close(self) -> None:
-        """End what is unanswered and free the models; nothing can be asked afterwards."""
+        """See :meth:`TextGenerator.close`."""
         with self._turn():
             for answer in self._open.values():
                 self._engine.cancel(answer.request)
@@ -453,11 +434,8 @@ class LLM(TextGenerator):
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
         """Give every further step's record to ``observer``, such as :class:`eaglegbv.trace.Tracer`.
 
-        An observer that raises is dropped; its error is logged, and no request suffers.
-
-        Args:
-            observer: Receives the records.
-            trees: Have the records say what became of every draft tree too.
+        An observer that raises is dropped; its error is logged, and no request suffers. With
+        ``trees``, the records say what became of every draft tree too.
         """
         with self._turn():
             self._engine.observe(observer, trees=trees)
@@ -478,20 +456,18 @@ class LLM(TextGenerator):
             return self._engine.explain_plans()
 
     def _check_plan(self, plan: Planning | PlanName | None) -> None:
-        planning = self._planning(plan)
         with self._turn():
-            self._engine.check_plan(planning)
+            self._engine.check_plan(named_planning(self.plan if plan is None else plan))
 
-    def _cost_cache(self, config: EngineConfig, compile_backend: str | None) -> CostCache | None:
-        """Return where the costs of steps are kept, if plans are chosen by them."""
-        if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
-            return None
-        if not config.calibrate:
-            return None
-        return CostCache.of(
+    def _costs(self, config: EngineConfig, compile_backend: str | None) -> dict[str, Any]:
+        """Return an engine's ``costs``, as kept or measured now, and ``keep_costs``, or neither."""
+        plan = self.plan
+        if not isinstance(plan, AutoPlan) or self.pair.drafter is None or not config.calibrate:
+            return {}
+        cache = CostCache.of(
             shape_of(self.model_name),
             shape_of(self.drafter_name),
-            self.plan,
+            plan,
             compile_backend,
             config.cuda_graphs,
             self.draft_quantization,
@@ -499,20 +475,11 @@ class LLM(TextGenerator):
             device=self.device,
             dtype=self.dtype,
         )
-
-    def _costs(
-        self, cache: CostCache, config: EngineConfig, compile_backend: str | None
-    ) -> KnownCosts:
-        """Return what steps cost: as kept, or measured now."""
         known = cache.read()
         if known is None:
-            assert isinstance(self.plan, AutoPlan)
-            known = calibrate(self.pair, self.plan, config, compile_backend=compile_backend)
+            known = calibrate(self.pair, plan, config, compile_backend=compile_backend)
             cache.write(known)
-        return known
-
-    def _planning(self, plan: Planning | PlanName | None) -> Planning:
-        return self.plan if plan is None else named_planning(plan)
+        return {"costs": known, "keep_costs": cache.write}
 
     def _run(
         self,
@@ -617,7 +584,7 @@ class LLM(TextGenerator):
         plan: Planning | PlanName | None,
         priority: int,
     ) -> Answer:
-        ids, planning = self.encode(prompt), self._planning(plan)
+        ids, planning = self.encode(prompt), named_planning(self.plan if plan is None else plan)
         with self._turn():
             request = self._engine.add(ids, params, planning, priority=priority)
             answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))
