@@ -230,12 +230,6 @@ class Engine:
         elif not request.finished:
             self.finish(request, FinishReason.CANCELLED)
 
-    def preempt(self, request: Request) -> None:
-        """Make a running request give up its slots, between steps; it goes on where it was."""
-        if self._stepping:
-            raise EngineBusy("a pre-emption within a step: expected one between steps")
-        self._scheduler.preempt(request)
-
     def check(self) -> None:
         """Raise InvalidArgument unless every KV slot of a pool of its own has one owner."""
         self._kv.check(self._scheduler.running)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 
 import torch
 from tqdm import tqdm
@@ -52,6 +52,10 @@ from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, FairLock
 from eaglegbv.verification import check_plan, check_verifier
 
+Prompts: TypeAlias = Sequence[Prompt]
+AnyParams: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+AnyPlan: TypeAlias = Planning | PlanName | None
+
 
 class TextGenerator(ABC):
     """A model that is ready to answer.
@@ -85,7 +89,7 @@ class TextGenerator(ABC):
         prompts: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
         progress: bool = False,
     ) -> Completion: ...
@@ -94,9 +98,9 @@ class TextGenerator(ABC):
     def generate(
         self,
         prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: AnyParams = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
         progress: bool = False,
     ) -> list[Completion]: ...
@@ -104,9 +108,9 @@ class TextGenerator(ABC):
     def generate(
         self,
         prompts: object,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: AnyParams = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
         progress: bool = False,
     ) -> Completion | list[Completion]:
@@ -130,13 +134,12 @@ class TextGenerator(ABC):
         """
         self._check_plan(plan)
         if is_one(prompts):
-            [only] = self._run(
-                [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
-            )
+            one = [cast("Prompt", prompts)]
+            [only] = self._run(one, sampling_params, plan, priority, progress=progress)
             if only.error is not None:
                 raise only.error
             return only.completion
-        many = cast("Sequence[Prompt]", prompts)
+        many = cast("Prompts", prompts)
         results = self._run(many, sampling_params, plan, priority, progress=progress)
         return [result.completion for result in results]
 
@@ -146,7 +149,7 @@ class TextGenerator(ABC):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
@@ -181,18 +184,12 @@ class TextGenerator(ABC):
         self.close()
 
     @abstractmethod
-    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+    def _check_plan(self, plan: AnyPlan) -> None:
         """Raise unless requests can follow the plan; None is its own."""
 
     @abstractmethod
     def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
-        priority: int,
-        *,
-        progress: bool,
+        self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
     ) -> list[Result]:
         """Answer many prompts, or say what is wrong with each; see :meth:`generate`."""
 
@@ -246,7 +243,7 @@ class LLM(TextGenerator):
         draft_sampling: DraftSampling | str | None = None,
         draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
@@ -351,7 +348,7 @@ class LLM(TextGenerator):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
     ) -> Iterator[Delta]:
         """See :meth:`TextGenerator.stream`."""
@@ -371,10 +368,10 @@ class LLM(TextGenerator):
 
     async def generate_async(
         self,
-        prompts: Sequence[Prompt] | Prompt,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts | Prompt,
+        sampling_params: AnyParams = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
     ) -> Completion | list[Completion]:
         """Answer one prompt or many, as :meth:`generate` does, while other tasks go on.
@@ -383,7 +380,7 @@ class LLM(TextGenerator):
         next step.
         """
         one = is_one(prompts)
-        many = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        many = cast("Prompts", [prompts] if one else prompts)
         answers: list[Answer | EagleGBVError] = []
         await asyncio.to_thread(self._check_plan, plan)
         adding = asyncio.ensure_future(
@@ -455,7 +452,7 @@ class LLM(TextGenerator):
         with self._turn():
             return self._engine.explain_plans()
 
-    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+    def _check_plan(self, plan: AnyPlan) -> None:
         with self._turn():
             self._engine.check_plan(named_planning(self.plan if plan is None else plan))
 
@@ -482,17 +479,11 @@ class LLM(TextGenerator):
         return {"costs": known, "keep_costs": cache.write}
 
     def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
-        priority: int,
-        *,
-        progress: bool,
+        self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
     ) -> list[Result]:
         answers: list[Answer | EagleGBVError] = []
         try:
-            self._add_all(answers, prompts, sampling_params, plan, priority)
+            self._add_all(answers, prompts, params, plan, priority)
             unfinished = _unfinished(answers)
             with tqdm(total=len(unfinished), disable=not progress, unit="prompt") as bar:
                 while unfinished:
@@ -506,15 +497,14 @@ class LLM(TextGenerator):
     def _add_all(
         self,
         answers: list[Answer | EagleGBVError],
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
+        prompts: Prompts,
+        params: AnyParams,
+        plan: AnyPlan,
         priority: int,
     ) -> None:
         """Begin to answer each prompt, or note what is wrong with it."""
-        params = per_prompt(sampling_params, len(prompts))
         check_priority(priority)
-        for prompt, own in zip(prompts, params, strict=True):
+        for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
             try:
                 answers.append(self._add(prompt, own, plan, priority))
             except EagleGBVError as error:
@@ -577,13 +567,7 @@ class LLM(TextGenerator):
             finally:
                 self._turns.leave()
 
-    def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        plan: Planning | PlanName | None,
-        priority: int,
-    ) -> Answer:
+    def _add(self, prompt: Prompt, params: SamplingParams, plan: AnyPlan, priority: int) -> Answer:
         ids, planning = self.encode(prompt), named_planning(self.plan if plan is None else plan)
         with self._turn():
             request = self._engine.add(ids, params, planning, priority=priority)

@@ -161,7 +161,7 @@ def test_greedy_and_sampled_texts_in_one_batch_and_pre_empted_between_steps(
             break
         engine.step()
         if step % 5 == 4 and not greedy[0].finished and greedy[0].slots.numel():
-            engine.preempt(greedy[0])
+            engine._scheduler.preempt(greedy[0])
         if step == 20:
             engine.cancel(cancelled)
         engine.check()
@@ -303,7 +303,7 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
             engine.step()
             skipped += any(request.skipped for request in engine._scheduler.running)
             if engine._scheduler.running and chance.random() < 0.05:
-                engine.preempt(chance.choice(engine._scheduler.running))
+                engine._scheduler.preempt(chance.choice(engine._scheduler.running))
     assert [request.token_ids for _, request in requests] == [expected[n] for n, _ in requests]
     assert skipped > 20
     assert engine._cache.counts.shared > 500

@@ -67,7 +67,7 @@ def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone() -> None:
         alive = [request for request in alive if not request.finished]
         running = [request for request in alive if request.context]
         if running and rng.random() < 0.1:
-            exact.engine.preempt(running[rng.integers(len(running))])
+            exact.engine._scheduler.preempt(running[rng.integers(len(running))])
         if alive and rng.random() < 0.08:
             exact.engine.cancel(alive[rng.integers(len(alive))])
         exact.engine.check()

@@ -85,7 +85,7 @@ def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) 
             break
         layers, tokens = request.target_layers, list(request.token_ids)
         left += len(layers)
-        tiny.engine.preempt(request)
+        tiny.engine._scheduler.preempt(request)
         assert request.context == 0
         assert not request.draft_states
         assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
@@ -110,7 +110,7 @@ def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
         while len(request.token_ids) < 6:
             tiny.engine.step()
         if preempted:
-            tiny.engine.preempt(request)
+            tiny.engine._scheduler.preempt(request)
             while request.to_prefill:
                 tiny.engine.step()
         drafter.catch_up([request])

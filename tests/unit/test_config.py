@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 
 from eaglegbv.config import (
@@ -17,7 +16,6 @@ from eaglegbv.config import (
     Plan,
     PlanChoices,
     Source,
-    named_planning,
     plan_name,
 )
 from eaglegbv.errors import InvalidArgument
@@ -142,11 +140,6 @@ def test_a_plain_plan_drafts_nothing():
     assert Plan(verifier="token", paths=1).speculative
 
 
-def test_a_plan_survives_a_round_trip():
-    plan = Plan(verifier="gbv", paths=2, depth=5, draft_sampling="iid", draft_temperature=1.5)
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-
-
 def test_candidates_keep_to_the_limits_and_reach_them() -> None:
     auto = AutoPlan(max_paths=5, max_depth=7, draft_temperatures=(1.0, 1.4))
     shapes = {(p.paths, p.depth, p.draft_temperature) for p in auto.candidates}
@@ -199,11 +192,3 @@ def test_names_say_what_differs() -> None:
     assert plan_name(Plan(paths=2, depth=2, draft_sampling=DraftSampling.WOR)) == "otbv 2x2 wor"
     assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
     assert plan_name(Plan(paths=1, depth=8, source=Source.LOOKUP)) == "otbv lookup 1x8"
-
-
-def test_auto_is_a_name() -> None:
-    assert named_planning("auto") is AUTO
-    assert named_planning(PLAIN) is PLAIN
-    for wrong in ("otbv", 3):
-        with pytest.raises(InvalidArgument, match="plan="):
-            named_planning(wrong)
