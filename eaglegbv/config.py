@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -101,22 +101,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     source: Source = Source.DRAFTER
 
     def __post_init__(self) -> None:
-        require_integer("paths", self.paths, 1, MAX_PATHS)
-        require_integer("depth", self.depth, 1, MAX_DEPTH)
-        require_integer("draft_width", self.draft_width, 1, MAX_WIDTH)
-        require_integer("whole_vocab", self.whole_vocab, 0, MAX_WIDTH)
+        _require_integers(
+            self,
+            paths=(1, MAX_PATHS),
+            depth=(1, MAX_DEPTH),
+            draft_width=(1, MAX_WIDTH),
+            whole_vocab=(0, MAX_WIDTH),
+            beam=(1, MAX_BEAM),
+            nodes=(1, MAX_NODES),
+        )
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
         if self.draft_sampling is not None:
             _make_member(self, "draft_sampling", DraftSampling)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
-        require_integer("beam", 1 if self.beam is None else self.beam, 1, MAX_BEAM)
-        require_integer("nodes", 1 if self.nodes is None else self.nodes, 1, MAX_NODES)
-        shape = _shape(self.shape)
-        msgspec.structs.force_setattr(self, "shape", shape)
-        if shape:
-            _check_shape(shape, self.depth, self.nodes)
+        msgspec.structs.force_setattr(self, "shape", _shape(self.shape))
+        if self.shape:
+            _check_shape(self.shape, self.depth, self.nodes)
         _make_member(self, "source", Source)
 
     @property
@@ -213,21 +215,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     calibrate: bool = True
 
     def __post_init__(self) -> None:
-        require_integer("max_batch", self.max_batch, 1, 4096)
-        if self.kv_slots is not None:
-            require_integer("kv_slots", self.kv_slots, MIN_SLOTS, 2**31 - 1)
-        if self.kv_bytes is not None:
-            require_integer("kv_bytes", self.kv_bytes, 1, 2**63 - 1)
-            if self.kv_slots is not None:
-                raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
-        require_integer("prefill_tokens", self.prefill_tokens, 1, 2**31 - 1)
-        require_integer("seed", self.seed, 0, 2**64 - 1)
+        _require_integers(
+            self,
+            max_batch=(1, 4096),
+            kv_slots=(MIN_SLOTS, 2**31 - 1),
+            kv_bytes=(1, 2**63 - 1),
+            prefill_tokens=(1, 2**31 - 1),
+            seed=(0, 2**64 - 1),
+        )
+        if self.kv_bytes is not None and self.kv_slots is not None:
+            raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
         for name in ("prefix_cache", "check_slots", "calibrate"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
         _make_member(self, "cuda_graphs", GraphMode)
         _make_member(self, "draft_quantization", Quantization)
+
+
+def _require_integers(settings: msgspec.Struct, **limits: tuple[int, int]) -> None:
+    """Check settings by their lowest and highest values; some may be None."""
+    for name, (low, high) in limits.items():
+        value = getattr(settings, name)
+        if value is not None or name not in ("beam", "nodes", "kv_slots", "kv_bytes"):
+            require_integer(name, value, low, high)
 
 
 def _make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> None:
@@ -282,7 +293,7 @@ that is worth.
 """
 
 
-class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
+class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Let the engine choose a plan for each request and step, from its measurements so far.
 
     Every choice gives the text the same distribution; speed differs. As the choice depends on
@@ -310,13 +321,13 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
     lookup_depth: int = 16
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("max_paths", self.max_paths, 1, MAX_PATHS),
-            ("max_depth", self.max_depth, 1, MAX_DEPTH),
-            ("draft_width", self.draft_width, 1, MAX_WIDTH),
-            ("lookup_depth", self.lookup_depth, 0, MAX_DEPTH),
-        ):
-            require_integer(name, value, low, high)
+        _require_integers(
+            self,
+            max_paths=(1, MAX_PATHS),
+            max_depth=(1, MAX_DEPTH),
+            draft_width=(1, MAX_WIDTH),
+            lookup_depth=(0, MAX_DEPTH),
+        )
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
         given = self.draft_temperatures
@@ -330,45 +341,32 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True):
         # The plans themselves check the rest.
         _ = self.candidates
 
-    @property
+    @cached_property
     def candidates(self) -> tuple[Plan, ...]:
         """The plans by which the drafter drafts, the smallest first; see also :attr:`lookups`.
 
         Plain decoding is always possible too.
         """
-        return _candidates(self)
+        return tuple(
+            Plan(
+                verifier=self.verifier,
+                paths=paths,
+                depth=depth,
+                draft_width=self.draft_width,
+                whole_vocab=_WHOLE_VOCAB if paths == 1 else 0,
+                draft_temperature=temperature,
+            )
+            for temperature in reversed(self.draft_temperatures)
+            for paths in _up_to(_PATHS, self.max_paths)
+            for depth in _up_to(_DEPTHS, self.max_depth)
+        )
 
-    @property
+    @cached_property
     def lookups(self) -> tuple[Plan, ...]:
         """The plans by which requests at temperature 0 may look drafts up, the smallest first."""
-        return _lookups(self)
-
-
-@lru_cache(maxsize=64)
-def _candidates(auto: AutoPlan) -> tuple[Plan, ...]:
-    return tuple(
-        Plan(
-            verifier=auto.verifier,
-            paths=paths,
-            depth=depth,
-            draft_width=auto.draft_width,
-            whole_vocab=_WHOLE_VOCAB if paths == 1 else 0,
-            draft_temperature=temperature,
-        )
-        for temperature in reversed(auto.draft_temperatures)
-        for paths in _up_to(_PATHS, auto.max_paths)
-        for depth in _up_to(_DEPTHS, auto.max_depth)
-    )
-
-
-@lru_cache(maxsize=64)
-def _lookups(auto: AutoPlan) -> tuple[Plan, ...]:
-    if not auto.lookup_depth:
-        return ()
-    return tuple(
-        Plan(verifier=auto.verifier, paths=1, depth=depth, source=Source.LOOKUP)
-        for depth in _up_to(_LOOKUP_DEPTHS, auto.lookup_depth)
-    )
+        depths = _up_to(_LOOKUP_DEPTHS, self.lookup_depth) if self.lookup_depth else ()
+        look = partial(Plan, verifier=self.verifier, paths=1, source=Source.LOOKUP)
+        return tuple(look(depth=depth) for depth in depths)
 
 
 def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
@@ -391,20 +389,14 @@ def named_planning(plan: Planning | str) -> Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """A user's choices for a plan; None and default values choose nothing."""
+    """A user's choices for a plan, see :class:`Plan`; None and default values choose nothing."""
 
-    verifier: str | None = None  # see `Plan` for this and the others
-    paths: int | None = None  # number of drafted paths
-    depth: int | None = None  # length of a drafted path
-    draft_sampling: DraftSampling | str | None = None  # how a tree's children arise
-    draft_width: int = DRAFT_WIDTH  # draft width of the plan, or of those the engine chooses from
-    # Draft temperature of the same plans, as a multiple of the request's.
+    verifier: str | None = None
+    paths: int | None = None
+    depth: int | None = None
+    draft_sampling: DraftSampling | str | None = None
+    draft_width: int = DRAFT_WIDTH
     draft_temperature: float = 1.0
-
-    @property
-    def fixed(self) -> bool:
-        """Whether any of the first four is given, so that one plan holds for all steps."""
-        return (self.verifier, self.paths, self.depth, self.draft_sampling) != (None,) * 4
 
     def plan(self) -> Plan:
         """Return the plan with these choices, and defaults for those that are None."""
@@ -412,17 +404,13 @@ class PlanChoices:
         return Plan(**chosen)
 
     def planning(self) -> Planning:
-        """Return such a plan, or the engine's own choice if nothing fixes a plan."""
-        if self.fixed:
+        """Return such a plan, or the engine's own choice if none of the first four is given."""
+        if (self.verifier, self.paths, self.depth, self.draft_sampling) != (None,) * 4:
             return self.plan()
         return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))
 
     def give_way_to(self, plan: Planning | str) -> Planning:
-        """Return the planning that a user's ``plan`` stands for; nothing else may be chosen.
-
-        Raises:
-            InvalidArgument: Something else was chosen too, or ``plan`` is not a plan.
-        """
+        """Return the planning that a user's ``plan`` stands for; InvalidArgument beside others."""
         usual = asdict(PlanChoices())
         also = [name for name, value in asdict(self).items() if value != usual[name]]
         if also:

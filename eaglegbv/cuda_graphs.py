@@ -54,15 +54,11 @@ class GraphMode(StrEnum):
 
 
 class NotRecordable(Exception):
-    """Work turned out to need something that cannot be recorded.
-
-    Attributes:
-        reason: Short name of it, under which it is counted.
-    """
+    """Work turned out to need something that cannot be recorded."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason = reason  # short name of it, under which it is counted
 
 
 class Outcomes(Counter[str]):
@@ -79,10 +75,9 @@ class Recorder:
     """Makes work replayable; this one runs the work itself each time."""
 
     def record(self, work: Work) -> Work:
-        """Return a function that replays ``work``; its static buffers hold numbers of a real step.
+        """Return a function that replays ``work``, or NotRecordable where that needs the host.
 
-        Raises:
-            NotRecordable: The work needs the host.
+        Its static buffers hold numbers of a real step.
         """
         return work
 
@@ -176,10 +171,7 @@ def failing_operation(work: Work) -> str:
 
 @contextmanager
 def _holding_garbage() -> Iterator[None]:
-    """Collect garbage now, and none within this context.
-
-    A graph or an event that happens to be freed during a capture would break it off.
-    """
+    """Collect garbage now and none within: to free a graph or event would break off a capture."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -192,10 +184,7 @@ def _holding_garbage() -> Iterator[None]:
 
 @contextmanager
 def _never_waiting() -> Iterator[None]:
-    """Raise RuntimeError where the host waits for the device, since in a capture it is too late.
-
-    A capture that breaks off leaves PyTorch's allocator in the state of an ongoing capture.
-    """
+    """Raise RuntimeError where the host waits for the device: a capture would not end cleanly."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -209,10 +198,8 @@ def _never_waiting() -> Iterator[None]:
 def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -> Recorder | None:
     """Return the recorder for the user's ``mode``, or None if nothing is recorded.
 
-    ``recordable`` says whether the attention can be.
-
-    Raises:
-        InvalidArgument: Graphs are requested where they are impossible.
+    InvalidArgument if graphs are requested where they are impossible; ``recordable`` says whether
+    the attention can be.
     """
     if isinstance(mode, Recorder):
         return mode

@@ -37,52 +37,33 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def named_device(device: torch.device | str) -> torch.device:
-    """Return the device with a name such as ``"cuda:1"``, if this machine has it.
+    """Return the device with a name such as ``"cuda:1"``; InvalidArgument if there is none here.
 
     PyTorch makes a device of any known name, and fails only when a tensor is moved there.
-
-    Raises:
-        InvalidArgument: This machine has no such device.
     """
-    present = _device_counts()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    names, expected = ["cpu"], "cpu, as PyTorch finds no other device here"
+    if accelerator is not None:
+        names += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
+        expected = " or ".join(names)
+    elif not torch.backends.cuda.is_built():
+        expected += " (this PyTorch was built without CUDA)"
     try:
         wanted = torch.device(device)
     except RuntimeError:  # PyTorch does not know this kind of device
-        raise InvalidArgument("device", str(device), _listing(present)) from None
-    if wanted.type not in present or (wanted.index or 0) >= present[wanted.type]:
-        why = ""
-        if wanted.type == "cuda" and not torch.backends.cuda.is_built():
-            why = "; this PyTorch was built without CUDA"
-        raise InvalidArgument("device", str(device), _listing(present) + why)
+        raise InvalidArgument("device", str(device), expected) from None
+    index = "" if wanted.type == "cpu" else f":{wanted.index or 0}"
+    if f"{wanted.type}{index}" not in names:
+        raise InvalidArgument("device", str(device), expected)
     return wanted
-
-
-def _device_counts() -> dict[str, int]:
-    """Return how many devices of each kind PyTorch can use here; the CPU counts as one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    more = {} if accelerator is None else {accelerator.type: torch.accelerator.device_count()}
-    return {"cpu": 1} | more
-
-
-def _listing(present: dict[str, int]) -> str:
-    """Return the devices in words, such as ``cpu or cuda:0 to cuda:3``."""
-    others = [
-        kind if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
-        for kind, count in present.items()
-        if kind != "cpu"
-    ]
-    return " or ".join(["cpu", *others]) if others else "cpu, as PyTorch finds no other device here"
 
 
 def place_of(
     device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Return the device (by default, CUDA if there is one) and the dtype to compute with.
+    """Return the device and the dtype to compute with; InvalidArgument if there is no such one.
 
-    The dtype is by default bfloat16 on CUDA and float32 elsewhere.
-
-    Raises:
-        InvalidArgument: This machine has no such device, or there is no such dtype.
+    By default the device is CUDA if there is one, and the dtype bfloat16 there, float32 elsewhere.
     """
     place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = "bfloat16" if place.type == "cuda" else "float32"

@@ -24,18 +24,14 @@ that drafts again would first have to read them. The tiny pair's head drafts no 
 
 
 class Drafting:
-    """The drafters of an engine, which passes on here all that they must see.
-
-    Attributes:
-        drafter: The engine's own drafter; None if it has none, so that drafts are only looked up.
-        skips: Whether it may begin after positions that it has not run.
-        graph_counts: Number of drafts that replayed a recording, or by why not.
-    """
+    """The drafters of an engine, which passes on here all that they must see."""
 
     def __init__(self, drafter: Drafter | None) -> None:
-        """Take the engine's drafter; another one does all lookups."""
+        """Take the engine's drafter, or None; another one does all lookups."""
         self.drafter = drafter
+        # Whether it may begin after positions that it has not run.
         self.skips = drafter is not None and drafter.skips
+        # Number of drafts that replayed a recording, or by why not.
         self.graph_counts: Mapping[str, int] = {} if drafter is None else drafter.graph_counts
         self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
 
@@ -52,20 +48,15 @@ class Drafting:
         return target if own is None else min(target, own)
 
     def recalling(self, plan: Plan) -> ReplayingDrafter:
-        """Return the drafter of a checked plan whose verifier keeps state; TypeError for others."""
+        """Return the drafter of a checked plan whose verifier keeps state."""
         drafter = self.by(plan)
-        if not isinstance(drafter, ReplayingDrafter):
-            name = type(drafter).__name__
-            raise TypeError(f"{name} does not recall for {plan_name(plan)}")
+        assert isinstance(drafter, ReplayingDrafter)
         return drafter
 
     def draft(
         self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]
     ) -> DraftTree:
-        """Propose a tree for each request, all with the same plan, which speculates.
-
-        ``slots`` are, for each request, ``[plan.tree_slots]``: its KV slots of this step.
-        """
+        """Propose trees for requests of one plan; each has ``[plan.tree_slots]`` slots."""
         plan = requests[0].plan
         return self.by(plan).draft(requests, plan, draft_sampling, [own[:-1] for own in slots])
 
@@ -80,12 +71,10 @@ class Drafting:
     def observe_commit(
         self, outputs: Sequence[RequestOutput], layout: Layout, features: Tensor | None
     ) -> None:
-        """Pass on the features of what was committed, all gathered at once.
+        """Pass on the features of what was committed of a group, all gathered at once.
 
-        Args:
-            outputs: What was decided for each request of a group.
-            layout: Layout of the group in the forward.
-            features: ``[rows, feature_size]`` of the whole forward; None if there are none.
+        ``layout`` is the group's in the forward, ``features`` ``[rows, feature_size]`` are those
+        of the whole forward, or None.
         """
         if self.drafter is None or features is None:
             return

@@ -39,14 +39,12 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.planner import KnownCosts, Planner
-from eaglegbv.scheduler.prefix_cache import CacheCounts, PrefixCache
+from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import require_integer
 from eaglegbv.verification import Verification, VerifyOutput, read_outputs, tree_records
 from eaglegbv.verifiers.base import fault_error
-
-_MOST_PRIORITY = 2**63 - 1
 
 _log = logging.getLogger(__name__)
 
@@ -232,23 +230,8 @@ class Engine:
         elif not request.finished:
             self.finish(request, FinishReason.CANCELLED)
 
-    def preempt(self, request: Request) -> None:
-        """Make a running request give up its slots; it waits, and goes on later where it was.
-
-        Raises:
-            InvalidArgument: It does not run.
-            EngineBusy: The engine is within a step.
-        """
-        if self._stepping:
-            raise EngineBusy("a pre-emption within a step: expected one between steps")
-        self._scheduler.preempt(request)
-
     def check(self) -> None:
-        """Check that every KV slot has one owner; between steps, on an engine alone on its pool.
-
-        Raises:
-            InvalidArgument: A slot has no owner, or two; the message says which.
-        """
+        """Raise InvalidArgument unless every KV slot of a pool of its own has one owner."""
         self._kv.check(self._scheduler.running)
 
     def finish(self, request: Request, reason: FinishReason, *, keep: int | None = None) -> None:
@@ -287,35 +270,20 @@ class Engine:
             self._drafting.by(plan).record(most, plan, sampling, params)
 
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
-        """Give ``observer`` the record of every further step, until :meth:`unobserve`.
+        """See :meth:`eaglegbv.llm.LLM.observe`.
 
-        An observer that raises is dropped; its error is logged and counted, and no request suffers.
-
-        Args:
-            observer: Receives the records.
-            trees: Have the records say what became of every draft tree, for all observers and as
-                long as this one observes. Recording begins after a step's clock has stopped, so
-                that no time of a step includes it.
+        While any observer asks for ``trees``, all see them. They are recorded after a step's clock
+        has stopped, so that no time of a step includes that.
         """
         self._observers.append((observer, trees))
 
     def unobserve(self, observer: StepObserver) -> None:
-        """Drop ``observer``; nothing happens if it does not observe."""
+        """Tell ``observer`` no more."""
         self._observers = [own for own in self._observers if own[0] is not observer]
 
     def explain_plans(self) -> str:
         """Return in words what the planner expects of the best plans for the running requests."""
         return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
-
-    @property
-    def preemptions(self) -> int:
-        """How often a running request had to give its slots to others."""
-        return self._scheduler.preemptions
-
-    @property
-    def cache_counts(self) -> CacheCounts:
-        """What the prefix cache did so far."""
-        return self._cache.counts
 
     def reset_prefix_cache(self) -> None:
         """Forget the texts in the prefix cache that no running request uses."""
@@ -336,15 +304,13 @@ class Engine:
                 request.plan = self._fitted(request, request.plan)
 
     def _fitted(self, request: Request, plan: Plan) -> Plan:
-        """Return ``plan`` with as deep trees as context and pool have room for, down to none.
-
-        That follows from the sequence's length alone. Layers of earlier steps end before the last
-        token of the context, the only one for which nothing is drafted.
-        """
+        """Return ``plan`` with as deep trees as context and pool have room for, down to none."""
         if not plan.speculative:
             return plan
         context = self._drafting.max_context(plan, self._target.max_context)
         slots = self._target.allocator.num_slots - request.context
+        # This follows from the sequence's length alone. Layers of earlier steps end before the last
+        # token of the context, the only one for which nothing is drafted.
         depths = range(min(plan.depth, context - request.length - 1), 0, -1)
         return next((own for own in map(plan.up_to, depths) if own.tree_slots <= slots), PLAIN)
 
@@ -438,10 +404,7 @@ class Engine:
             self._drafting.observe_prefill(requests, forward.chunk_features(features))
 
     def _end_prefill(self, batch: StepBatch, watch: Stopwatch) -> None:
-        """Run the drafters over what was prefilled, so that it counts as that, and share it.
-
-        Where running the engine's drafter does not pay at present it waits.
-        """
+        """Run the drafters over what was prefilled, where that pays at present, and share it."""
         running = [chunk.request for chunk in batch.prefilling if not chunk.request.finished]
         with watch.phase(Phase.PREFILL):
             self._drafting.index(running)
@@ -564,11 +527,8 @@ class Engine:
                 raise InvalidArgument("prompt", token, f"token ids in [0, {vocab})")
         room = self._target.max_context - len(prompt_ids)
         if room < 1:
-            raise InvalidArgument(
-                "prompt",
-                f"{len(prompt_ids)} tokens",
-                f"at most {self._target.max_context - 1} tokens, by the model's context",
-            )
+            expected = f"at most {self._target.max_context - 1} tokens, by the model's context"
+            raise InvalidArgument("prompt", f"{len(prompt_ids)} tokens", expected)
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
         # At least 1: a prompt that the pool has no room for is refused by the scheduler.
@@ -577,12 +537,8 @@ class Engine:
 
 
 def check_priority(priority: int) -> None:
-    """Raise unless a request may have the priority.
-
-    Raises:
-        InvalidArgument: It is no integer of 64 bits.
-    """
-    require_integer("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
+    """Raise InvalidArgument unless a request may have the priority: any integer of 64 bits."""
+    require_integer("priority", priority, -(2**63), 2**63 - 1)
 
 
 def _vacate(cache: PrefixCache, kv: KVSlots, drafting: Drafting, request: Request) -> None:

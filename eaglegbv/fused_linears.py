@@ -31,8 +31,7 @@ def resolve(
 ) -> Quantization:
     """Resolve ``auto`` for weights of a dtype on a device; return other values unchanged.
 
-    Raises:
-        InvalidArgument: It is ``int8`` where 8 bits would be slower or are not supported.
+    InvalidArgument if it is ``int8`` where 8 bits would be slower or are not supported.
     """
     fast = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _FAST_INT8
     able = fast and dtype in (torch.float32, torch.bfloat16)
@@ -81,11 +80,7 @@ def product_of(
 ) -> "DenseProduct | PackedProduct | QuantisedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
-    Args:
-        weight: The matrix.
-        bias: ``[out_features]``, or None.
-        quantization: Any but ``auto``.
-        compiled: Whether it will be part of a compiled graph, which cannot hold packed weights.
+    ``quantization`` is any but ``auto``; a ``compiled`` graph cannot hold packed weights.
     """
     if quantization is Quantization.INT8:
         return QuantisedProduct(weight, bias)
@@ -110,8 +105,7 @@ class DenseProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``."""
-        self._weight = weight
-        self._bias = bias
+        self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
@@ -184,11 +178,8 @@ def prepare(
     Weights loaded later are not used. The weights of replaced layers are removed from their modules
     (the products hold them), except those that an embedding shares and those of the last layer.
 
-    Args:
-        module: Its linear layers are replaced, under their names.
-        run: Runs the module once, on any input, calling each layer as often as a real forward does.
-        quantization: Any but ``auto``.
-        compiled: A part of the module that will be compiled: its layers are joined but not packed.
+    ``run`` runs the module once, on any input, calling each layer as often as a real forward does.
+    ``quantization`` is any but ``auto``; the part ``compiled`` later is joined but not packed.
     """
     groups = _groups(module, run)[::-1]
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}

@@ -101,10 +101,6 @@ def _cached(file: Path) -> Path:
 def convert(file: Path, out: Path) -> None:
     """Write the model in a GGUF file as a transformers folder, whole or not at all, in float32.
 
-    Args:
-        file: The GGUF file.
-        out: The folder, which must not exist.
-
     Raises:
         InvalidArgument: ``out`` exists, or ``file`` is no model that transformers knows.
         NotInstalled: A package that reads GGUF files is missing.

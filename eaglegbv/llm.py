@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 
 import torch
 from tqdm import tqdm
@@ -37,7 +36,6 @@ from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.text import (
     Answer,
     Completion,
@@ -53,6 +51,10 @@ from eaglegbv.text import (
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, FairLock
 from eaglegbv.verification import check_plan, check_verifier
+
+Prompts: TypeAlias = Sequence[Prompt]
+AnyParams: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+AnyPlan: TypeAlias = Planning | PlanName | None
 
 
 class TextGenerator(ABC):
@@ -87,7 +89,7 @@ class TextGenerator(ABC):
         prompts: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
         progress: bool = False,
     ) -> Completion: ...
@@ -96,9 +98,9 @@ class TextGenerator(ABC):
     def generate(
         self,
         prompts: list[str] | list[list[int]] | list[list[Message]] | list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: AnyParams = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
         progress: bool = False,
     ) -> list[Completion]: ...
@@ -106,9 +108,9 @@ class TextGenerator(ABC):
     def generate(
         self,
         prompts: object,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: AnyParams = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
         progress: bool = False,
     ) -> Completion | list[Completion]:
@@ -132,13 +134,12 @@ class TextGenerator(ABC):
         """
         self._check_plan(plan)
         if is_one(prompts):
-            [only] = self._run(
-                [cast("Prompt", prompts)], sampling_params, plan, priority, progress=progress
-            )
+            one = [cast("Prompt", prompts)]
+            [only] = self._run(one, sampling_params, plan, priority, progress=progress)
             if only.error is not None:
                 raise only.error
             return only.completion
-        many = cast("Sequence[Prompt]", prompts)
+        many = cast("Prompts", prompts)
         results = self._run(many, sampling_params, plan, priority, progress=progress)
         return [result.completion for result in results]
 
@@ -148,10 +149,12 @@ class TextGenerator(ABC):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
+
+        A caller that stops iterating, or closes the iterator, cancels the request.
 
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
@@ -177,40 +180,26 @@ class TextGenerator(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
-    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+    def _check_plan(self, plan: AnyPlan) -> None:
         """Raise unless requests can follow the plan; None is its own."""
 
     @abstractmethod
     def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
-        priority: int,
-        *,
-        progress: bool,
+        self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
     ) -> list[Result]:
-        """Answer many prompts, or say what is wrong with each; see :meth:`generate`.
-
-        Raises:
-            EagleGBVError: The settings of the call are not usable.
-        """
+        """Answer many prompts, or say what is wrong with each; see :meth:`generate`."""
 
 
 _log = logging.getLogger(__name__)
 
-BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"local": "eaglegbv.llm.LLM", "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM"}
-)
+BACKENDS: Mapping[str, str] = {
+    "local": "eaglegbv.llm.LLM",
+    "sglang": "eaglegbv.backends.sglang.llm.SGLangLLM",
+}
 """The class that serves by each backend, by its full name: loaded when it is asked for."""
 
 
@@ -254,7 +243,7 @@ class LLM(TextGenerator):
         draft_sampling: DraftSampling | str | None = None,
         draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
@@ -339,14 +328,9 @@ class LLM(TextGenerator):
             tokenizer=tokenizer,
         )
         self.dtype = target.dtype
-        cache = self._cost_cache(config, compile_backend)
+        costs = self._costs(config, compile_backend)
         self._engine = Engine(
-            target,
-            self.pair.drafter,
-            config,
-            costs=None if cache is None else self._costs(cache, config, compile_backend),
-            keep_costs=None if cache is None else cache.write,
-            compile_backend=compile_backend,
+            target, self.pair.drafter, config, compile_backend=compile_backend, **costs
         )
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
@@ -364,16 +348,10 @@ class LLM(TextGenerator):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
     ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
-
-        A caller that stops iterating, or closes the iterator, cancels the request.
-
-        Raises:
-            EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
-        """
+        """See :meth:`TextGenerator.stream`."""
         [params] = per_prompt(sampling_params, 1)
         answer = self._add(prompt, params, plan, priority)
         try:
@@ -390,10 +368,10 @@ class LLM(TextGenerator):
 
     async def generate_async(
         self,
-        prompts: Sequence[Prompt] | Prompt,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts | Prompt,
+        sampling_params: AnyParams = None,
         *,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         priority: int = 0,
     ) -> Completion | list[Completion]:
         """Answer one prompt or many, as :meth:`generate` does, while other tasks go on.
@@ -402,7 +380,7 @@ class LLM(TextGenerator):
         next step.
         """
         one = is_one(prompts)
-        many = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        many = cast("Prompts", [prompts] if one else prompts)
         answers: list[Answer | EagleGBVError] = []
         await asyncio.to_thread(self._check_plan, plan)
         adding = asyncio.ensure_future(
@@ -423,7 +401,7 @@ class LLM(TextGenerator):
         return results[0].completion if one else [result.completion for result in results]
 
     def close(self) -> None:
-        """End what is unanswered and free the models; nothing can be asked afterwards."""
+        """See :meth:`TextGenerator.close`."""
         with self._turn():
             for answer in self._open.values():
                 self._engine.cancel(answer.request)
@@ -453,11 +431,8 @@ class LLM(TextGenerator):
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
         """Give every further step's record to ``observer``, such as :class:`eaglegbv.trace.Tracer`.
 
-        An observer that raises is dropped; its error is logged, and no request suffers.
-
-        Args:
-            observer: Receives the records.
-            trees: Have the records say what became of every draft tree too.
+        An observer that raises is dropped; its error is logged, and no request suffers. With
+        ``trees``, the records say what became of every draft tree too.
         """
         with self._turn():
             self._engine.observe(observer, trees=trees)
@@ -477,21 +452,19 @@ class LLM(TextGenerator):
         with self._turn():
             return self._engine.explain_plans()
 
-    def _check_plan(self, plan: Planning | PlanName | None) -> None:
-        planning = self._planning(plan)
+    def _check_plan(self, plan: AnyPlan) -> None:
         with self._turn():
-            self._engine.check_plan(planning)
+            self._engine.check_plan(named_planning(self.plan if plan is None else plan))
 
-    def _cost_cache(self, config: EngineConfig, compile_backend: str | None) -> CostCache | None:
-        """Return where the costs of steps are kept, if plans are chosen by them."""
-        if not isinstance(self.plan, AutoPlan) or self.pair.drafter is None:
-            return None
-        if not config.calibrate:
-            return None
-        return CostCache.of(
+    def _costs(self, config: EngineConfig, compile_backend: str | None) -> dict[str, Any]:
+        """Return an engine's ``costs``, as kept or measured now, and ``keep_costs``, or neither."""
+        plan = self.plan
+        if not isinstance(plan, AutoPlan) or self.pair.drafter is None or not config.calibrate:
+            return {}
+        cache = CostCache.of(
             shape_of(self.model_name),
             shape_of(self.drafter_name),
-            self.plan,
+            plan,
             compile_backend,
             config.cuda_graphs,
             self.draft_quantization,
@@ -499,33 +472,18 @@ class LLM(TextGenerator):
             device=self.device,
             dtype=self.dtype,
         )
-
-    def _costs(
-        self, cache: CostCache, config: EngineConfig, compile_backend: str | None
-    ) -> KnownCosts:
-        """Return what steps cost: as kept, or measured now."""
         known = cache.read()
         if known is None:
-            assert isinstance(self.plan, AutoPlan)
-            known = calibrate(self.pair, self.plan, config, compile_backend=compile_backend)
+            known = calibrate(self.pair, plan, config, compile_backend=compile_backend)
             cache.write(known)
-        return known
-
-    def _planning(self, plan: Planning | PlanName | None) -> Planning:
-        return self.plan if plan is None else named_planning(plan)
+        return {"costs": known, "keep_costs": cache.write}
 
     def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
-        priority: int,
-        *,
-        progress: bool,
+        self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
     ) -> list[Result]:
         answers: list[Answer | EagleGBVError] = []
         try:
-            self._add_all(answers, prompts, sampling_params, plan, priority)
+            self._add_all(answers, prompts, params, plan, priority)
             unfinished = _unfinished(answers)
             with tqdm(total=len(unfinished), disable=not progress, unit="prompt") as bar:
                 while unfinished:
@@ -539,15 +497,14 @@ class LLM(TextGenerator):
     def _add_all(
         self,
         answers: list[Answer | EagleGBVError],
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
+        prompts: Prompts,
+        params: AnyParams,
+        plan: AnyPlan,
         priority: int,
     ) -> None:
         """Begin to answer each prompt, or note what is wrong with it."""
-        params = per_prompt(sampling_params, len(prompts))
         check_priority(priority)
-        for prompt, own in zip(prompts, params, strict=True):
+        for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
             try:
                 answers.append(self._add(prompt, own, plan, priority))
             except EagleGBVError as error:
@@ -610,14 +567,8 @@ class LLM(TextGenerator):
             finally:
                 self._turns.leave()
 
-    def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        plan: Planning | PlanName | None,
-        priority: int,
-    ) -> Answer:
-        ids, planning = self.encode(prompt), self._planning(plan)
+    def _add(self, prompt: Prompt, params: SamplingParams, plan: AnyPlan, priority: int) -> Answer:
+        ids, planning = self.encode(prompt), named_planning(self.plan if plan is None else plan)
         with self._turn():
             request = self._engine.add(ids, params, planning, priority=priority)
             answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from httpx import HTTPError, RequestError
@@ -40,17 +40,13 @@ _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of a model's name; some old models of the hub have no owner."""
 _DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TIMEOUT = 10.0  # seconds within which the hub must answer
-
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-_CLASSES: Mapping[Kind, type[Drafter]] = MappingProxyType(
-    {
-        Kind.EAGLE: EagleDrafter,
-        Kind.LANGUAGE_MODEL: StandaloneDrafter,
-        Kind.TABLE: TabularDrafter,
-    }
-)
+_CLASSES: Mapping[Kind, type[Drafter]] = {
+    Kind.EAGLE: EagleDrafter,
+    Kind.LANGUAGE_MODEL: StandaloneDrafter,
+    Kind.TABLE: TabularDrafter,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +81,6 @@ def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedM
 
     Raises:
         InvalidArgument: A model or drafter is no name, or a GGUF file cannot be read.
-        NotInstalled: A package that reads GGUF files is missing.
     """
     for argument, name in (("model", model), ("drafter", drafter)):
         if name is not None and not (isinstance(name, str | Path) and str(name)):
@@ -114,22 +109,10 @@ def load_pair(
     graphs: GraphMode = GraphMode.OFF,
     trust_remote_code: bool = False,
 ) -> Pair:
-    """Open a target, and what drafts for it.
+    """Open a target, and what drafts for it; arguments mean what they do for ``LLM``.
 
-    Args:
-        model: Folder or hub name of a transformers decoder-only model.
-        drafter: Folder or hub name of an EAGLE head, of a small language model with the target's
-            tokenizer, or of a table; the name of a registered drafter, such as ``"ngram"`` for
-            prompt lookup; ``"eagle3"`` or ``"eagle1"`` for the heads of the tiny pair,
-            ``"smollm2"`` for that of SmolLM2; or None.
-        slots: Tokens the KV pools hold: a number, or what it follows from.
-        dtype: A torch dtype or its name; None for float32 on CPU and bfloat16 on GPU.
-        device: None for CUDA where there is one.
-        quantization: How the weights of an EAGLE head are held.
-        compile_backend: Compile the target, and what an EAGLE head drafts by, by this backend of
-            ``torch.compile``; None for not.
-        graphs: Whether tree forwards and drafting are recorded and replayed.
-        trust_remote_code: Whether to run code that a model brings.
+    ``drafter`` may be None too. ``slots`` are the tokens the KV pools hold, or what that follows
+    from; ``graphs`` says whether tree forwards and drafting are recorded and replayed.
 
     Raises:
         InvalidArgument: There is no such model or drafter, its weights are not quantised here, or
@@ -141,20 +124,9 @@ def load_pair(
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
     config_of = partial(load_config, trust_remote_code=trust_remote_code)
 
-    def open_model(
-        model: str | Path,
-        max_slots: int | PoolSize,
-        features: FeatureSpec | None = None,
-        graphs: GraphMode = GraphMode.OFF,
-    ) -> HFTarget:
+    def open_model(model: str | Path, slots: int | PoolSize, **how: Any) -> HFTarget:  # noqa: ANN401
         own = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
-        return HFTarget(
-            own,
-            max_slots=max_slots,
-            features=features,
-            compile_backend=compile_backend,
-            graphs=graphs,
-        )
+        return HFTarget(own, max_slots=slots, compile_backend=compile_backend, **how)
 
     folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
@@ -170,7 +142,7 @@ def load_pair(
         check_tokenizers(model, folder, trust_remote_code=trust_remote_code)
         beside = _slot_bytes(config_of(folder), dtype)
     size = replace(PoolSize.of(slots), beside=beside)
-    target = open_model(model, size, features, graphs)
+    target = open_model(model, size, features=features, graphs=graphs)
     if drafter is None:
         return Pair(target, None)
     if folder is None:
@@ -184,7 +156,7 @@ def load_pair(
             dtype=dtype,
             device=place,
         )
-        own = head_drafter(
+        drafting = head_drafter(
             head,
             slots=target.max_slots,
             quantization=quantization,
@@ -192,7 +164,7 @@ def load_pair(
             max_context=target.max_context,
             compile_backend=compile_backend,
         )
-        return Pair(target, own)
+        return Pair(target, drafting)
     if kind is Kind.TABLE:
         table = Table.load(folder, vocab_size=target.vocab_size, device=place)
         return Pair(target, TabularDrafter(table))
@@ -205,48 +177,30 @@ def head_drafter(
     head: EagleHead,
     *,
     slots: int,
-    quantization: Quantization = Quantization.NONE,
     graphs: GraphMode = GraphMode.OFF,
-    max_context: int | None = None,
-    compile_backend: str | None = None,
+    **how: Any,  # noqa: ANN401  further arguments of EagleDrafter
 ) -> EagleDrafter:
     """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
     weight, config = next(head.parameters()), head.config
     # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
     rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
     pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
-    return EagleDrafter(
-        head,
-        paged_attention(pool),
-        quantization=quantization,
-        graphs=graphs,
-        max_context=max_context,
-        compile_backend=compile_backend,
-    )
+    return EagleDrafter(head, paged_attention(pool), graphs=graphs, **how)
 
 
 def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
-    """Return the class of a drafter as :func:`load_pair` takes it, without loading it.
-
-    Raises:
-        InvalidArgument: There is no such drafter.
-        DrafterMismatch: It has no configuration or weight file, or one is broken.
-    """
+    """Return the class of a drafter as :func:`load_pair` takes it; InvalidArgument if none is."""
     if drafter is None:
         return None
-    name = str(drafter)
-    if name in drafter_names():
-        return registered_drafter(name)
+    if str(drafter) in drafter_names():
+        return registered_drafter(str(drafter))
     return _CLASSES[kind_of(drafter_folder(drafter))]
 
 
 def check_tokenizers(model: str | Path, drafter: Path, *, trust_remote_code: bool = False) -> None:
-    """Check that a target and a language model that drafts for it mean the same by every token.
+    """Raise DrafterMismatch unless a target and its drafter mean the same by every token.
 
     Tables of different sizes are fine where the tokenizers agree: they are padded differently.
-
-    Raises:
-        DrafterMismatch: A token differs; or, where the drafter has no tokenizer, the sizes do.
     """
     trust, both = trust_remote_code, (model, drafter)
     if not any((drafter / name).is_file() for name in _TOKENIZER_FILES):
@@ -287,10 +241,8 @@ def _slot_bytes(model: PreTrainedConfig, dtype: torch.dtype) -> int:
 def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | None = None) -> Path:
     """Return the folder of a drafter; one that the hub has is fetched, unless it was before.
 
-    Args:
-        drafter: A folder, the name of a packaged head, or a repository of the hub.
-        head: Whether only an EAGLE head will do.
-        revision: Revision of the repository; None for the newest.
+    ``drafter`` is a folder, the name of a packaged head, or a repository of the hub, in its
+    newest ``revision`` or a given one. ``head`` says that only an EAGLE head will do.
 
     Raises:
         InvalidArgument: There is no such folder, and the hub gives no such repository.
@@ -318,12 +270,7 @@ def check_model(model: str | Path, argument: str = "model") -> None:
     """Check, before anything is loaded, that a model is a folder or a repository of the hub.
 
     The hub is asked once. transformers would ask again for half a minute, and not report that it
-    was the network that failed.
-
-    Args:
-        model: Folder or hub name. A path that is not a folder passes: the error is reported when it
-            is opened.
-        argument: Name of the argument in an error.
+    was the network that failed. A path that is not a folder passes: opening it reports the error.
 
     Raises:
         InvalidArgument: The hub has no such model, or does not answer.
@@ -340,11 +287,9 @@ def check_model(model: str | Path, argument: str = "model") -> None:
 
 
 def ask_hub(repository: str, kind: str = "model") -> None:
-    """Ask the hub, once, whether it has a repository of a ``kind``, ``"model"`` or ``"dataset"``.
+    """Raise OSError or httpx's HTTPError unless the hub has a repository of this ``kind``.
 
-    Raises:
-        OSError: The hub has no such repository, or does not answer; see :func:`hub_refusal`.
-        httpx.HTTPError: The hub cannot be reached.
+    It is ``"model"`` or ``"dataset"``; :func:`hub_refusal` says what an error means.
     """
     try:
         HfApi().repo_info(repository, repo_type=kind, timeout=_TIMEOUT)

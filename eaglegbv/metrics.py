@@ -324,9 +324,6 @@ class EngineMetrics:
         for reason, requests in record.reasons.items():
             self.add(REASONS, requests, reason)
 
-    def __str__(self) -> str:
-        return self.exposition()
-
     def exposition(self) -> str:
         """Return all values in Prometheus' text format (version 0.0.4)."""
         lines = []

@@ -50,84 +50,52 @@ class DraftSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class TargetLayer:
-    """What one step of a stateful verifier changed about the target of the next tokens.
+    """What one step of a stateful verifier changed about the target of the next tokens."""
 
-    Attributes:
-        rho: How much the step accepted beyond the target's distribution; see
-            :mod:`eaglegbv.verifiers.stateful`.
-        drafts: Number of drafts of the step that would still be in play.
-        remaining: Number of tokens it still changes, at least 1.
-        since: Number of tokens generated before the step, the last of which is its root.
-        snapshot: Source of the draft distributions of the step.
-    """
-
+    # How much the step accepted beyond the target's distribution; see `verifiers.stateful`.
     rho: float
-    drafts: int
-    remaining: int
-    since: int
-    snapshot: DraftSnapshot
+    drafts: int  # number of drafts of the step that would still be in play
+    remaining: int  # number of tokens it still changes, at least 1
+    since: int  # number of tokens generated before the step, the last of which is its root
+    snapshot: DraftSnapshot  # source of the draft distributions of the step
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its settings and its progress.
+    """A prompt, its settings and its progress."""
 
-    Attributes:
-        number: The engine's running number of the request.
-        prompt_ids: The prompt.
-        params: Sampling settings.
-        plan: How to speculate in the next step. It may change between steps, to plans that need no
-            more than ``step_slots``.
-        rng: The request's random numbers.
-        max_tokens: Most tokens to generate: the user's limit, or what the context leaves.
-        auto: The plans from which the engine chooses before every step; None if the user fixed
-            ``plan``.
-        plan_reason: Why ``plan`` was chosen.
-        plan_state: The planner's memory, or None while it has none.
-        step_slots: Most KV slots a step borrows: for a tree, and to replay earlier steps' drafts.
-        replayed: Whether verifications of later steps replay its drafts.
-        drafted: Whether the drafter follows the request; it need not draft in every step.
-        skips: Whether the drafter may skip what it has missed, and begin after it.
-        priority: Lower numbers are served first; equal ones in order of arrival.
-        token_ids: Tokens generated so far.
-        slots: ``[context]`` int64, KV slots of the tokens that were forwarded; the last generated
-            token has none yet.
-        shared: Number of leading positions of ``slots`` that belong to the prefix cache.
-        skipped: Number of leading positions that the drafter skipped and does not attend to.
-        borrowed: ``[slots]`` int64, KV slots of the step in progress; none between steps.
-        step: Number of verifications so far; random numbers are keyed by it.
-        draft_states: The memories of drafters, by their kinds.
-        target_layers: How earlier steps changed the target, oldest first; none unless the plan's
-            verifier keeps state.
-        finish_reason: Why the request ended, or None while it runs.
-        error: What went wrong, if the reason is ``error``.
-        metrics: Counts and times.
-    """
-
-    number: int
+    number: int  # the engine's running number of the request
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    # How to speculate in the next step. It may change between steps, to plans that need no more
+    # than `step_slots`.
     plan: Plan
     rng: RequestRng
-    max_tokens: int
+    max_tokens: int  # most tokens to generate: the user's limit, or what the context leaves
+    # The plans from which the engine chooses before every step; None if the user fixed `plan`.
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED
-    plan_state: PlanState | None = None
-    step_slots: int = 1
-    replayed: bool = False
-    drafted: bool = False
-    skips: bool = False
-    priority: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    plan_state: PlanState | None = None  # the planner's memory, or None while it has none
+    step_slots: int = 1  # most KV slots a step borrows: for a tree, and to replay earlier drafts
+    replayed: bool = False  # whether verifications of later steps replay its drafts
+    drafted: bool = False  # whether the drafter follows the request; it need not draft every step
+    skips: bool = False  # whether the drafter may skip what it has missed, and begin after it
+    priority: int = 0  # lower numbers are served first; equal ones in order of arrival
+    token_ids: list[int] = field(default_factory=list)  # tokens generated so far
+    # [context] int64, KV slots of the tokens that were forwarded; the last generated token has
+    # none yet.
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    shared: int = 0
-    skipped: int = 0
+    shared: int = 0  # number of leading positions of `slots` that belong to the prefix cache
+    skipped: int = 0  # number of leading positions that the drafter skipped and does not attend to
+    # [slots] int64, KV slots of the step in progress; none between steps.
     borrowed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    step: int = 0
+    step: int = 0  # number of verifications so far; random numbers are keyed by it
+    # The memories of drafters, by their kinds.
     draft_states: dict[type[DraftState], DraftState] = field(default_factory=dict)
+    # How earlier steps changed the target, oldest first; none unless the verifier keeps state.
     target_layers: tuple[TargetLayer, ...] = ()
-    finish_reason: FinishReason | None = None
-    error: EagleGBVError | None = None
+    finish_reason: FinishReason | None = None  # why the request ended, or None while it runs
+    error: EagleGBVError | None = None  # what went wrong, if the reason is `error`
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -189,21 +157,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a step did for one request.
-
-    Attributes:
-        request: The request; it has ended if ``request.finish_reason`` is set.
-        token_ids: New tokens in order: the accepted nodes' and the correction or bonus token, up
-            to the one that ends the text. Empty if it failed.
-        nodes: Accepted nodes of its tree, without the root.
-        depth: Depth of the tree.
-        drafted: Number of nodes of the tree, without the root.
-        fault: Faults of the probabilities on which this rests, or 0.
-    """
+    """What a step did for one request; it has ended if ``request.finish_reason`` is set."""
 
     request: Request
+    # New tokens in order: the accepted nodes' and the correction or bonus token, up to the one
+    # that ends the text. Empty if it failed.
     token_ids: list[int]
-    nodes: Sequence[int] = ()
-    depth: int = 0
-    drafted: int = 0
-    fault: int = 0
+    nodes: Sequence[int] = ()  # accepted nodes of its tree, without the root
+    depth: int = 0  # depth of the tree
+    drafted: int = 0  # number of nodes of the tree, without the root
+    fault: int = 0  # faults of the probabilities on which this rests, or 0

@@ -72,14 +72,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._make_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
         if type(self.top_k) is int and self.top_k in (0, -1):  # what other engines call all
             msgspec.structs.force_setattr(self, "top_k", None)
-        self._check_ranges()
-
-    def _make_tuple(self, name: str, values: object, expected: str) -> None:
-        if values is not None and not isinstance(values, Iterable):
-            raise InvalidArgument(name, values, expected)
-        msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
-
-    def _check_ranges(self) -> None:
         require_number("temperature", self.temperature, 0.0, HOTTEST)
         if 0 < self.temperature < COLDEST:
             expected = f"0, or a number in [{COLDEST:g}, {HOTTEST:g}]"
@@ -103,6 +95,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token in self.stop_token_ids:
             require_integer("stop_token_ids", token, 0)
 
+    def _make_tuple(self, name: str, values: object, expected: str) -> None:
+        if values is not None and not isinstance(values, Iterable):
+            raise InvalidArgument(name, values, expected)
+        msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
+
     @property
     def greedy(self) -> bool:
         """Whether decoding is deterministic (temperature 0)."""
@@ -111,11 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def penalised(self) -> bool:
         """Whether any penalty changes the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        own = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return own != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +181,7 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     top-k are all kept; ties at the edge of top-p are kept in order of their index. Rows of
     temperature 0 keep the first of their most likely tokens, with logit 0.
 
-    Args:
-        logits: ``[rows, tokens]``, any float type.
-        settings: One entry per row.
+    ``logits`` are ``[rows, tokens]`` of any float type, and ``settings`` has an entry per row.
     """
     temperature, greedy = settings.temperature, settings.greedy
     if greedy is not None:
@@ -228,11 +220,9 @@ _LEAST = 0x44400000  # bits of float32 768: the exponential of its negative is 0
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep each row's most likely tokens up to ``top_p``; its largest logit is 0.
-
-    A token stays if those before it, in order of logits and then of indices, have a mass below
-    ``top_p``. So a row keeps what exceeds some *edge*, and the first few of what equals it.
-    """
+    """Keep each row's most likely tokens up to ``top_p``; its largest logit is 0."""
+    # A token stays if those before it, in order of logits and then of indices, have a mass below
+    # `top_p`. So a row keeps what exceeds some *edge*, and the first few of what equals it.
     edge, ties = _top_p_edge(logits, top_p)
     equal = logits == edge
     kept = (logits > edge) | (equal & (equal.cumsum(dim=1) <= ties))
@@ -249,9 +239,9 @@ def _top_p_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
         return _searched_edge(logits, top_p)
     mass = logits.double().exp_().sum(dim=1, keepdim=True)
     edge, ties, beyond = _edge_among(logits.topk(_LARGEST, dim=1).values, top_p, mass)
-    for row in beyond.nonzero()[:, 0].tolist():
-        whole = logits[row].sort(descending=True).values.unsqueeze(0)
-        edge[row], ties[row] = (part[0] for part in _edge_among(whole, top_p[row : row + 1])[:2])
+    if beyond.any():
+        whole = logits[beyond].sort(dim=1, descending=True).values
+        edge[beyond], ties[beyond], _ = _edge_among(whole, top_p[beyond])
     return edge, ties
 
 
@@ -339,12 +329,9 @@ def penalise(
 ) -> Tensor:
     """Return penalised logits ``[rows, tokens]`` float32; penalties are in vLLM's order.
 
-    Args:
-        logits: ``[rows, tokens]``.
-        in_prompt: ``[rows, tokens]`` bool, whether the token occurs in the prompt.
-        generated: ``[rows, tokens]`` int64, occurrences among the generated tokens *on the path of
-            the row's node*, so that each node is judged by its own history.
-        settings: One entry per row.
+    ``in_prompt`` ``[rows, tokens]`` bool says whether a token occurs in the prompt, ``generated``
+    int64 how often among the generated tokens *on the path of the row's node*, so that each node
+    is judged by its own history.
     """
     logits = logits.float()
     repetition = settings.repetition.unsqueeze(1)

@@ -6,7 +6,6 @@ from numbers import Integral
 from typing import Any, Self, TypeAlias, cast
 
 import msgspec
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -22,16 +21,6 @@ Prompt: TypeAlias = str | list[int] | list[Message]
 
 _PROMPT = "text, token ids or chat messages"
 
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-"""What a template may raise: it is a program, and its errors are those of any."""
-
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one prompt.
@@ -46,12 +35,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         metrics: Counts and times.
     """
 
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    prompt_token_ids: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason
-    error: str | None
-    metrics: RequestMetrics
+    error: str | None = None
+    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain dictionaries, lists, strings and numbers, as JSON has them."""
@@ -82,26 +71,14 @@ class Result:
     @classmethod
     def of_error(cls, error: EagleGBVError) -> Self:
         """Return the result of a prompt that was never read."""
-        nothing = Completion(
-            text="",
-            token_ids=[],
-            prompt_token_ids=[],
-            finish_reason=FinishReason.ERROR,
-            error=str(error),
-            metrics=RequestMetrics(),
-        )
-        return cls(nothing, error)
+        return cls(Completion(finish_reason=FinishReason.ERROR, error=str(error)), error)
 
 
 # Prompts as a user writes them, and as a model reads them.
 
 
 def is_one(prompts: object) -> bool:
-    """Tell one prompt (text, ids, messages) from a list of prompts.
-
-    Raises:
-        InvalidArgument: It is neither.
-    """
+    """Tell one prompt (text, ids, messages) from a list of prompts; InvalidArgument if neither."""
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):
@@ -112,11 +89,7 @@ def is_one(prompts: object) -> bool:
 def per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """Return the settings of each of ``count`` prompts.
-
-    Raises:
-        InvalidArgument: They are something else, or several, and not as many as prompts.
-    """
+    """Return the settings of each of ``count`` prompts; InvalidArgument if they are others."""
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
@@ -133,12 +106,9 @@ def per_prompt(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, model: str) -> list[int]:
-    """Return a prompt as the model reads it.
+    """Return a prompt as the model reads it; errors call that ``model``.
 
-    Args:
-        tokenizer: The model's.
-        prompt: Text is read as it is; messages go through the chat template.
-        model: What errors call the model.
+    Text is read as it is; messages go through the chat template.
 
     Raises:
         InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
@@ -166,20 +136,14 @@ def _apply_chat_template(
         encoded = tokenizer.apply_chat_template(
             plain, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    except _TEMPLATE_ERRORS as error:
+    except Exception as error:  # a template is a program, and may raise anything
         expected = f"messages that the chat template of {model} takes ({error})"
         raise InvalidArgument("prompt", plain, expected) from error
     return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
 
 
 def _plain_message(message: Mapping[str, object]) -> Message:
-    """Return a message whose content is text, given as text or as parts of it.
-
-    One that calls tools needs no content, and goes to the template as it is.
-
-    Raises:
-        InvalidArgument: It is neither, or names no role.
-    """
+    """Return a message whose content is text, given as text or as parts; one may call tools."""
     content = message.get("content")
     if content is None and message.get("tool_calls") and isinstance(message.get("role"), str):
         return dict(message)
@@ -210,22 +174,15 @@ class TextStream:
 
     Text is held back while its last character is incomplete (a token may end within a character)
     and while it may be the beginning of a stop string.
-
-    Attributes:
-        tokenizer: Turns ids into text.
-        stop: Strings that end the text.
-        ends: Tokens that end the text without being part of it.
-        token_ids: Ids fed so far; those behind the one that completed a stop string are dropped.
-        text: The text of ``token_ids``, cut before the first stop string.
-        stopped: Whether a stop string was found.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    stop: Sequence[str] = ()
-    ends: Collection[int] = ()
+    tokenizer: PreTrainedTokenizerBase  # turns ids into text
+    stop: Sequence[str] = ()  # strings that end the text
+    ends: Collection[int] = ()  # tokens that end the text without being part of it
+    # Ids fed so far; those behind the one that completed a stop string are dropped.
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    stopped: bool = False
+    text: str = ""  # the text of `token_ids`, cut before the first stop string
+    stopped: bool = False  # whether a stop string was found
     _shown: int = 0
     # The text of the first `_fixed` tokens is final. Only what follows is decoded again, together
     # with the tokens from `_anchor` on, because a token's text may depend on its predecessor
@@ -264,11 +221,8 @@ class TextStream:
             self.text, self.stopped = self.text[: min(found)], True
 
     def _text_of(self, token_ids: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(token_ids, **how))
 
     def _certain(self) -> int:
         """Return the length of the text that no later token can change or cut."""
@@ -319,14 +273,9 @@ class Answer:
         return taken
 
     def result(self) -> Result:
-        """Return what came of a request that has ended.
-
-        Raises:
-            RuntimeError: It has not.
-        """
+        """Return what came of a request that has ended."""
         request = self.request
-        if request.finish_reason is None:
-            raise RuntimeError(f"request {request.number} has not ended")
+        assert request.finish_reason is not None
         completion = Completion(
             text=self.text.text,
             token_ids=list(request.token_ids),

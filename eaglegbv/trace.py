@@ -8,11 +8,10 @@ are recorded, they also contain each tree and its verdict (``eaglegbv view`` dra
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import StepRecord, TreeRecord
@@ -27,7 +26,7 @@ _MOST_TAILS = 4096
 """Number of requests whose last tokens are remembered; more than any engine runs at a time."""
 
 
-class Tracer:
+class Tracer(AbstractContextManager["Tracer", None]):
     """Writes a trace while the engine runs; a context manager.
 
     The file is complete after :meth:`close`, but every step is in it as soon as it has ended: it
@@ -83,15 +82,7 @@ class Tracer:
         except OSError as error:
             self._fault = str(error)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -112,18 +103,14 @@ class _Texts:
     """
 
     decode: Decode
+    # Ends of texts by request, the latest last. A request may end between steps without notice.
     tails: dict[int, _Tail] = field(default_factory=dict)
-    """Ends of texts by request, the latest last. A request may end between steps without notice."""
-
-    def of(self, token: int, before: int) -> str:
-        """Return the text of a token after another one."""
-        return self._added([before], [token])
 
     def of_nodes(self, tree: TreeRecord) -> list[str]:
         """Return the texts of a tree's nodes; the root's text does not depend on a parent."""
         after = zip(tree.token_ids[1:], tree.parents[1:], strict=True)
         root = self.decode([tree.token_ids[0]])
-        return [root, *(self.of(token, tree.token_ids[parent]) for token, parent in after)]
+        return [root, *(self.added([tree.token_ids[above]], [token]) for token, above in after)]
 
     def of_committed(self, tree: TreeRecord) -> list[str]:
         """Return the texts of the tokens committed to a request; joined, they are its text."""
@@ -134,7 +121,7 @@ class _Texts:
         texts = []
         for token in tree.committed:
             tail.waiting.append(token)
-            text = self._added([tail.anchor], tail.waiting)
+            text = self.added([tail.anchor], tail.waiting)
             if text.endswith(_REPLACEMENT) and len(tail.waiting) < _LONGEST_CHARACTER:
                 text = ""
             else:
@@ -144,7 +131,8 @@ class _Texts:
             del self.tails[tree.request]
         return texts
 
-    def _added(self, before: list[int], tokens: list[int]) -> str:
+    def added(self, before: list[int], tokens: list[int]) -> str:
+        """Return the text that tokens add to that of those before them."""
         first, both = self.decode(before), self.decode([*before, *tokens])
         return both.removeprefix(first) if both.startswith(first) else self.decode(tokens)
 
@@ -170,7 +158,7 @@ def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
         stop = tree.token_ids[tree.accepted[-1] if tree.accepted else 0]
         event |= {
             "texts": texts.of_nodes(tree),
-            "next_text": texts.of(tree.next_token, stop),
+            "next_text": texts.added([stop], [tree.next_token]),
             "committed_texts": texts.of_committed(tree),
             "prompt_text": texts.decode(list(tree.prompt_ids[-PROMPT_TOKENS:])),
         }
@@ -184,7 +172,6 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
 
 def _events(record: StepRecord, start: float, trees: list[Event]) -> list[Event]:
     decoding = sum(record.plans.values())
-    step = _box("step", _STEPS, start, record.seconds)
     arguments: Event = {
         "number": record.number,
         "requests": record.requests,
@@ -196,10 +183,8 @@ def _events(record: StepRecord, start: float, trees: list[Event]) -> list[Event]
         "reasons": dict(record.reasons),
         **({"why": record.why} if record.why else {}),
         "kv slots": record.kv_used,
+        **({"trees": trees} if trees else {}),
     }
-    if trees:
-        arguments["trees"] = trees
-    step["args"] = arguments
     counters: dict[str, dict[str, float]] = {
         "requests": {"running": record.requests, "waiting": record.waiting},
         "kv slots": {"used": record.kv_used, "free": record.kv_slots - record.kv_used},
@@ -207,7 +192,7 @@ def _events(record: StepRecord, start: float, trees: list[Event]) -> list[Event]
     if decoding:
         counters["tokens per request"] = {"committed": record.committed / decoding}
     return [
-        step,
+        _box("step", _STEPS, start, record.seconds) | {"args": arguments},
         *(_box(span.phase, _PHASES, start + span.start, span.seconds) for span in record.spans),
         *(
             {"name": name, "ph": "C", "ts": _micros(start), "args": values}

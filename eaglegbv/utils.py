@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock, get_ident
-from types import TracebackType
+from threading import Condition, Lock, get_ident
 from typing import TypeVar
 
 import msgspec
@@ -19,11 +18,8 @@ from eaglegbv.errors import InvalidArgument
 
 def require_integer(name: str, value: object, low: int, high: int | None = None) -> None:
     """Raise :class:`InvalidArgument` unless ``value`` is an integer in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        inside = False
-    else:
-        inside = low <= value and (high is None or value <= high)
-    if not inside:
+    inside = isinstance(value, int) and low <= value and (high is None or value <= high)
+    if isinstance(value, bool) or not inside:
         limits = f"of at least {low}" if high is None else f"in [{low}, {high}]"
         raise InvalidArgument(name, value, f"an integer {limits}")
 
@@ -33,19 +29,10 @@ def require_number(
 ) -> None:
     """Raise :class:`InvalidArgument` unless ``value`` is a number in [low, high].
 
-    Args:
-        name: Name of the argument.
-        value: Value of the argument.
-        low: Lower limit, finite.
-        high: Upper limit, finite.
-        open_low: Whether ``low`` itself is refused too.
+    The limits are finite; ``open_low`` refuses ``low`` itself too. NaN is outside every range.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        inside = False
-    else:
-        # NaN is outside every range.
-        inside = low <= value <= high and not (open_low and value == low)
-    if not inside:
+    inside = isinstance(value, int | float) and low <= value <= high
+    if isinstance(value, bool) or not inside or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
 
@@ -61,12 +48,8 @@ def read_json_lines(
     """Yield the rows of a file of JSON lines, each with its place, ``file:line``.
 
     Only a newline ends a line: U+2028 and its like may stand in a string. A byte-order mark and
-    blank lines are skipped. A file whose name ends in ``.gz`` is unpacked.
-
-    Args:
-        path: The file.
-        kind: Type of a row.
-        argument: The user's name for the file, for messages.
+    blank lines are skipped. A file whose name ends in ``.gz`` is unpacked. Rows are of type
+    ``kind``, and messages call the file ``argument``.
 
     Raises:
         InvalidArgument: The file cannot be read, or a line is no UTF-8, no JSON or of another type.
@@ -87,11 +70,7 @@ def read_json_lines(
 def decode_json(
     content: bytes, kind: type[Content], *, argument: str, place: str, expected: str = "JSON"
 ) -> Content:
-    """Return what UTF-8 JSON says.
-
-    Raises:
-        InvalidArgument: It is something else; the message names the argument and the place.
-    """
+    """Return what UTF-8 JSON says; InvalidArgument, with the place, if it is something else."""
     try:
         return msgspec.json.decode(content.decode("utf-8"), type=kind)
     except (UnicodeDecodeError, msgspec.DecodeError) as error:
@@ -143,75 +122,50 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        """Begin with nobody's turn."""
-        self._guard = Lock()
+        self._changed = Condition(Lock())
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[tuple[Lock, int]] = deque()
+        self._waiting: deque[object] = deque()
 
     def __enter__(self) -> None:
-        """Wait for a turn."""
-        own = get_ident()
-        if self._owner == own:
-            self._depth += 1
-            return
-        gate = Lock()
-        gate.acquire()
-        with self._guard:
-            if self._owner is None:
-                self._owner, self._depth = own, 1
+        own, place = get_ident(), object()
+        with self._changed:
+            if self._owner == own:
+                self._depth += 1
                 return
-            self._waiting.append((gate, own))
-        try:
-            gate.acquire()
-        except BaseException:  # an interrupt: the turn goes to the next
-            self._give_up((gate, own))
-            raise
+            self._waiting.append(place)
+            try:
+                self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is place)
+                self._owner, self._depth = own, 1
+            finally:  # where the wait is interrupted, the turn goes to the next
+                self._waiting.remove(place)
+                self._changed.notify_all()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """See :meth:`leave`."""
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
     def leave(self) -> None:
         """End the turn; whoever has waited longest is next."""
-        self._depth -= 1
-        if self._depth == 0:
-            with self._guard:
-                self._pass_on()
+        with self._changed:
+            self._depth -= 1
+            if self._depth == 0:
+                self._owner = None
+                self._changed.notify_all()
 
     def try_enter(self) -> bool:
         """Take a turn unless somebody has one, the caller included; return whether it was taken.
 
         Never waits, so that it may be called in the midst of anything.
         """
-        if not self._guard.acquire(blocking=False):
+        if not self._changed.acquire(blocking=False):
             return False
         try:
-            if self._owner is not None:
-                return False
-            self._owner, self._depth = get_ident(), 1
-            return True
+            free = self._owner is None and not self._waiting
+            if free:
+                self._owner, self._depth = get_ident(), 1
+            return free
         finally:
-            self._guard.release()
-
-    def _pass_on(self) -> None:
-        self._owner = None
-        if self._waiting:
-            gate, self._owner = self._waiting.popleft()
-            self._depth = 1
-            gate.release()
-
-    def _give_up(self, place: tuple[Lock, int]) -> None:
-        with self._guard:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            else:  # the turn came at the moment of the interrupt
-                self._pass_on()
+            self._changed.release()
 
 
 # Defaults shared by the API and the command line, in a module that is quick to import.

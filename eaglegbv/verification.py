@@ -79,11 +79,7 @@ class Verification:
     def __init__(
         self, target: Target, drafting: Drafting, *, compile_backend: str | None = None
     ) -> None:
-        """Put the parts together; stateful verifiers ask drafters for what earlier steps drew from.
-
-        By ``compile_backend`` of ``torch.compile``, the verifiers of plans are compiled when first
-        checked; None runs them as they are.
-        """
+        """Put the parts together; see :class:`eaglegbv.engine.Engine` for ``compile_backend``."""
         self._target, self._drafting = target, drafting
         self._compile_backend = compile_backend
         self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
@@ -165,20 +161,14 @@ class Verification:
 
     def _checked(self, verifier: Verifier, draft_sampling: DraftSampling) -> CheckedVerifier:
         """Return a verifier with the check of what it is given; graphs take independent paths."""
-        backend = self._compile_backend if draft_sampling is DraftSampling.IID else None
-        if backend is None:
+        backend, target = self._compile_backend, self._target
+        if backend is None or draft_sampling is not DraftSampling.IID:
             return checked_verifier(verifier.name)
-        target = self._target
         return checked_verifier(verifier.name, backend, target.vocab_size, target.device)
 
 
 def check_verifier(plan: Plan) -> None:
-    """Raise unless the plan's verifier exists and takes the sampling it names, whatever drafts.
-
-    Raises:
-        InvalidArgument: There is no such verifier.
-        SamplingMismatch: It is not lossless for the plan's draft sampling, or for so many paths.
-    """
+    """Raise unless the plan's verifier exists and takes the sampling it names, whatever drafts."""
     if plan.speculative:
         verifier = make_any_verifier(plan.verifier)
         if plan.draft_sampling is not None:
@@ -192,10 +182,7 @@ def check_plan(
 ) -> None:
     """Raise unless an engine can run ``planning``, any plan or limits within which it chooses.
 
-    Args:
-        planning: The plan.
-        drafter: What the engine's drafter is, None without one.
-        quantization: How its weights are held.
+    Its ``drafter`` is of this class, None without one, its weights held in this way.
 
     Raises:
         InvalidArgument: There is no such verifier, nobody drafts, or not as the plan asks.
@@ -324,10 +311,7 @@ def probs_of_nodes(group: Group, layout: Layout, logits: Tensor) -> TargetProbs:
 
 
 def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return what penalties depend on, for each node: tokens of the prompt, and counts of the rest.
-
-    Both are ``[rows, vocab]``; a node counts the generated tokens and the drafted ones on its path.
-    """
+    """Return, ``[rows, vocab]`` both, a prompt's tokens, and each node's counts of others."""
     counts, device = group.counts, group.tree.token_ids.device
     in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool, device=device)
     generated = torch.zeros((sum(counts), vocab), dtype=torch.int64, device=device)
@@ -489,9 +473,8 @@ class _ReplayedProbs:
 
 def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
     """Return the requests' layers as columns, padded with columns without effect."""
-    columns = max(len(request.target_layers) for request in requests)
-
     layers = [request.target_layers for request in requests]
+    columns = max(map(len, layers))
 
     def table(name: str, dtype: torch.dtype) -> Tensor:
         values = [[getattr(layer, name) for layer in own] for own in layers]
@@ -511,7 +494,7 @@ def _layers_after(
 ) -> list[tuple[TargetLayer, ...]]:
     """Return each request's layers by ``columns``, the last of which is the latest step."""
     found = []
-    numbers = (columns.rho.tolist(), columns.drafts.tolist(), columns.remaining.tolist())
+    numbers = (part.tolist() for part in (columns.rho, columns.drafts, columns.remaining))
     for request, rho, drafts, remaining in zip(requests, *numbers, strict=True):
         layers = [
             replace(layer, rho=rho[k], drafts=drafts[k], remaining=remaining[k])

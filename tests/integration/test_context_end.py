@@ -83,12 +83,7 @@ def test_the_distribution_is_the_targets_to_the_last_token() -> None:
         return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
 
     tokens = context - len(prompt)
-    requests = [
-        tiny.engine.add(prompt, SamplingParams(max_tokens=None, seed=seed), plans[seed % 4])
-        for seed in range(4_000)
-    ]
-    while tiny.engine.has_work:
-        tiny.engine.step()
+    requests = tiny.sample(prompt, SamplingParams(max_tokens=None), plans, 4_000)
     cells = [int(np.ravel_multi_index(r.token_ids, [vocab] * tokens)) for r in requests]
     dist = joint_probs(next_probs, prompt, tokens)
     for observed in (cells, *(cells[n::4] for n in range(4))):

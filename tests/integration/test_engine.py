@@ -19,7 +19,6 @@ from support.eight_bits import needs_int8
 from support.g_test import GTest, g_test
 from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 
-from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch
@@ -55,16 +54,6 @@ def tiny() -> TinyEngine:
 FREE = SamplingParams(max_tokens=TOKENS)
 
 
-def sample(tiny: TinyEngine, plan: Plan, params: SamplingParams, samples: int) -> list[Request]:
-    """Requests that differ in their seeds alone, answered."""
-    seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(samples)]
-    requests = [tiny.engine.add(PROMPT, own, plan) for own in seeded]
-    while tiny.engine.has_work:
-        tiny.engine.step()
-    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
-    return requests
-
-
 def g_test_of(tiny: TinyEngine, params: SamplingParams, requests: list[Request]) -> GTest:
     exact = tiny.joint_probs(PROMPT, TOKENS, params)
     return g_test(cells_of(requests, VOCAB), exact, shift=SHIFT, level=LEVEL)
@@ -72,18 +61,14 @@ def g_test_of(tiny: TinyEngine, params: SamplingParams, requests: list[Request])
 
 def check_sampling(tiny: TinyEngine, plan: Plan, params: SamplingParams = FREE) -> None:
     """Check texts by the G-test, and that drafts were accepted at every depth."""
-    requests = sample(tiny, plan, params, SAMPLES)
+    requests = tiny.sample(PROMPT, params, [plan], SAMPLES)
+    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
     result = g_test_of(tiny, params, requests)
     assert result.power > POWER, result
     assert result.p_value > LEVEL, result
     accepted = np.array([r.metrics.accepted_by_depth for r in requests if r.metrics.drafted_nodes])
     assert accepted.shape[1] == plan.depth
     assert accepted.sum(axis=0).min() > 0
-
-
-@pytest.mark.parametrize("name", ["otbv", "specinfer wor"])
-def test_joint_distribution_is_the_targets(tiny: TinyEngine, name: str) -> None:
-    check_sampling(tiny, PLANS[name])
 
 
 @needs_int8
@@ -96,31 +81,26 @@ def test_a_quantised_head_leaves_the_distribution_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "settings"),
+    ("name", "arch", "settings"),
     [
-        (Arch.EAGLE1, {"temperature": 1.4, "top_k": 6, "top_p": 0.9, "min_p": 0.02}),
+        ("otbv", Arch.EAGLE3, {}),
+        ("specinfer wor", Arch.EAGLE3, {}),
+        ("otbv", Arch.EAGLE1, {"temperature": 1.4, "top_k": 6, "top_p": 0.9, "min_p": 0.02}),
         (
+            "otbv",
             Arch.EAGLE3,
             {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7},
         ),
     ],
-    ids=["warped", "penalised"],
+    ids=["otbv", "wor", "warped", "penalised"],
 )
-def test_joint_distribution_by_sampling_parameters(arch: Arch, settings: dict[str, Any]) -> None:
+def test_joint_distribution_is_the_targets(name: str, arch: Arch, settings: dict[str, Any]) -> None:
     own = tiny_engine(vocab=VOCAB, arch=arch, sharpness=3.0, slots=16_384, max_batch=512)
-    check_sampling(own, PLANS["otbv"], SamplingParams(max_tokens=TOKENS, **settings))
+    check_sampling(own, PLANS[name], SamplingParams(max_tokens=TOKENS, **settings))
 
 
-@pytest.mark.parametrize(
-    ("plan", "samples"),
-    [
-        (Plan(paths=3, depth=2, draft_width=5), 4_000),
-        (Plan(verifier="greedy_draft", paths=3, depth=2, draft_temperature=1.5), 2_500),
-    ],
-    ids=["otbv", "greedy_draft"],
-)
 def test_misreported_draft_probs_are_noticed(
-    tiny: TinyEngine, plan: Plan, samples: int, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = EagleDrafter.draft
 
@@ -131,7 +111,8 @@ def test_misreported_draft_probs_are_noticed(
         return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
 
     monkeypatch.setattr(EagleDrafter, "draft", misreport)
-    requests = sample(tiny, plan, FREE, samples)
+    plan = Plan(paths=3, depth=2, draft_width=5)
+    requests = tiny.sample(PROMPT, FREE, [plan], 4_000)
     assert g_test_of(tiny, FREE, requests).p_value < LEVEL
 
 
@@ -157,27 +138,6 @@ def test_greedy_text_equals_transformers(arch: Arch) -> None:
     ]
     for plan in (Plan(paths=3, depth=4), PLAIN):
         assert tiny.tokens(prompts, params, plan) == plain
-
-
-def test_nodes_at_consecutive_positions_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above rests on: positions in the rotary embedding are depths."""
-    tiny = tiny_engine(vocab=64, sharpness=1.0)
-    prompts = [[n, *PROMPT] for n in range(6)]
-    params = SamplingParams(temperature=0.0, max_tokens=24)
-    plain = tiny.tokens(prompts, params, Plan(verifier="none"))
-    plan = Plan(paths=3, depth=4)
-    assert tiny.tokens(prompts, params, plan) == plain
-    forward = tiny.target.forward
-
-    def consecutive(segment: Segment) -> Segment:
-        places = segment.positions[0] + torch.arange(len(segment.positions))
-        return dataclasses.replace(segment, positions=places)
-
-    def planted(segments: Sequence[Segment], **options: torch.Tensor) -> TargetOutput:
-        return forward([consecutive(segment) for segment in segments], **options)
-
-    monkeypatch.setattr(tiny.target, "forward", planted)
-    assert tiny.tokens(prompts, params, plan) != plain
 
 
 @pytest.mark.parametrize(
@@ -237,35 +197,17 @@ def test_broken_logits_fail_their_own_request_only(
     assert healthy.token_ids == expected
 
 
-def stopped(tiny: TinyEngine) -> list[tuple[Request, list[int]]]:
-    """Requests that each end at another token of a text, and what they should have said."""
+def test_end_of_sequence_inside_an_accepted_path_ends_the_text(tiny: TinyEngine) -> None:
     plan, params = Plan(paths=3, depth=4), SamplingParams(max_tokens=30, seed=7)
     [tokens] = tiny.tokens([PROMPT], params, plan)
-    found = []
     for stop in set(tokens):
         own = msgspec.structs.replace(params, stop_token_ids=(stop,))
-        found.append((tiny.engine.add(PROMPT, own, plan), tokens[: tokens.index(stop) + 1]))
-        tiny.run([found[-1][0]])
-    return found
-
-
-def test_end_of_sequence_inside_an_accepted_path_ends_the_text(tiny: TinyEngine) -> None:
-    for request, expected in stopped(tiny):
+        request = tiny.engine.add(PROMPT, own, plan)
+        tiny.run([request])
+        expected = tokens[: tokens.index(stop) + 1]
         assert request.token_ids == expected
         assert request.finish_reason is FinishReason.STOP
         assert request.metrics.committed_tokens == len(expected) - 1
-
-
-def test_tokens_behind_the_end_of_a_text_would_be_noticed(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the test above rests on: a step's tokens are cut at the first that ends the text."""
-
-    def whole(engine: Engine, request: Request, tokens: list[int]) -> list[int]:
-        return tokens[: request.max_tokens - len(request.token_ids)]
-
-    monkeypatch.setattr(Engine, "_cut", whole)
-    assert any(request.token_ids != expected for request, expected in stopped(tiny))
 
 
 def test_metrics_add_up(tiny: TinyEngine) -> None:
@@ -282,26 +224,6 @@ def test_metrics_add_up(tiny: TinyEngine) -> None:
     assert sorted(metrics.accepted_by_depth, reverse=True) == metrics.accepted_by_depth
     assert set(metrics.seconds) == set(Phase)
     assert all(seconds >= 0 for seconds in metrics.seconds.values())
-
-
-@pytest.mark.parametrize(
-    ("prompt", "plan", "message"),
-    [
-        ([], {}, r"prompt=\[\]: expected at least one token"),
-        ([99], {}, r"prompt=99: expected token ids in \[0, 8\)"),
-        ([1] * 256, {}, r"prompt='256 tokens': expected at most 255 tokens"),
-        ([1], {"verifier": "nope"}, r"verifier='nope': expected one of"),
-        ([1], {"verifier": "spechub", "paths": 1}, r"paths=1: expected at least 2 .*'hub'"),
-        ([1], {"verifier": "block", "paths": 2}, "paths=2: expected at most 1"),
-        ([1], {"verifier": "gbv", "draft_sampling": "wor"}, "draft_sampling='wor': expected"),
-    ],
-)
-def test_bad_input_is_refused_by_name(
-    tiny: TinyEngine, prompt: list[int], plan: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        tiny.engine.add(prompt, SamplingParams(), Plan(**plan))
-    assert not tiny.engine.has_work
 
 
 # Drafts and probabilities that cannot be right are refused before anything is committed.

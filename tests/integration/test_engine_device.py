@@ -4,11 +4,8 @@ There is no such device here; a stand-in marks tensors, refuses to mix them with
 notes whatever would make the host wait (``support.pretend_device``).
 """
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from support.pretend_device import DEVICE, PretendDevice, marked
+from support.pretend_device import PretendDevice, marked
 from support.tiny_engine import tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
@@ -23,18 +20,10 @@ from eaglegbv.metrics import ATTENTION_FALLBACKS
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.registry import CheckedVerifier, checked_verifier
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5]]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    monkeypatch.setattr("eaglegbv.devices._wait_for", lambda device: None)
-    with PretendDevice() as mode:
-        yield mode
 
 
 SETTINGS = {
@@ -106,34 +95,18 @@ def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
     assert steps == [["fetch"], *[["fetch"] * (2 * 3 + 8 + 1)] * 2]
 
 
-def test_what_would_wait_or_mix_is_noticed(device: PretendDevice) -> None:
-    away, here = torch.zeros(3, device="cuda"), torch.zeros(3)
-    assert device.blocking == []
-    with pytest.raises(RuntimeError, match="on the host and on the device"):
-        away + here
-    away[[0, 1]].tolist()
-    away[away > 0]
-    away.to("cpu")
-    here.to("cuda")
-    assert device.blocking == ["__getitem__", "to"]
-    assert device.reads == ["tolist", "__getitem__ by a mask", "to"]
-
-
-def other_engine(device: str, drafter: str) -> Engine:
-    """A target with a language model of its vocabulary, or prompt lookup, as drafter."""
-    target = HFTarget(tiny_model("llama").to(device), max_slots=512)
-    small = HFTarget(tiny_model("qwen2").to(device), max_slots=512)
-    drafts = NgramDrafter() if drafter == "ngram" else StandaloneDrafter(small, vocab_size=VOCAB)
-    return Engine(target, drafts, EngineConfig(kv_slots=512))
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "language model"])
 def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> None:
     draft_sampling = DraftSampling.FIXED if drafter == "ngram" else DraftSampling.IID
     params = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
     texts = []
     for place in ("cuda", "cpu"):
-        engine = other_engine(place, drafter)
+        target, small = (
+            HFTarget(tiny_model(name).to(place), max_slots=512) for name in ("llama", "qwen2")
+        )
+        lookup = drafter == "ngram"
+        drafts = NgramDrafter() if lookup else StandaloneDrafter(small, vocab_size=VOCAB)
+        engine = Engine(target, drafts, EngineConfig(kv_slots=512))
         requests = [
             engine.add(p, params, Plan(paths=2, depth=2, draft_sampling=draft_sampling))
             for p in PROMPTS
@@ -143,18 +116,3 @@ def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> N
         texts.append([request.token_ids for request in requests])
     assert texts[0] == texts[1]
     assert all(len(tokens) == 8 for tokens in texts[0])
-
-
-@pytest.mark.usefixtures("device")
-def test_verifiers_are_compiled_for_where_the_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: set[tuple[object, ...]] = set()
-
-    def noted(name: str, *how: object) -> CheckedVerifier:
-        asked.add(how)
-        return checked_verifier(name)
-
-    monkeypatch.setattr("eaglegbv.verification.checked_verifier", noted)
-    plan = Plan(paths=2, depth=2)
-    away = tiny_engine(device="cuda", compile_backend="eager")
-    assert away.tokens([[3, 1, 4]], SamplingParams(max_tokens=4), plan)
-    assert ("eager", away.target.vocab_size, DEVICE) in asked

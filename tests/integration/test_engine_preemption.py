@@ -28,6 +28,13 @@ from eaglegbv.tree import DraftSampling, DraftTree
 
 VOCAB = 6
 
+
+def drafter_of(tiny: TinyEngine) -> EagleDrafter:
+    drafter = tiny.engine._drafting.drafter
+    assert isinstance(drafter, EagleDrafter)
+    return drafter
+
+
 OTBV = Plan(verifier="otbv", paths=3, depth=3)
 STATEFUL = Plan(verifier="spectr_gbv", paths=2, depth=3)
 PLANS = [OTBV, STATEFUL, PLAIN]
@@ -37,16 +44,12 @@ def named(plan: Plan) -> str:
     return plan.verifier
 
 
+SIZES = {"vocab": VOCAB, "sharpness": 2.5, "slots": 512}
+
+
 @pytest.fixture(scope="module")
 def tiny() -> TinyEngine:
-    return tiny_engine(
-        vocab=VOCAB,
-        sharpness=2.5,
-        slots=512,
-        prefill_tokens=11,
-        check_slots=True,
-        prefix_cache=False,
-    )
+    return tiny_engine(**SIZES, prefill_tokens=11, check_slots=True, prefix_cache=False)
 
 
 # In float64: a text read in other parts differs in float32 by up to 4e-5 of a value, by the CPU.
@@ -54,14 +57,12 @@ def tiny() -> TinyEngine:
 
 @pytest.fixture(scope="module")
 def sharing() -> TinyEngine:
-    return tiny_engine(vocab=VOCAB, sharpness=2.5, slots=512, check_slots=True, dtype=torch.float64)
+    return tiny_engine(**SIZES, check_slots=True, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
 def plain() -> TinyEngine:
-    return tiny_engine(
-        vocab=VOCAB, sharpness=2.5, slots=512, prefix_cache=False, dtype=torch.float64
-    )
+    return tiny_engine(**SIZES, prefix_cache=False, dtype=torch.float64)
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
@@ -84,7 +85,7 @@ def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) 
             break
         layers, tokens = request.target_layers, list(request.token_ids)
         left += len(layers)
-        tiny.engine.preempt(request)
+        tiny.engine._scheduler.preempt(request)
         assert request.context == 0
         assert not request.draft_states
         assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
@@ -96,32 +97,12 @@ def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) 
     assert bool(left) == (plan is STATEFUL)
 
 
-def test_dropped_layers_would_be_noticed(tiny: TinyEngine) -> None:
-    """What the test above rests on: a layer forgotten in pre-emption changes the text."""
-    plan = STATEFUL
-    changed = 0
-    for seed in range(12):
-        [prompt] = prompts(seed, 9)
-        params = SamplingParams(max_tokens=22, seed=seed)
-        [expected] = tiny.tokens([prompt], params, plan)
-        request = tiny.engine.add(prompt, params, plan)
-        while not request.finished and not request.target_layers:
-            tiny.engine.step()
-        request.target_layers = ()
-        if not request.finished:
-            tiny.engine.preempt(request)
-        tiny.run([request])
-        changed += request.token_ids != expected
-    assert changed > 0
-
-
 def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hidden state that the next tree is drawn from, by three ways of coming to it."""
     [prompt] = prompts(3, 40)
-    drafter = tiny.engine._drafting.drafter
-    assert isinstance(drafter, EagleDrafter)
+    drafter = drafter_of(tiny)
 
     def state(budget: int, *, preempted: bool) -> Tensor:
         monkeypatch.setattr(tiny.engine._scheduler, "prefill_tokens", budget)
@@ -129,7 +110,7 @@ def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
         while len(request.token_ids) < 6:
             tiny.engine.step()
         if preempted:
-            tiny.engine.preempt(request)
+            tiny.engine._scheduler.preempt(request)
             while request.to_prefill:
                 tiny.engine.step()
         drafter.catch_up([request])
@@ -152,9 +133,8 @@ def read(tiny: TinyEngine, text: list[int], params: SamplingParams, plan: Plan) 
 
 def rows_of(tiny: TinyEngine, request: Request) -> list[Tensor]:
     """Keys and values of the text in the pools of the target and, where it follows, the head."""
-    drafter = tiny.engine._drafting.drafter
-    assert isinstance(drafter, EagleDrafter)
-    pools = [tiny.target.pool, *([drafter._forward.attention.pool] if request.drafted else [])]
+    head = drafter_of(tiny)._forward.attention.pool
+    pools = [tiny.target.pool, *([head] if request.drafted else [])]
     slots = request.slots
     return [rows[:, slots].clone() for pool in pools for rows in (pool.keys, pool.values)]
 
@@ -233,22 +213,10 @@ def crowded() -> TinyEngine:
     return tiny_engine(vocab=VOCAB, sharpness=2.5, slots=1 << 16, max_batch=1024)
 
 
-def drafter_of(tiny: TinyEngine) -> EagleDrafter:
-    drafter = tiny.engine._drafting.drafter
-    assert isinstance(drafter, EagleDrafter)
-    return drafter
-
-
 def sample(tiny: TinyEngine, count: int) -> list[int]:
     """Texts as cells of the joint distribution, both verifiers in turn, all in the same batches."""
-    requests = [
-        tiny.engine.add(
-            PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), (ONE_PATH, STATEFUL)[seed % 2]
-        )
-        for seed in range(count)
-    ]
-    while tiny.engine.has_work:
-        tiny.engine.step()
+    params = SamplingParams(max_tokens=TOKENS)
+    requests = tiny.sample(PROMPT, params, (ONE_PATH, STATEFUL), count)
     assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
     return cells_of(requests, VOCAB)
 
@@ -343,10 +311,8 @@ def test_layers_pile_up_and_end(tiny: TinyEngine, plan: Plan) -> None:
         old = [layer for layer in request.target_layers if layer.since < tokens]
         earlier = {layer.since: layer for layer in before}
         assert all(layer.remaining == earlier[layer.since].remaining - new for layer in old)
-        most, ended = (
-            max(most, len(request.target_layers)),
-            ended or (bool(before) and not request.target_layers),
-        )
+        most = max(most, len(request.target_layers))
+        ended = ended or (bool(before) and not request.target_layers)
     assert most > 1
     assert ended
     assert request.target_layers == ()
@@ -371,10 +337,7 @@ def test_an_early_end_drops_the_layers(tiny: TinyEngine) -> None:
     left = 0
     for stop in set(tokens):
         params = SamplingParams(max_tokens=30, seed=7, stop_token_ids=(stop,))
-        request = tiny.engine.add(PROMPT, params, STATEFUL)
-        tiny.run([request])
-        assert request.token_ids == tokens[: tokens.index(stop) + 1]
-        assert request.target_layers == ()
+        assert tiny.tokens([PROMPT], params, STATEFUL) == [tokens[: tokens.index(stop) + 1]]
     for seed in range(8):
         request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=30, seed=seed), STATEFUL)
         tiny.engine.step()

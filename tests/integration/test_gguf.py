@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.tiny_models import random_llama
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from eaglegbv import LLM, SamplingParams
@@ -50,22 +51,10 @@ def stored(name: str, weight: torch.Tensor, heads: dict[str, int]) -> tuple[str,
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=3 + 256 + 2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    how = {"initializer_range": 0.3, "tie_word_embeddings": True}
+    return random_llama(3 + 256 + 2, seed=0, **tokens, **sizes, **how)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +170,7 @@ def test_without_the_packages_the_error_names_them(
         convert(tmp_path / "x.gguf", tmp_path / "out")
 
 
-def test_smollm2_is_found_in_the_package(
+def test_smollm2_is_found_in_the_hubs_cache_or_the_package(
     file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -195,8 +184,5 @@ def test_smollm2_is_found_in_the_package(
     assert isinstance(found, Path)
     assert found.parent == cache / "models"
     assert found.name.startswith("SmolLM2-")
-
-
-def test_smollm2_is_found_in_the_hubs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converting, "try_to_load_from_cache", lambda *_: "somewhere")
     assert find_model("smollm2") == converting.SMOLLM2_HUB

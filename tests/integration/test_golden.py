@@ -182,16 +182,6 @@ def easier_acceptance(verify: Verify) -> Verify:
     return wrong
 
 
-def one_more(verify: Verify) -> Verify:
-    """One more token of the selected path is accepted."""
-
-    def wrong(self: object, tree: Any, target: Any, uniforms: Any) -> Any:
-        verdict = verify(self, tree, target, uniforms)
-        return replace(verdict, accepted=(verdict.accepted + 1).clamp(max=tree.length))
-
-    return wrong
-
-
 def no_state(verify: Verify) -> Verify:
     """The target of later steps is not modified."""
 
@@ -207,7 +197,6 @@ def no_state(verify: Verify) -> Verify:
     ("case", "mistake"),
     [
         ("gbv/iid", easier_acceptance),
-        ("otbv/fixed, static", one_more),
         ("greedy_block/iid", no_state),
         ("spectr_gbv/iid", no_state),
     ],

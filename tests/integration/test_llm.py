@@ -19,6 +19,7 @@ from eaglegbv.errors import StepFailed
 from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Delta
 
 PARAMS = SamplingParams(max_tokens=12, seed=1)
 CHAT = [{"role": "user", "content": "Name a fruit."}]
@@ -71,6 +72,8 @@ def test_what_was_read_can_be_forgotten(llm: LLM) -> None:
         ("", {}, "expected a text that is not empty"),
         (3, {}, "prompts=3: expected text"),
         (["a", "b"], {"priority": 1.5}, "priority=1.5: expected an integer"),
+        (["a", "b"], {"priority": 2**63}, "priority=.*: expected an integer"),
+        ([], {"plan": "otbv"}, "plan='otbv': expected 'auto', an AutoPlan or a Plan"),
         ("a", {"plan": Plan(verifier="gbv", draft_sampling="fixed")}, "draft_sampling='fixed': ex"),
     ],
 )
@@ -108,13 +111,10 @@ def test_streamed_pieces_make_the_answer(llm: LLM) -> None:
 
 def test_interleaved_streams_lose_nothing(llm: LLM) -> None:
     prompts = ["first", "second", "third"]
-    alone = [llm.generate(prompt, PARAMS).text for prompt in prompts]
     streams = [llm.stream(prompt, PARAMS) for prompt in prompts]
-    texts = [""] * 3
-    for pieces in itertools.zip_longest(*streams):
-        for n, piece in enumerate(pieces):
-            texts[n] += "" if piece is None else piece.text
-    assert texts == alone
+    rounds = itertools.zip_longest(*streams, fillvalue=Delta(text="", token_ids=[]))
+    texts = ["".join(piece.text for piece in pieces) for pieces in zip(*rounds, strict=True)]
+    assert texts == [llm.generate(prompt, PARAMS).text for prompt in prompts]
 
 
 def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm: LLM) -> None:
@@ -167,6 +167,13 @@ ONE_PATH = {"verifier": "greedy_block", "paths": 1}
             {"drafter": "ngram", "plan": Plan(**ONE_PATH, draft_sampling="iid")},
             "drafter='NgramDrafter': expected one that recalls",
         ),
+        ({"plan": Plan(verifier="spechub", paths=1)}, r"paths=1: expected at least 2 .*'hub'"),
+        ({"plan": Plan(verifier="block", paths=2)}, "paths=2: expected at most 1"),
+        ({"verifier": "gbv", "draft_sampling": "wor"}, "draft_sampling='wor': expected"),
+        # A lookup is judged as the fixed distribution it is, by whichever way it comes.
+        ({"drafter": "ngram", "plan": Plan(verifier="gbv")}, "draft_sampling='fixed'"),
+        ({"plan": Plan(verifier="gbv", source="lookup")}, "draft_sampling='fixed'"),
+        ({"drafter": "ngram", "plan": Plan(draft_sampling="iid")}, "'iid': expected one the draf"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(

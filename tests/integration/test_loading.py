@@ -6,17 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from httpx import ConnectError, Request, Response
 from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from support.saved_pair import save_pair
+from support.tiny_models import random_llama
 from support.token_drafting import random_table
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Kind, kind_of
@@ -25,9 +22,6 @@ from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
 from eaglegbv.loading import TINY_TARGET, check_model, named_models
 from eaglegbv.sampling import SamplingParams
-
-# Drafters by folder and name: what a folder holds is told by its tensors, and must fit.
-
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -39,26 +33,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     target, head = save_pair(base)
     vocab = len(AutoTokenizer.from_pretrained(str(target)))
     small, table = base / "small", base / "table"
-    _save_model(small, vocab, context=128)
+    random_llama(vocab, seed=1, max_position_embeddings=128).save_pretrained(small)
     AutoTokenizer.from_pretrained(str(target)).save_pretrained(str(small))
     Table.of_logits(random_table(vocab)).save(table)
     return {"target": target, "head": head, "small": small, "table": table}
-
-
-def _save_model(folder: Path, vocab: int, *, context: int = 256) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        config = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=context,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_no_model_named_means_the_packaged_pair() -> None:
@@ -129,7 +107,7 @@ def test_another_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path) 
 
 
 def test_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    _save_model(tmp_path / "model", 300)
+    random_llama(300, seed=1).save_pretrained(tmp_path / "model")
     with pytest.raises(DrafterMismatch, match="vocab_size=300: expected the target's, 257, or a"):
         LLM(folders["target"], tmp_path / "model")
     Table.of_logits(random_table(300)).save(tmp_path / "table")

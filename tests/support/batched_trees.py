@@ -73,7 +73,7 @@ def build_batch(
     Supports are listed in random order and padded with token 0. Rows of the target are packed;
     requests with fewer paths than the batch repeat nothing: their surplus paths are empty.
     """
-    trees = [_Numbered(r) for r in requests]
+    trees = [Numbered(r) for r in requests]
     paths = paths or max(len(r.paths) for r in requests)
     length = length or max(len(p) for r in requests for p in r.paths)
     nodes = max(len(t.prefixes) for t in trees)
@@ -129,7 +129,9 @@ def build_batch(
     return Batch(tree, target, uniforms)
 
 
-class _Numbered:
+class Numbered:
+    """The nodes of a request's tree: the prefixes of its paths, level by level."""
+
     def __init__(self, request: Request) -> None:
         self.request = request
         longest = max(map(len, request.paths))

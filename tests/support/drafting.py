@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
@@ -16,7 +17,7 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.request import Request
-from eaglegbv.sampling import SamplingParams
+from support.tiny_models import random_llama
 from support.token_drafting import TokenSession, text_of
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 4, 2, 8
@@ -75,18 +76,9 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
     """Weights are well above the usual start, so that attention and position matter."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=5,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
+        model = random_llama(
+            VOCAB, num_hidden_layers=5, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS
         )
-        model = LlamaForCausalLM(config).eval()
         _randomise(model)
         embedding = model.get_input_embeddings().weight.detach()
         settings = EagleHeadConfig(
@@ -145,12 +137,11 @@ class Session(TokenSession):
         first: int,
         plan: Plan,
         *,
-        params: SamplingParams | None = None,
-        seed: int = 0,
         observe: bool = True,
+        **how: Any,
     ) -> Request:
-        """A request whose prompt was read and whose first token is ``first``."""
-        request = super().start(prompt, first, plan, params=params, seed=seed)
+        """See :meth:`TokenSession.start`; unless told not to, the drafter observes the prompt."""
+        request = super().start(prompt, first, plan, **how)
         if observe:
             self.drafter.observe(request, self.pair.features(prompt))
         return request

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eaglegbv.drafters.checkpoint import save_head
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig
+from support.tiny_models import random_llama
 
 HIDDEN = 32
 CONTEXT = 256
@@ -25,18 +26,8 @@ def save_pair(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
     tokenizer.save_pretrained(str(target))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=CONTEXT,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        model = LlamaForCausalLM(config)
+        sizes = {"intermediate_size": 2 * HIDDEN, "max_position_embeddings": CONTEXT}
+        model = random_llama(len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
         model.save_pretrained(target)
         save_head(_eagle1(model), head, torch.float32)
     return target, head

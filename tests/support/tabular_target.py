@@ -12,10 +12,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment, pack
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
-
-_MAX_STATES = 1 << 20
 
 
 class TabularTarget(Target):
@@ -38,28 +35,10 @@ class TabularTarget(Target):
         eos_token_ids: frozenset[int] = frozenset(),
         features: FeatureSpec | None = None,
     ) -> None:
-        """Draw the tables.
+        """Draw the tables, by ``seed``; larger values of ``scale`` give more peaked distributions.
 
-        Args:
-            vocab_size: Number of tokens, at least 2.
-            order: Tokens a distribution depends on; positions before the text's start count as one
-                more token.
-            seed: Seed of the tables.
-            scale: Standard deviation of the logits; larger values give more peaked distributions.
-            hidden_size: Width of a state's features.
-            max_context: Most positions.
-            max_slots: Number of slots.
-            eos_token_ids: Tokens that end a text.
-            features: ``final``, or None for no features.
-
-        Raises:
-            InvalidArgument: A size is out of range, or features of layers are requested, which the
-                target lacks.
+        Positions before the text's start count as one more token.
         """
-        if vocab_size < 2:
-            raise InvalidArgument("vocab_size", vocab_size, "an integer of at least 2")
-        if order < 1 or (vocab_size + 1) ** order > _MAX_STATES:
-            raise InvalidArgument("order", order, f"from 1, with at most {_MAX_STATES} states")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_layers = 1

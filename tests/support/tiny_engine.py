@@ -1,8 +1,9 @@
 """A small random target with a small random EAGLE head, put together into an engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eaglegbv.attention.base import PagedAttention
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
-from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.config import EngineConfig, Plan, Planning
 from eaglegbv.cuda_graphs import GraphMode, Recorder
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import (
@@ -29,6 +30,7 @@ from eaglegbv.models.target import FeatureSpec
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from support.g_test import joint_probs
+from support.tiny_models import random_llama
 
 LAYERS = 6
 WIDTH = 32
@@ -56,6 +58,17 @@ class TinyEngine:
         requests = [self.engine.add(prompt, params, plan) for prompt in prompts]
         self.run(requests)
         return [request.token_ids for request in requests]
+
+    def sample(
+        self, prompt: list[int], params: SamplingParams, plans: Sequence[Planning], count: int
+    ) -> list[Request]:
+        """Requests that differ in their seeds, with these plans in turn, answered."""
+        seeded = (msgspec.structs.replace(params, seed=seed) for seed in range(count))
+        requests = [self.engine.add(prompt, p, plans[p.seed % len(plans)]) for p in seeded]
+        while self.engine.has_work:
+            self.engine.step()
+        assert not any(request.error for request in requests)
+        return requests
 
     def joint_probs(
         self, prompt: list[int], tokens: int, params: SamplingParams | None = None
@@ -141,21 +154,8 @@ def tiny_engine(
 
 
 def _model(vocab: int, sharpness: float, head_dim: int, layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": head_dim}
+    model = random_llama(vocab, initializer_range=0.3, **sizes)
     with torch.no_grad():
         # A normed hidden state has length sqrt(width).
         model.lm_head.weight.normal_(std=sharpness / WIDTH**0.5)

@@ -12,6 +12,7 @@ from transformers import (
     GPTJConfig,
     GptOssConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
@@ -91,6 +92,26 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "stablelm": lambda: StableLmConfig(**_SIZES),
 }
 """Configurations by name; windows are shorter than the texts of the tests."""
+
+
+def random_llama(vocab: int, *, seed: int | None = None, **changes: object) -> LlamaForCausalLM:
+    """Return a random Llama, by a seed of its own or by PyTorch's generator as it is."""
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if seed is None:
+        return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

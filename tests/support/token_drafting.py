@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import Plan
@@ -15,27 +15,12 @@ from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
+from support.tiny_models import random_llama as tiny_llama
 
 
 def random_llama(vocab: int, *, seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
     """A random model whose distributions depend on the whole text, well spread."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return LlamaForCausalLM(config).eval()
+    return tiny_llama(vocab, seed=seed, num_hidden_layers=layers, initializer_range=0.3)
 
 
 def random_table(vocab: int, *, order: int = 1, seed: int = 0, scale: float = 1.5) -> Tensor:

@@ -1,11 +1,23 @@
-"""Plans and engine settings: ranges, and the words that refuse."""
+"""Plans, limits of the engine's own choice, and engine settings: ranges, and words that refuse."""
 
 import math
 
-import msgspec
 import pytest
 
-from eaglegbv.config import EAGLE1_SHAPE, MAX_DEPTH, MAX_PATHS, MAX_WIDTH, PLAIN, EngineConfig, Plan
+from eaglegbv.config import (
+    AUTO,
+    EAGLE1_SHAPE,
+    MAX_DEPTH,
+    MAX_PATHS,
+    MAX_WIDTH,
+    PLAIN,
+    AutoPlan,
+    EngineConfig,
+    Plan,
+    PlanChoices,
+    Source,
+    plan_name,
+)
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import DraftSampling
 
@@ -24,6 +36,7 @@ BAD_PLANS = [
     ("draft_temperature", "hot", "a number in [0.05, 20]"),
     ("min_confidence", 1.5, "a number in [0, 1]"),
     ("min_confidence", math.nan, "a number in [0, 1]"),
+    ("source", "web", "one of drafter, lookup"),
     ("beam", 65, "an integer in [1, 64]"),
     ("nodes", 0, "an integer in [1, 512]"),
 ]
@@ -47,31 +60,42 @@ BAD_ENGINES = [
     ("draft_quantization", "int4", "int8, perhaps; one of auto, int8, none"),
     ("seed", -1, "an integer in [0, 18446744073709551615]"),
 ]
+BAD_AUTO_PLANS = [
+    ("max_paths", 0, "an integer in [1, 16]"),
+    ("lookup_depth", -1, "an integer in [0, 32]"),
+    ("verifier", "none", "a verifier; a fixed plan decodes plainly"),
+    ("draft_temperatures", (), "a sequence of 1 to 4 different numbers"),
+    ("draft_temperatures", (1.0, 1.0), "a sequence of 1 to 4 different numbers"),
+    ("draft_temperatures", 1.0, "a sequence of 1 to 4 different numbers"),
+]
+BAD = [
+    (kind, *case)
+    for kind, cases in ((Plan, BAD_PLANS), (EngineConfig, BAD_ENGINES), (AutoPlan, BAD_AUTO_PLANS))
+    for case in cases
+]
 
 
-def _ids(cases):
-    return [f"{name}={value!r}" for name, value, _ in cases]
-
-
-@pytest.mark.parametrize(("name", "value", "expected"), BAD_PLANS, ids=_ids(BAD_PLANS))
-def test_a_bad_plan_is_named_with_what_was_expected(name, value, expected):
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "expected"), BAD, ids=[f"{n}={v!r}" for _, n, v, _ in BAD]
+)
+def test_a_bad_value_is_named_with_what_was_expected(kind, name, value, expected):
     with pytest.raises(InvalidArgument) as caught:
-        Plan(**{name: value})
+        kind(**{name: value})
     assert str(caught.value) == f"{name}={value!r}: expected {expected}"
 
 
-@pytest.mark.parametrize(("settings", "message"), BAD_SHAPES)
-def test_a_bad_shape_is_refused(settings, message):
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        *((Plan, *case) for case in BAD_SHAPES),
+        (EngineConfig, {"kv_slots": 32, "kv_bytes": 1}, "kv_bytes=1: expected None where kv_slots"),
+        (AutoPlan, {"draft_temperatures": [1.0, []]}, "draft_temperatures=[]: expected a number"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(kind, settings, message):
     with pytest.raises(InvalidArgument) as caught:
-        Plan(**settings)
+        kind(**settings)
     assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(("name", "value", "expected"), BAD_ENGINES, ids=_ids(BAD_ENGINES))
-def test_a_bad_engine_setting_is_named_with_what_was_expected(name, value, expected):
-    with pytest.raises(InvalidArgument) as caught:
-        EngineConfig(**{name: value})
-    assert str(caught.value) == f"{name}={value!r}: expected {expected}"
 
 
 def test_the_ends_of_the_ranges_are_accepted():
@@ -82,18 +106,22 @@ def test_the_ends_of_the_ranges_are_accepted():
     EngineConfig(max_batch=4096, kv_slots=2**31 - 1, seed=0)
 
 
-@pytest.mark.parametrize("draft_sampling", list(DraftSampling))
-def test_a_distribution_may_be_named(draft_sampling):
-    plan = Plan(draft_sampling=str(draft_sampling))
-    assert plan.draft_sampling is draft_sampling
-    assert plan == Plan(draft_sampling=draft_sampling)
-    assert hash(plan) == hash(Plan(draft_sampling=draft_sampling))
-
-
-def test_a_shape_may_come_in_lists():
-    listed = Plan(draft_sampling="fixed", shape=[[0], [1], [0, 0]], depth=2)
-    assert listed == Plan(draft_sampling="fixed", shape=((0,), (1,), (0, 0)), depth=2)
-    assert hash(listed) == hash(Plan(draft_sampling="fixed", shape=((0,), (1,), (0, 0)), depth=2))
+@pytest.mark.parametrize(
+    ("kind", "named", "given"),
+    [
+        *((Plan, {"draft_sampling": str(own)}, {"draft_sampling": own}) for own in DraftSampling),
+        (
+            Plan,
+            {"shape": [[0], [1], [0, 0]], "depth": 2},
+            {"shape": ((0,), (1,), (0, 0)), "depth": 2},
+        ),
+        (AutoPlan, {"draft_temperatures": [1.0, 1.5]}, {"draft_temperatures": (1.0, 1.5)}),
+    ],
+)
+def test_settings_may_be_named_or_come_in_lists(kind, named, given):
+    assert kind(**named) == kind(**given)
+    assert hash(kind(**named)) == hash(kind(**given))
+    assert all(getattr(kind(**named), name) == value for name, value in given.items())
 
 
 def test_a_fixed_tree_may_have_sizes_of_its_own():
@@ -112,11 +140,55 @@ def test_a_plain_plan_drafts_nothing():
     assert Plan(verifier="token", paths=1).speculative
 
 
-def test_a_plan_survives_a_round_trip():
-    plan = Plan(verifier="gbv", paths=2, depth=5, draft_sampling="iid", draft_temperature=1.5)
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+def test_candidates_keep_to_the_limits_and_reach_them() -> None:
+    auto = AutoPlan(max_paths=5, max_depth=7, draft_temperatures=(1.0, 1.4))
+    shapes = {(p.paths, p.depth, p.draft_temperature) for p in auto.candidates}
+    assert len(shapes) == len(auto.candidates)
+    assert {k for k, _, _ in shapes} == {1, 2, 3, 4, 5}
+    assert {d for _, d, _ in shapes} == {1, 2, 3, 4, 5, 6, 7}
+    assert {t for _, _, t in shapes} == {1.0, 1.4}
 
 
-def test_a_pool_is_sized_once():
-    with pytest.raises(InvalidArgument, match="kv_bytes=1: expected None where kv_slots is given"):
-        EngineConfig(kv_slots=32, kv_bytes=1)
+def test_single_paths_keep_small_vocabularies_whole() -> None:
+    widths = {(p.paths == 1, p.list_width(4096), p.list_width(100_000)) for p in AUTO.candidates}
+    assert widths == {(True, 4096, 256), (False, 256, 256)}
+    assert Plan(draft_width=7).list_width(5) == 5
+
+
+def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
+    assert [p.depth for p in AutoPlan(lookup_depth=5).lookups] == [2, 4, 5]
+    assert AutoPlan(lookup_depth=0).lookups == ()
+    assert all(p.paths == 1 and p.source is Source.LOOKUP for p in AUTO.lookups)
+    assert not any(p.asks_drafter for p in AUTO.lookups)
+    assert all(p.asks_drafter for p in AUTO.candidates)
+
+
+def test_choices_make_a_plan_and_none_the_engines_own() -> None:
+    usual = {"draft_width": 64, "draft_temperature": 1.5}
+    assert PlanChoices().planning() == AUTO
+    assert PlanChoices(**usual).planning() == AutoPlan(draft_width=64, draft_temperatures=(1.5,))
+    assert PlanChoices(depth=2, **usual).planning() == Plan(depth=2, **usual)
+    assert PlanChoices(verifier="gbv", paths=2, draft_sampling="iid", **usual).planning() == Plan(
+        verifier="gbv", paths=2, draft_sampling=DraftSampling.IID, **usual
+    )
+
+
+def test_a_plan_says_all_there_is_to_choose() -> None:
+    assert PlanChoices().give_way_to("auto") is AUTO
+    assert PlanChoices().give_way_to(PLAIN) is PLAIN
+    for choices, name in (
+        (PlanChoices(paths=2), "paths"),
+        (PlanChoices(verifier="gbv", paths=2), "verifier"),
+        (PlanChoices(draft_temperature=1.5), "draft_temperature"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"plan=.*: expected None where {name} is given"):
+            choices.give_way_to(PLAIN)
+
+
+def test_names_say_what_differs() -> None:
+    assert plan_name(PLAIN) == "none"
+    assert plan_name(Plan(paths=3, depth=4)) == "otbv 3x4"
+    assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"
+    assert plan_name(Plan(paths=2, depth=2, draft_sampling=DraftSampling.WOR)) == "otbv 2x2 wor"
+    assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
+    assert plan_name(Plan(paths=1, depth=8, source=Source.LOOKUP)) == "otbv lookup 1x8"

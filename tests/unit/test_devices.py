@@ -29,7 +29,7 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert named_device("cuda:1").index == 1
-    with pytest.raises(InvalidArgument, match="'cuda:2': expected cpu or cuda:0 to cuda:1"):
+    with pytest.raises(InvalidArgument, match="'cuda:2': expected cpu or cuda:0 or cuda:1"):
         named_device("cuda:2")
 
 
@@ -70,8 +70,3 @@ def test_numbers_come_back_by_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waits) == 1
     assert (first.tolist(), second.tolist()) == ([1, 2, 3], [1.0, 1.0])
     assert not device.blocking
-
-
-def test_what_stays_on_the_host_is_the_same_tensor() -> None:
-    numbers = torch.zeros(STAGED)
-    assert send(numbers, "cpu") is numbers

@@ -54,26 +54,40 @@ class Layers(nn.Module):
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "bias", "pays", "quantization"),
+    [
+        (torch.float32, True, True, Quantization.NONE),
+        (torch.bfloat16, False, True, Quantization.NONE),
+        (torch.float64, True, True, Quantization.NONE),
+        (torch.float32, False, False, Quantization.NONE),
+        pytest.param(torch.float32, True, True, Quantization.INT8, marks=needs_int8),
+    ],
+)
 @torch.no_grad()
 def test_prepared_modules_compute_the_same(
-    pays: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    bias: bool,
+    pays: bool,
+    quantization: Quantization,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0 if pays else 1 << 20)
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
-    expected, names = module(TOKENS), list(module.state_dict())
-    prepare(module, lambda: module(TOKENS[:, :1]))
+    expected, names, before = module(TOKENS), list(module.state_dict()), torch.get_rng_state()
+    prepare(module, lambda: module(TOKENS[:, :1]), quantization)
+    assert torch.equal(torch.get_rng_state(), before)  # preparing draws no random numbers
+    quantised = quantization is Quantization.INT8
     # bfloat16: a bit of a result's last place, of eight.
-    tolerance = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
-    torch.testing.assert_close(module(TOKENS), expected, **tolerance)
+    rounded = 0.05 if quantised else 0.02 if dtype is torch.bfloat16 else None
+    torch.testing.assert_close(module(TOKENS), expected, atol=rounded, rtol=rounded)
+    assert not (quantised and torch.equal(module(TOKENS), expected))
     assert list(module.state_dict()) == names
     # q, k and v are one product; what is not packed is joined all the same.
     packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
     assert module.q.weight.is_meta
-    assert module.o.weight.is_meta == packs
+    assert module.o.weight.is_meta == (packs or quantised)
     assert not module.idle.weight.is_meta
     assert not module.output.weight.is_meta
 
@@ -129,13 +143,6 @@ def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch)
     assert not any(ref() for ref in joined)
 
 
-def test_preparing_draws_no_random_numbers() -> None:
-    module = Layers(bias=True, dtype=torch.float32)
-    before = torch.random.get_rng_state()
-    prepare(module, lambda: module(TOKENS))
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 @pytest.mark.usefixtures("packing")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
@@ -155,18 +162,6 @@ def test_what_is_compiled_is_joined_but_not_packed() -> None:
 def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
     target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
     assert not any(type(m) is nn.Linear for m in target.model.modules())
-
-
-@needs_int8
-@torch.no_grad()
-def test_quantised_modules_keep_their_names() -> None:
-    torch.manual_seed(0)
-    module = Layers(bias=True, dtype=torch.float32)
-    expected, names = module(TOKENS), list(module.state_dict())
-    prepare(module, lambda: module(TOKENS), Quantization.INT8)
-    torch.testing.assert_close(module(TOKENS), expected, atol=0.05, rtol=0.05)
-    assert not torch.equal(module(TOKENS), expected)
-    assert list(module.state_dict()) == names
 
 
 @needs_packing
@@ -207,9 +202,14 @@ def test_one_row_of_a_small_matrix_is_multiplied_unpacked(monkeypatch: pytest.Mo
 
 
 @needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [(64, 96), (12, 11), (1, 1)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "bias"),
+    [
+        (torch.float32, (64, 96), True),
+        (torch.bfloat16, (12, 11), True),
+        (torch.float32, (1, 1), False),
+    ],
+)
 def test_quantised_products_err_by_no_more_than_rounding(
     dtype: torch.dtype, sizes: tuple[int, int], bias: bool
 ) -> None:

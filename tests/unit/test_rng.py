@@ -56,14 +56,6 @@ def test_numbers_are_the_documented_ones():
     assert [int(purpose) for purpose in Purpose] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("purpose", list(Purpose))
-def test_numbers_within_a_draw_are_uniform(purpose):
-    numbers = RequestRng(3).draw(0, purpose, 100_000)
-    assert stats.kstest(numbers, "uniform").pvalue > 1e-4
-    pairs = np.histogram2d(numbers[::2], numbers[1::2], bins=10, range=[[0, 1], [0, 1]])[0]
-    assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
-
-
 def test_first_numbers_of_successive_steps_are_uniform_and_independent():
     # A request takes a few numbers at each step: these, not a long draw, decide its text.
     firsts = {

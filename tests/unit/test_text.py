@@ -12,8 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
-from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import TextStream, encode_prompt, is_one, per_prompt
+from eaglegbv.text import TextStream, encode_prompt, is_one
 
 # Streamed text against the tokenizer's own decoding of the whole.
 #
@@ -163,50 +162,24 @@ def test_text_ends_before_the_first_stop_string(name, text, stop, sizes):
     assert not any(string in before for string in stop)
 
 
-def _ids(text):
+def byte_ids(text):
     """One token per byte."""
-    tokenizer = byte_level()
-    return [tokenizer.convert_tokens_to_ids(c) for c in byte_characters(text)]
-
-
-def byte_characters(text):
-    [(piece, _)] = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    ).pre_tokenize_str(text)
-    return piece
-
-
-def feed_bytes(text, stop):
-    stream = TextStream(byte_level(), stop)
-    shown = []
-    for token in _ids(text):
-        shown.append(stream.feed([token]))
-        if stream.stopped:
-            break
-    return stream, shown
+    splitting = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    [(piece, _)] = splitting.pre_tokenize_str(text)
+    return [byte_level().convert_tokens_to_ids(character) for character in piece]
 
 
 def test_a_possible_stop_is_held_back_until_it_is_none():
-    stream, shown = feed_bytes("x\nUsual", ("\nUser:",))
+    stream = TextStream(byte_level(), ("\nUser:",))
+    shown = [stream.feed([token]) for token in byte_ids("x\nUsual")]
     assert shown == ["x", "", "", "", "\nUsu", "a", "l"]
     assert not stream.stopped
 
 
 def test_flush_returns_an_unfinished_character_as_decoding_does():
-    stream, shown = feed_bytes("a🎲", ())
     stream = TextStream(byte_level())
-    assert "".join(stream.feed([token]) for token in _ids("a🎲")[:-1]) == "a"
+    assert "".join(stream.feed([token]) for token in byte_ids("a🎲")[:-1]) == "a"
     assert stream.flush() == "\ufffd"
-    assert "".join(shown) == "a🎲"
-
-
-def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
-    tokenizer = byte_level()
-    *ids, last = tokenizer.encode("The answer is forty-two,")
-    stream = TextStream(tokenizer, ends=(last,))
-    shown = stream.feed([*ids, last]) + stream.flush()
-    assert shown == stream.text == tokenizer.decode(ids)
-    assert stream.token_ids == [*ids, last]
 
 
 # Prompts in all their forms, and what is no prompt.
@@ -215,13 +188,7 @@ def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
 CHAT = [{"role": "user", "content": "Hello."}]
 
 
-def tiny_tokenizer(template: str | None) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(str(TINY_TARGET))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(str(TINY_TARGET))
 
@@ -237,8 +204,10 @@ def test_text_and_messages_are_read_and_tokens_stay(tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("more", [{"content": None}, {}])
-def test_messages_that_call_tools_reach_the_template_as_they_are(more: dict[str, None]) -> None:
-    tokenizer = tiny_tokenizer(
+def test_messages_that_call_tools_reach_the_template_as_they_are(
+    tokenizer: PreTrainedTokenizerBase, more: dict[str, None]
+) -> None:
+    tokenizer.chat_template = (
         "{% for m in messages %}{{ m.tool_calls[0].name if m.tool_calls }}"
         "{{ 'none' if m.content is none else m.content }}{% endfor %}"
     )
@@ -249,23 +218,6 @@ def test_messages_that_call_tools_reach_the_template_as_they_are(more: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("", "prompt='': expected a text that is not empty"),
-        ([True], "expected text, token ids or chat messages"),
-        ([1.5], "expected text, token ids or chat messages"),
-        ([{"role": "user"}], "expected a message with role and content"),
-        ([{"content": "a"}], "expected a message with role and content"),
-    ],
-)
-def test_what_is_no_prompt_is_named(
-    tokenizer: PreTrainedTokenizerBase, prompt: object, message: str
-) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        encode_prompt(tokenizer, prompt, "tiny")
-
-
-@pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "expected text: bare has no chat template"),
@@ -273,25 +225,12 @@ def test_what_is_no_prompt_is_named(
         ("{{ messages[0]['content'] + 1 }}", "messages that the chat template of bare takes"),
     ],
 )
-def test_messages_need_a_chat_template_that_takes_them(template: str | None, message: str) -> None:
+def test_messages_need_a_chat_template_that_takes_them(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, message: str
+) -> None:
+    tokenizer.chat_template = template
     with pytest.raises(InvalidArgument, match=message):
-        encode_prompt(tiny_tokenizer(template), CHAT, "bare")
-
-
-def test_one_prompt_is_told_from_many() -> None:
-    assert [is_one(one) for one in ("a", [1, 2], CHAT)] == [True] * 3
-    assert [is_one(many) for many in ([], ["a"], [[1], [2]], [CHAT], ["a", CHAT])] == [False] * 5
-    with pytest.raises(InvalidArgument, match="prompts=3: expected text"):
-        is_one(3)
-
-
-def test_settings_are_for_all_prompts_or_one_each() -> None:
-    own = [SamplingParams(seed=n) for n in range(2)]
-    assert per_prompt(None, 2) == [SamplingParams()] * 2
-    assert per_prompt(own[1], 2) == [own[1]] * 2
-    assert per_prompt(own, 2) == own
-    with pytest.raises(InvalidArgument, match="sampling_params=2: expected one, or one per prompt"):
-        per_prompt(own, 3)
+        encode_prompt(tokenizer, CHAT, "bare")
 
 
 def test_token_ids_may_be_numpys(tokenizer: PreTrainedTokenizerBase) -> None:

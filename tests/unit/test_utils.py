@@ -9,18 +9,8 @@ import pytest
 
 from eaglegbv.utils import FairLock, replacing, write_whole
 
-# Files are replaced whole, or stay as they were.
 
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_whole(path, b"one")
-    write_whole(path, b"two")
-    assert path.read_bytes() == b"two"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_write_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_whole(path, b"one")
 
@@ -33,6 +23,7 @@ def test_a_write_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path) -> No
         break_off()
     assert path.read_bytes() == b"one"
     write_whole(path, b"two")
+    assert path.read_bytes() == b"two"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -51,7 +42,7 @@ def started(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_turns_come_in_the_order_asked() -> None:
+def test_turns_come_in_the_order_asked_also_beside_a_loop() -> None:
     turns, order = FairLock(), list[int]()
 
     def take(number: int) -> None:
@@ -63,24 +54,10 @@ def test_turns_come_in_the_order_asked() -> None:
         for number in range(5):
             threads.append(started(lambda number=number: take(number)))
             waiting(turns, number + 1)
+    with turns:  # asked again at once
+        assert order == list(range(5))
     for thread in threads:
         thread.join()
-    assert order == list(range(5))
-
-
-def test_a_loop_does_not_keep_others_waiting() -> None:
-    turns, done = FairLock(), threading.Event()
-
-    def take() -> None:
-        with turns:
-            done.set()
-
-    with turns:
-        thread = started(take)
-        waiting(turns, 1)
-    with turns:
-        assert done.is_set()
-    thread.join()
 
 
 def test_a_thread_may_take_its_turn_again() -> None:
@@ -94,27 +71,13 @@ def test_a_thread_may_take_its_turn_again() -> None:
 def test_whoever_gives_up_waiting_is_passed_over() -> None:
     turns, order = FairLock(), list[str]()
 
-    class Interrupted(BaseException):
-        pass
-
-    class Gate:
-        """A lock whose second acquisition is interrupted."""
-
-        def __init__(self) -> None:
-            self.asked = 0
-
-        def acquire(self) -> None:
-            self.asked += 1
-            if self.asked == 2:
-                raise Interrupted
-
-        def release(self) -> None:
-            raise AssertionError("nobody waits here any more")
+    def interrupted(ready: Callable[[], bool]) -> bool:
+        raise KeyboardInterrupt
 
     def give_up() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eaglegbv.utils.Lock", Gate)
-            with pytest.raises(Interrupted), turns:
+            patch.setattr(turns._changed, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt), turns:
                 pass
         order.append("gave up")
 
