@@ -137,19 +137,24 @@ def draw_batch(
     generator: torch.Generator,
 ) -> Offer:
     """Draw ``size`` trees of ``paths`` independent paths, each from a separate pair of models."""
-    shape = (size, 1 + paths * settings.depth, settings.vocab)
+    count = paths * settings.depth
+    shape = (size, 1 + count, settings.vocab)
     logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
     noise = settings.noise * torch.randn(shape, generator=generator, dtype=torch.float64)
     p, q = (x.div(temperature).softmax(dim=2) for x in (logits, logits + noise))
-    rows = torch.arange(size).unsqueeze(1)
 
-    def draw(places: Tensor) -> Tensor:
-        probs = q[rows, places].flatten(0, 1)
-        return torch.multinomial(probs, 1, generator=generator).view(size, paths)
+    def probs_after(tokens: Tensor) -> Tensor:
+        first = 1 + (tokens.shape[2] - 1) * paths
+        return q[:, first : first + paths] if tokens.shape[2] else q[:, :1]
 
-    trees = draw_trees(size, paths, settings.depth, draw)
-    target = TargetProbs.of_logits(p.flatten(0, 1).log(), rows * shape[1] + trees.places)
-    return Offer(trees.with_probs(q[rows, trees.places]), target)
+    tree = draw_trees(size, paths, settings.depth, probs_after, generator)
+    # A node has the distributions of the first path through it.
+    own = 1 + torch.arange(count).view(-1, paths).T.flatten().expand(size, -1)
+    nodes = tree.path_nodes.flatten(1)
+    places = torch.zeros_like(tree.token_ids)
+    places = places.scatter_reduce(1, nodes, own, "amin", include_self=False)
+    rows = torch.arange(size).unsqueeze(1) * shape[1] + places
+    return Offer(tree, TargetProbs.of_logits(p.flatten(0, 1).log(), rows))
 
 
 # A picture of block efficiency against temperature and the number of paths.
