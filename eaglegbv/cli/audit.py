@@ -11,19 +11,7 @@ import typer
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
-from eaglegbv.cli.options import (
-    FITTING,
-    VERIFIERS,
-    Models,
-    draft_sampling_named,
-    entries,
-    fixed_plan,
-    made_of,
-    opt,
-    print_json,
-    progress,
-    verifier_names,
-)
+from eaglegbv.cli.options import opt
 from eaglegbv.config import PLAIN, EngineConfig
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.audit_engine import audit_pair
@@ -68,7 +56,7 @@ class Job:
 def audit(
     context: typer.Context,
     verifier: Annotated[
-        str | None, opt(f"Verifier, not needed if a module has only one: {VERIFIERS}.")
+        str | None, opt(f"Verifier, not needed if a module has only one: {opts.VERIFIERS}.")
     ] = None,
     draft_sampling: opts.SamplingName = None,
     every: Annotated[
@@ -77,7 +65,9 @@ def audit(
     module: Annotated[Path | None, opt("Python file with verifiers of your own.")] = None,
     vocab: Annotated[int, opt("Number of tokens.")] = 3,
     depth: opts.Depth = 2,
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING.replace("3", "2"))] = None,
+    paths: Annotated[
+        int | None, opt("Drafted paths, K.", shown=opts.FITTING.replace("3", "2"))
+    ] = None,
     instances: Annotated[int, opt("Number of random problems.")] = 50,
     iterations: Annotated[int, opt("Verification steps in a row.")] = 2,
     samples: Annotated[
@@ -124,7 +114,7 @@ def audit(
             for one in sorted(subject.rule.draft_samplings)
         ]
     else:
-        chosen = draft_sampling_named(draft_sampling)
+        chosen = opts.draft_sampling_named(draft_sampling)
         jobs = [_job(_choose(subjects, verifier), chosen, sizes, clip=paths is None)]
     results = _run(jobs, tolerance, as_json=as_json)
     if not all(result.passed(tolerance) for result in results):
@@ -172,13 +162,13 @@ def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> list[Result
     results: list[Result] = []
     for job in jobs:
         what = f"{job.subject.rule.name} on {job.draft_sampling}"
-        with progress(job.sizes.instances, "problem", what, leave=False) as bar:
+        with opts.progress(job.sizes.instances, "problem", what, leave=False) as bar:
             result = job.subject.audit(
                 job.draft_sampling, job.sizes, lambda figure: bar.update(note=f"{figure:.1e}")
             )
         results.append(result)
         if as_json:
-            print_json(result)
+            opts.print_json(result)
     if not as_json:
         rows = [_row(job, result, tolerance) for job, result in zip(jobs, results, strict=True)]
         columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -206,7 +196,7 @@ def pair(
     verifier: Annotated[
         str, opt("Verifiers to run, as for audit itself, with the same models; or none.")
     ] = "otbv",
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
+    paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
     depth: opts.Depth = 2,
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
@@ -238,12 +228,15 @@ def pair(
     the test rejects at level 1e-4.
     """
     given = locals()
-    plans = [made_of(given, fixed_plan, verifier=name) for name in verifier_names(verifier)]
+    plans = [
+        opts.made_of(given, opts.fixed_plan, verifier=name)
+        for name in opts.verifier_names(verifier)
+    ]
     exact = dtype == "float32" if against is None else against == "exact"
     if against not in (None, "exact", "plain"):
         raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
     params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
-    models = made_of(given, Models)
+    models = opts.made_of(given, opts.Models)
     drafted = next((plan for plan in plans if plan.speculative), PLAIN)
     prompts = prompt or ["Name three kinds of fruit."]
     other = "their exact distribution" if exact else "as many of plain decoding"
@@ -260,7 +253,7 @@ def pair(
     ):
         passed &= result.passed
         if as_json:
-            print_json(result)
+            opts.print_json(result)
         else:
             row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
             typer.echo(plain_text([list(row), list(row.values())]))
@@ -304,8 +297,8 @@ def picture(
     settings = SyntheticSettings(
         vocab=vocab, depth=depth, sharpness=sharpness, noise=noise, trees=trees, seed=seed
     )
-    chosen = entries("verifiers", verifiers, str)
-    ks, ts = entries("paths", paths, int), entries("temperatures", temperatures, float)
+    chosen = opts.entries("verifiers", verifiers, str)
+    ks, ts = opts.entries("paths", paths, int), opts.entries("temperatures", temperatures, float)
     # Both check their arguments before either measures.
     lazy = (
         measure(chosen, [at_paths], ts, settings),
@@ -315,7 +308,7 @@ def picture(
     figures = list(dict.fromkeys([*by_temperature, *by_paths]))
     if as_json:
         for figure in figures:
-            print_json(figure)
+            opts.print_json(figure)
     else:
         rows = [["verifier", "K", "T", "block efficiency", "standard error"]]
         for f in figures:

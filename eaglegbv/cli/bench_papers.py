@@ -9,17 +9,7 @@ import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import (
-    Models,
-    Progress,
-    entries,
-    fixed_plan,
-    made_of,
-    member,
-    opt,
-    print_json,
-    progress,
-)
+from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.drafters import (
@@ -82,7 +72,10 @@ def drafters(
     forwards that accept at least d tokens; these shares add up to the length.
     """
     given = locals()
-    plans = [made_of(given, fixed_plan, paths=count) for count in entries("paths", paths, int)]
+    plans = [
+        opts.made_of(given, opts.fixed_plan, paths=count)
+        for count in opts.entries("paths", paths, int)
+    ]
     chosen = load_questions(questions_set, data).first(questions)
     conversations = Conversations(
         chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
@@ -92,9 +85,9 @@ def drafters(
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
     total = len(named) * len(plans) * len(chosen.questions)
-    with progress(total, "conversation") as bar:
+    with opts.progress(total, "conversation") as bar:
         for name, where in named:
-            llm = made_of(given, Models, drafter=where).load(plans[0], engine)
+            llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
             for number, plan in enumerate(plans):
                 first = found[number][1] if len(found) >= len(plans) else None
                 report = measure_drafter(llm, plan, conversations, first=first, on_batch=bar.update)
@@ -103,7 +96,9 @@ def drafters(
     if as_json:
         own = tuple(NamedReport(name=name, report=report) for name, report in found)
         where_and_when = describe_environment(str(llm.device))
-        print_json(DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own))
+        opts.print_json(
+            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own)
+        )
         return
     tables = (depth_table(reports, names), category_table(reports, names))
     typer.echo("\n\n".join(map(plain_text, tables)))
@@ -146,19 +141,19 @@ def study(
     """
     given = locals()
     check_matplotlib()
-    settings = made_of(
+    settings = opts.made_of(
         given,
         StudySettings,
-        temperatures=tuple(entries("temperatures", temperatures, float)),
-        draft_temperatures=tuple(entries("draft-temperatures", draft_temperatures, float)),
-        paths=tuple(entries("paths", paths, int)),
-        sizes=tuple(entries("sizes", sizes, int)),
+        temperatures=tuple(opts.entries("temperatures", temperatures, float)),
+        draft_temperatures=tuple(opts.entries("draft-temperatures", draft_temperatures, float)),
+        paths=tuple(opts.entries("paths", paths, int)),
+        sizes=tuple(opts.entries("sizes", sizes, int)),
     )
     chosen = load_questions(questions_set, data).first(questions)
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
     llms = {
-        name: made_of(given, Models, drafter=where).load(Plan(), engine)
+        name: opts.made_of(given, opts.Models, drafter=where).load(Plan(), engine)
         for name, where in _by_name(drafter or ("eagle3", "eagle1"))
     }
     first = next(iter(llms.values()))
@@ -186,7 +181,7 @@ def _measure(
     """Return the study with the drafters' results, which are saved after every temperature."""
     settings = study.settings
     first = next(iter(llms.values()))
-    with progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
+    with opts.progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
         for temperature in settings.temperatures:
             texts = collect(
                 first,
@@ -196,13 +191,11 @@ def _measure(
                 seed=settings.seed,
             )
             for name, llm in llms.items():
-                cells = study_cells(
+                sampled, fixed = study_cells(
                     name, llm.pair, texts, temperature, settings, on_texts=bar.update
                 )
                 study = msgspec.structs.replace(
-                    study,
-                    sampled=(*study.sampled, *cells.sampled),
-                    fixed=(*study.fixed, *cells.fixed),
+                    study, sampled=(*study.sampled, *sampled), fixed=(*study.fixed, *fixed)
                 )
             path.write_bytes(msgspec.json.encode(study) + b"\n")
     return study
@@ -259,15 +252,15 @@ def paper(
         (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
         report = chosen.report(measured.sheets, measured.run)
     else:
-        models = made_of(given, Models)
+        models = opts.made_of(given, opts.Models)
         site = Site(
             folder,
             load_questions(questions_set, data).first(questions),
-            made_of(given, Options),
+            opts.made_of(given, Options),
             # Every setting answers the same prompts, and must read them itself.
             lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
             _progress,
-            sheets=entries("sheets", sheets, str) if sheets is not None else (),
+            sheets=opts.entries("sheets", sheets, str) if sheets is not None else (),
         )
         typer.echo(chosen.title)
         report = chosen.measure(site)
@@ -277,8 +270,8 @@ def paper(
     typer.echo("\n" + text)
 
 
-def _progress(what: str, steps: int) -> AbstractContextManager[Progress]:
-    return progress(steps, "text", what)
+def _progress(what: str, steps: int) -> AbstractContextManager[opts.Progress]:
+    return opts.progress(steps, "text", what)
 
 
 def report_text(report: Report) -> str:
@@ -331,15 +324,15 @@ def solvers(
         raise InvalidArgument("drafts", drafts, "given with --vocab, and neither without the other")
     sizes = list(STANDARD)
     if vocab is not None and drafts is not None:
-        counts = entries("drafts", drafts, int)
-        sizes = [(v, n) for v in entries("vocab", vocab, int) for n in counts]
+        counts = opts.entries("drafts", drafts, int)
+        sizes = [(v, n) for v in opts.entries("vocab", vocab, int) for n in counts]
     widths = [
-        None if kept == "all" else entries("width", kept, int)[0]
-        for kept in entries("width", width, str)
+        None if kept == "all" else opts.entries("width", kept, int)[0]
+        for kept in opts.entries("width", width, str)
     ]
     settings = settings_of(sizes, widths)
-    chosen = [member("solver", name, Solver) for name in entries("solver", solver, str)]
-    with progress(len(settings) * len(chosen), "row") as bar:
+    chosen = [opts.member("solver", name, Solver) for name in opts.entries("solver", solver, str)]
+    with opts.progress(len(settings) * len(chosen), "row") as bar:
         report = compare_solvers(
             settings,
             chosen,
@@ -349,7 +342,7 @@ def solvers(
             on_row=lambda row: bar.update(note=f"V {row.vocab}, n {row.drafts}: {row.solver}"),
         )
     if as_json:
-        print_json(report)
+        opts.print_json(report)
         return
     rows = [_cells(row) for row in report.rows]
     typer.echo(plain_text([list(rows[0]), *(list(row.values()) for row in rows)]))

@@ -35,6 +35,7 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
+from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.utils import require_integer
 from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
@@ -168,12 +169,7 @@ def collect(
     """
     seeds = [request_seed(seed, number) for number in range(len(questions))]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    seeded = [msgspec.structs.replace(params, seed=own) for own in seeds]
-    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    answers = llm.generate(prompts, seeded, plan=PLAIN)
-    for question, answer in zip(questions, answers, strict=True):
-        if answer.finish_reason is FinishReason.ERROR:
-            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    answers = first_answers(llm, questions, params, seeds, PLAIN)
     return [
         # Drafts and judgements must not share random numbers with the text they are about.
         Text(
@@ -184,6 +180,27 @@ def collect(
         )
         for question, own, answer in zip(questions, seeds, answers, strict=True)
     ]
+
+
+def first_answers(
+    llm: LLM,
+    questions: Sequence[Question],
+    params: SamplingParams,
+    seeds: Sequence[int],
+    plan: Plan,
+) -> list[Completion]:
+    """Answer the first turns of questions together, each with its own seed.
+
+    Raises:
+        EagleGBVError: A question is not answered.
+    """
+    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    seeded = [msgspec.structs.replace(params, seed=seed) for seed in seeds]
+    answers = llm.generate(prompts, seeded, plan=plan)
+    for question, answer in zip(questions, answers, strict=True):
+        if answer.finish_reason is FinishReason.ERROR:
+            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    return answers
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -21,10 +20,11 @@ from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Report, Table, find
 from eaglegbv.eval.papers.registry import PAPERS
 from eaglegbv.eval.plots import (
     PICTURES,
-    error_bars,
+    Line,
+    Panel,
+    draw_panels,
     measured_of,
     picture_style,
-    plain_axes,
     save_picture,
 )
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
@@ -51,7 +51,7 @@ from eaglegbv.eval.statistics import (
 )
 from eaglegbv.eval.study import (
     Study,
-    draw_study,
+    study_canvas,
     study_table,
     temperature_findings,
     tree_findings,
@@ -61,7 +61,6 @@ from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.utils import Content
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
 DIGITS = 6  # digits to which seconds are rounded
@@ -554,15 +553,15 @@ def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
     for name, content in evidence.items():
         for part in _parts(content):
             path = folder / f"{name}_{part}.svg"
-            if isinstance(content, Study):
-                with TemporaryDirectory() as own:
-                    drawn = [one for one in draw_study(content, Path(own)) if one.suffix == ".svg"]
-                    path.write_bytes(drawn[0].read_bytes())
             with picture_style():
-                if isinstance(content, BatchResults):
-                    save_picture(_batch_canvas(over_plain(content.timings)), path)
-                if isinstance(content, Results):
-                    save_picture(PICTURES[part](measured_of(content)), path)
+                if isinstance(content, Study):
+                    canvas = study_canvas(content)
+                elif isinstance(content, BatchResults):
+                    canvas = _batch_canvas(over_plain(content.timings))
+                else:
+                    assert isinstance(content, Results)
+                    canvas = PICTURES[part](measured_of(content))
+                save_picture(canvas, path)
             written.append(path)
     return written
 
@@ -586,33 +585,30 @@ def _parts(content: Evidence) -> Iterator[str]:
 
 def _batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
     """Draw one panel for each temperature and prompt length: each way's speed over plain's."""
-    from matplotlib.figure import Figure as Canvas
-
-    panels = list(dict.fromkeys((cell.temperature, cell.context) for cell in speeds))
-    canvas = Canvas(figsize=(max(5.0, 3.8 * len(panels)), 3.6), layout="constrained")
-    axes = canvas.subplots(1, len(panels), squeeze=False, sharey=True).ravel()
-    for panel, (temperature, context) in zip(axes, panels, strict=True):
-        here = {
-            cell.batch: ways
-            for cell, ways in speeds.items()
-            if (cell.temperature, cell.context) == (temperature, context)
-        }
-        _draw_batches(panel, here)
+    panels = []
+    for t, context in dict.fromkeys((cell.temperature, cell.context) for cell in speeds):
+        points: dict[str, list[tuple[float, Estimate]]] = {}
+        for cell, ways in speeds.items():
+            if (cell.temperature, cell.context) == (t, context):
+                for way, speed in ways.items():
+                    points.setdefault(way, []).append((cell.batch, speed))
+        lines = [Line(way, sorted(own)) for way, own in points.items()]
         prompt = f"{context} tokens" if context else "questions as they are"
-        panel.set_title(f"temperature {temperature:g}, {prompt}", fontsize=9)
-    axes[0].set_ylabel("speed over plain decoding (range over repeats)")
-    return canvas
-
-
-def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) -> None:
-    for way in dict.fromkeys(way for ways in speeds.values() for way in ways):
-        points = [(batch, ways[way]) for batch, ways in sorted(speeds.items()) if way in ways]
-        axes.errorbar(**error_bars(points), label=way, linewidth=1.2)
-    plain_axes(axes, "y")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(speeds), [str(batch) for batch in sorted(speeds)])
-    axes.set_xlabel("batch")
-    axes.legend(frameon=False, fontsize=7, loc="upper right")
+        title = f"temperature {t:g}, {prompt}"
+        ticks = sorted({x for own in points.values() for x, _ in own})
+        panels.append(
+            Panel(
+                lines=lines,
+                x="batch",
+                title=title,
+                ticks=ticks,
+                doubling=True,
+                legend="upper right",
+            )
+        )
+    return draw_panels(
+        panels, "speed over plain decoding (range over repeats)", columns=len(panels)
+    )
 
 
 # The whole page.

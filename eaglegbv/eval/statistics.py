@@ -35,6 +35,11 @@ class Estimate(msgspec.Struct, frozen=True):
     low: float
     high: float
 
+    @classmethod
+    def exactly(cls, value: float) -> Self:
+        """Return a figure without noise."""
+        return cls(value, value, value)
+
     def side_of_one(self, slack: float = 0.0) -> SideOfOne:
         """Return on which side of 1 the whole interval lies.
 
@@ -74,7 +79,7 @@ def bootstrap(
     entries = np.array(columns, dtype=np.float64)
     units = entries.shape[1]
     if not units:
-        return Estimate(0.0, 0.0, 0.0)
+        return Estimate.exactly(0.0)
     draws = np.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
     resampled = figure(entries[:, draws].sum(axis=2))
     low, high = np.quantile(resampled, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
@@ -304,7 +309,7 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
         for column in figure.columns([r for r in own if r.repeat == repeat], questions)
     ]
     if not columns:
-        return Estimate(0.0, 0.0, 0.0)
+        return Estimate.exactly(0.0)
 
     def median(totals: NDArray[np.float64]) -> NDArray[np.float64]:
         pairs = totals.reshape(len(repeats), len(records), 2, *totals.shape[1:])

@@ -9,16 +9,28 @@ import msgspec
 import numpy as np
 
 from eaglegbv.devices import dtype_name
-from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.paired_comparison import Sampling, Text, collect, same_drafts
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.paired_comparison import (
+    Sampling,
+    Text,
+    collect,
+    first_answers,
+    same_drafts,
+)
 from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Environment, Journal, Setting, describe_environment, read_json
-from eaglegbv.eval.runner import another_run
+from eaglegbv.eval.records import (
+    Environment,
+    Folder,
+    Head,
+    Journal,
+    Setting,
+    describe_environment,
+    read_json,
+)
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
-from eaglegbv.request import FinishReason
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import write_whole
@@ -145,29 +157,23 @@ def measured_so_far(folder: Path) -> Measured:
     Raises:
         InvalidArgument: The folder holds no run, or its parts cannot be read.
     """
-    begun = load_measured(folder / "run.json")
+    expected = "cells of a paper"
+    begun = read_json(folder / "run.json", Head[Run], argument="cells", expected=expected)
     sheets: dict[str, dict[Setting, list[Cell]]] = {}
     for part in _journal(folder).read():
         for cell in part.cells:
             sheets.setdefault(part.sheet, {}).setdefault(cell.setting, []).append(cell)
     joined = {name: [Cell.joined(parts) for parts in s.values()] for name, s in sheets.items()}
-    return msgspec.structs.replace(begun, sheets=joined)
+    return Measured(run=begun.settings, environment=begun.environment, sheets=joined)
 
 
-class CellStore:
-    """A folder of parts: ``run.json``, and ``parts.jsonl`` with one line a part.
-
-    Opening a folder that was begun with equal settings resumes it.
-    """
+class CellStore(Folder[Run, _Part]):
+    """A folder of parts; see :class:`eaglegbv.eval.records.Folder`."""
 
     def __init__(self, site: Site, paper: str) -> None:
-        """Open ``site.folder`` for ``paper``.
-
-        Raises:
-            InvalidArgument: It was begun with something else, or holds something else.
-        """
+        """Open ``site.folder`` for ``paper``."""
         llm, questions = site.llm, site.questions
-        header = Run(
+        run = Run(
             paper=paper,
             options=site.options,
             model=llm.model_name,
@@ -178,37 +184,20 @@ class CellStore:
             question_ids=tuple(question.id for question in questions.questions),
             questions_sha256=questions.sha256,
         )
-        self._folder, self._journal = site.folder, _journal(site.folder)
-        self._header, self._environment = header, describe_environment(str(llm.device))
-        run = site.folder / "run.json"
-        site.folder.mkdir(parents=True, exist_ok=True)
-        if run.is_file():
-            begun = read_json(run, Measured, argument="out", expected="the head of a run")
-            if begun.run != header:
-                raise another_run(site.folder, begun.run, header)
-            self._environment = begun.environment
-        else:
-            write_whole(run, msgspec.json.encode(self._with({})))
-        self._parts = {(part.sheet, part.key): part.cells for part in self._journal.resume()}
-
-    @property
-    def run(self) -> Run:
-        """What parts are measured with."""
-        return self._header
+        environment = describe_environment(str(llm.device))
+        super().__init__(site.folder, run, environment, Head[Run], _journal(site.folder))
+        self._parts = {(part.sheet, part.key): part.cells for part in self.records}
 
     def publish(self, sheets: dict[str, list[Cell]]) -> None:
         """Write whole sheets to ``cells.json``."""
-        write_whole(self._folder / CELLS, msgspec.json.encode(self._with(sheets)) + b"\n")
-
-    def _with(self, sheets: dict[str, list[Cell]]) -> Measured:
-        return Measured(run=self._header, environment=self._environment, sheets=sheets)
+        content = Measured(run=self.settings, environment=self.environment, sheets=sheets)
+        write_whole(self.path / CELLS, msgspec.json.encode(content) + b"\n")
 
     def part(self, sheet: str, key: str, measure: Callable[[], list[Cell]]) -> list[Cell]:
         """Return a part; it is measured now, and kept, unless it was before."""
         if (sheet, key) not in self._parts:
-            cells = measure()
-            self._journal.add(_Part(sheet=sheet, key=key, cells=cells))
-            self._parts[sheet, key] = cells
+            self._parts[sheet, key] = measure()
+            self.add(_Part(sheet=sheet, key=key, cells=self._parts[sheet, key]))
         return self._parts[sheet, key]
 
 
@@ -298,19 +287,9 @@ def answer_all(
     Raises:
         EagleGBVError: A question is not answered.
     """
-    params = [
-        SamplingParams(
-            temperature=setting.temperature,
-            max_tokens=options.max_tokens,
-            seed=request_seed(options.seed, number),
-        )
-        for number in questions
-    ]
-    prompts = [[{"role": "user", "content": q.turns[0]}] for q in questions.values()]
-    answers = llm.generate(prompts, params, plan=setting.plan)
-    for question, answer in zip(questions.values(), answers, strict=True):
-        if answer.finish_reason is FinishReason.ERROR:
-            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    seeds = [request_seed(options.seed, number) for number in questions]
+    params = SamplingParams(temperature=setting.temperature, max_tokens=options.max_tokens)
+    answers = first_answers(llm, [*questions.values()], params, seeds, setting.plan)
     metrics = [answer.metrics for answer in answers]
     phases = [phase for phase in Phase if phase is not Phase.PREFILL]
     return Cell(

@@ -115,7 +115,7 @@ class GridPaper(Paper):
         for sheet in wanted:
             measured[sheet.name] = measure_cells(site, store, sheet.name, sheet.way, sheet.settings)
             store.publish(measured)
-        return self.report(measured, store.run)
+        return self.report(measured, store.settings)
 
     def _sheet(self, name: str) -> Sheet:
         for sheet in self.sheets:

@@ -9,7 +9,6 @@ import torch
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval.runner import read_results
 from eaglegbv.eval.statistics import Summary
-from eaglegbv.utils import cache_folder
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -43,26 +42,6 @@ def test_writes_results_and_a_report(cli, pair, tmp_path: Path) -> None:
         assert name in report
         assert name in result.out
     assert "\r" not in result.err  # a bar is for a terminal
-
-
-def test_an_interrupted_run_goes_on(cli, pair, tmp_path: Path) -> None:
-    arguments = [*QUICK, "--verifiers", "none,block", "--out", str(tmp_path)]
-    assert bench(cli, pair, *arguments).status == 0
-    records = tmp_path / "records.jsonl"
-    lines = records.read_bytes().splitlines(keepends=True)
-    records.write_bytes(b"".join(lines[:2]) + lines[2][:40])
-    assert bench(cli, pair, *arguments).status == 0
-    again = records.read_bytes().splitlines(keepends=True)
-    assert again[:2] == lines[:2]
-    assert len(again) == len(lines) == 4
-
-    def tokens(line: bytes) -> object:
-        return [turn["text"] for turn in json.loads(line)["turns"]]
-
-    assert [tokens(line) for line in again] == [tokens(line) for line in lines]
-    other = bench(cli, pair, *arguments, "--seed", "1")
-    assert other.status == 2
-    assert "(seed 0, now 1)" in other.err
 
 
 def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
@@ -108,14 +87,6 @@ def test_bad_input_is_one_clear_line(
     assert result.err.startswith("eaglegbv: ")
     assert result.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_without_any_source_the_error_says_where_it_looked(cli, pair, tmp_path: Path) -> None:
-    result = bench(cli, pair, "--out", str(tmp_path / "out"))
-    assert result.status == 2
-    places = ("--questions-set builtin", "--data FILE", "EAGLEGBV_DATA", str(cache_folder()))
-    for place in (*places, "Hugging Face hub", "(the hub could not be reached)"):
-        assert place in result.err
 
 
 def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:

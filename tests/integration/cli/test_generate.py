@@ -75,12 +75,16 @@ def test_prompt_comes_from_a_file_or_standard_input(
     cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_text("Hello", encoding="utf-8")
+    file.write_text("Hello", encoding="utf-8-sig")
     fixed = ("--verifier", "otbv")
     expected = generate(cli, pair, "--prompt", "Hello", *fixed).out
     assert generate(cli, pair, "--prompt-file", str(file), *fixed).out == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello"), encoding="utf-8"))
     assert generate(cli, pair, "--prompt-file", "-", *fixed).out == expected
+    file.write_bytes("café".encode("latin-1"))
+    refused = generate(cli, pair, "--prompt-file", str(file))
+    assert refused.status == 2
+    assert "expected a readable file" in refused.err
 
 
 def test_system_and_raw_change_what_the_model_reads(cli, pair) -> None:
@@ -292,15 +296,3 @@ def test_an_error_of_the_disk_is_one_line(
     result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"))
     assert result.status == 2
     assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'records.jsonl'\n"
-
-
-def test_a_prompt_file_may_begin_with_a_byte_order_mark(cli, pair, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("Hello", encoding="utf-8-sig")
-    fixed = ("--verifier", "otbv", "--raw")
-    expected = generate(cli, pair, "--prompt", "Hello", *fixed).out
-    assert generate(cli, pair, "--prompt-file", str(file), *fixed).out == expected
-    file.write_bytes("café".encode("latin-1"))
-    refused = generate(cli, pair, "--prompt-file", str(file))
-    assert refused.status == 2
-    assert "expected a readable file" in refused.err

@@ -13,11 +13,6 @@ from eaglegbv.cli.options import VERIFIERS
 from eaglegbv.verifiers import registry
 
 
-def test_version(cli) -> None:
-    result = cli("--version")
-    assert (result.status, result.out) == (0, f"eaglegbv {eaglegbv.__version__}\n")
-
-
 def test_it_runs_as_a_module_too() -> None:
     command = [sys.executable, "-m", "eaglegbv", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -44,19 +39,6 @@ def test_help(cli, arguments: list[str], expected: list[str]) -> None:
     assert result.status == 0
     for text in expected:
         assert text in result.out
-
-
-@pytest.mark.parametrize("group", [[], ["bench"], ["audit"], ["train"]], ids=" ".join)
-def test_no_line_of_a_list_of_commands_breaks_off(cli, group: list[str]) -> None:
-    commands = cli(*group, "--help").out.partition("Commands:\n")[2].splitlines()
-    assert commands
-    assert not [line for line in commands if line.endswith("...")]
-
-
-def test_a_text_of_help_flows_over_its_lines(cli) -> None:
-    """Only at the width of the terminal does a line end, not where the source's does too."""
-    paragraph = cli("audit", "--help").out.partition("Enumerates")[2].partition("Block eff")[0]
-    assert all(len(line) > 50 for line in paragraph.splitlines()[:-1])
 
 
 def test_every_option_has_help() -> None:

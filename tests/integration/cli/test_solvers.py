@@ -2,23 +2,6 @@ import json
 
 import pytest
 
-FIGURES = {
-    "vocab",
-    "drafts",
-    "width",
-    "solver",
-    "instances",
-    "median_ms",
-    "mean_ms",
-    "success",
-    "refused",
-    "fallbacks",
-    "late",
-    "deviation",
-    "acceptance",
-    "optimum",
-    "shortfall",
-}
 SIZES = ["--vocab", "10,100", "--drafts", "2", "--width", "all,8", "--instances", "2"]
 
 
@@ -32,7 +15,6 @@ def test_one_json_object(cli) -> None:
     rows = {(r["vocab"], r["width"], r["solver"]): r for r in report["rows"]}
     assert len(rows) == len(report["rows"]) == 4 * 5
     for (vocab, width, solver), row in rows.items():
-        assert row.keys() == FIGURES
         refused = 2 if solver in ("max_flow", "lp") and (vocab, width) == (100, 100) else 0
         assert row["refused"] == refused
         assert row["success"] == (0 if refused else 1)
