@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
@@ -20,7 +19,6 @@ from eaglegbv.eval.audit_module import as_subject, load_verifiers
 from eaglegbv.eval.audit_picture import SyntheticSettings, draw, measure
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.eval.plots import check_matplotlib
-from eaglegbv.eval.report import plain_text
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
@@ -29,12 +27,7 @@ from eaglegbv.verifiers.registry import make_any_verifier
 FAILED = 1
 PATHS = 2
 
-app = typer.Typer(
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = opts.make_app(invoke_without_command=True)
 
 PAIR_LEGEND = (
     "cells: texts compared, rare ones together; G: how far their counts are from what they are "
@@ -43,13 +36,8 @@ PAIR_LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """An audit to run: a verifier, the draft sampling of its trees, and sizes of the problems."""
-
-    subject: Subject
-    draft_sampling: DraftSampling
-    sizes: Sizes
+Job: TypeAlias = tuple[Subject, DraftSampling, Sizes]
+"""An audit to run: a verifier, the draft sampling of its trees, and sizes of the problems."""
 
 
 @app.callback()
@@ -152,38 +140,33 @@ def _job(subject: Subject, chosen: DraftSampling | None, sizes: Sizes, *, clip: 
     """Return an audit, if ``clip`` with only as many paths as verifier and draft sampling take."""
     chosen = chosen or subject.default_sampling
     paths = subject.fitting_paths(chosen, sizes.paths) if clip else sizes.paths
-    return Job(subject, chosen, msgspec.structs.replace(sizes, paths=paths))
+    return subject, chosen, msgspec.structs.replace(sizes, paths=paths)
 
 
 def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> list[Result]:
     """Run audits, and print results as they come, or a table at the end if there are many."""
-    for job in jobs:
-        job.subject.check(job.draft_sampling, job.sizes.shape)
+    for subject, chosen, sizes in jobs:
+        subject.check(chosen, sizes.shape)
     results: list[Result] = []
-    for job in jobs:
-        what = f"{job.subject.rule.name} on {job.draft_sampling}"
-        with opts.progress(job.sizes.instances, "problem", what, leave=False) as bar:
-            result = job.subject.audit(
-                job.draft_sampling, job.sizes, lambda figure: bar.update(note=f"{figure:.1e}")
-            )
+    for subject, chosen, sizes in jobs:
+        what = f"{subject.rule.name} on {chosen}"
+        with opts.progress(sizes.instances, "problem", what, leave=False) as bar:
+            result = subject.audit(chosen, sizes, lambda f: bar.update(note=f"{f:.1e}"))
         results.append(result)
         if as_json:
             opts.print_json(result)
     if not as_json:
-        rows = [_row(job, result, tolerance) for job, result in zip(jobs, results, strict=True)]
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        typer.echo(plain_text([columns, *([row.get(c, "-") for c in columns] for row in rows)]))
+        rows = []
+        for (*_, sizes), result in zip(jobs, results, strict=True):
+            verdict = _verdict(passed=result.passed(tolerance))
+            known = {"verifier": result.verifier, "draft_sampling": result.draft_sampling}
+            rows.append({**known, "K": str(sizes.paths), **result.figures(), **verdict})
+        opts.print_rows(rows)
     return results
 
 
-def _row(job: Job, result: Result, tolerance: float) -> dict[str, str]:
-    return {
-        "verifier": result.verifier,
-        "draft_sampling": result.draft_sampling,
-        "K": str(job.sizes.paths),
-        **result.figures(),
-        "verdict": "lossless" if result.passed(tolerance) else "NOT LOSSLESS",
-    }
+def _verdict(*, passed: bool) -> dict[str, str]:
+    return {"verdict": "lossless" if passed else "NOT LOSSLESS"}
 
 
 @app.command(short_help="Test the whole engine on real models.")
@@ -255,8 +238,7 @@ def pair(
         if as_json:
             opts.print_json(result)
         else:
-            row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
-            typer.echo(plain_text([list(row), list(row.values())]))
+            opts.print_rows([{**result.figures(), **_verdict(passed=result.passed)}])
     if not as_json:
         typer.echo(PAIR_LEGEND)
     if not passed:
@@ -310,11 +292,16 @@ def picture(
         for figure in figures:
             opts.print_json(figure)
     else:
-        rows = [["verifier", "K", "T", "block efficiency", "standard error"]]
-        for f in figures:
-            efficiency, error = f"{f.block_efficiency:.2f}", f"{f.error:.3f}"
-            rows.append([f.verifier, str(f.paths), f"{f.temperature:g}", efficiency, error])
-        typer.echo(plain_text(rows))
+        opts.print_rows(
+            {
+                "verifier": f.verifier,
+                "K": str(f.paths),
+                "T": f"{f.temperature:g}",
+                "block efficiency": f"{f.block_efficiency:.2f}",
+                "standard error": f"{f.error:.3f}",
+            }
+            for f in figures
+        )
     if out is not None:
         caption = (
             f"Synthetic models: V = {vocab}, L = {depth}, target logits N(0, {sharpness:g}\u00b2), "

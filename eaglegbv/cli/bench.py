@@ -1,6 +1,5 @@
 """``eaglegbv bench``: benchmarks with a report; here ``mt-bench``, ``served``, and the demo."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,25 +21,19 @@ from eaglegbv.cli.options import opt
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
 from eaglegbv.devices import dtype_name, named_dtype, place_of
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import statistics
 from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
 from eaglegbv.eval.plots import check_matplotlib, draw_all
 from eaglegbv.eval.questions import Question, QuestionSet, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
-from eaglegbv.eval.report import plain_text, served_table, table, write_markdown
+from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
-from eaglegbv.eval.statistics import (
-    BLOCK_EFFICIENCY,
-    TOKENS_PER_SECOND,
-    Summary,
-    summarise,
-    whole,
-)
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import DRAFT_WIDTH, require_integer
+from eaglegbv.utils import DRAFT_WIDTH, decode_json, require_integer
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.launch import Launch
@@ -203,13 +196,13 @@ def _arguments(text: str | None) -> dict[str, Scalar]:
     """Return the arguments in a JSON object."""
     if text is None:
         return {}
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(v, Scalar) for v in found.values()):
-        raise InvalidArgument("backend-arguments", text, "a JSON object of strings and numbers")
-    return found
+    return decode_json(
+        text.encode(),
+        dict[str, Scalar],
+        argument="backend-arguments",
+        place=text,
+        expected="a JSON object of strings and numbers",
+    )
 
 
 def _settings(
@@ -245,23 +238,22 @@ def _watched(
 ) -> Iterator[Callable[[Record], None]]:
     """Keep every further record, and show progress, with the figures of the setting that ran last.
 
-    Args:
-        settings: Settings of the run.
-        add: Keeps a record.
-        records: Records from earlier sittings.
-        timed: Whether the records say what took how long.
+    ``records`` are those of earlier sittings; ``timed`` is whether they say what took how long.
     """
-    figures = {BLOCK_EFFICIENCY: "{:.2f} tokens/forward", TOKENS_PER_SECOND: "{:.0f} tokens/s"}
+    figures = {
+        statistics.BLOCK_EFFICIENCY: "{:.2f} tokens/forward",
+        statistics.TOKENS_PER_SECOND: "{:.0f} tokens/s",
+    }
     shown = list(figures.items())[: 2 if timed else 1]
     held: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in whole(records):
+    for record in statistics.whole(records):
         held[record.setting].append(record)
     total = len(settings.question_ids) * len(settings.settings) * settings.repeats
     with opts.progress(total, "conversation", done=len(records)) as bar:
 
         def keep(record: Record) -> None:
             add(record)
-            held[record.setting] += whole([record])
+            held[record.setting] += statistics.whole([record])
             own = held[record.setting]
             told = ", ".join(text.format(figure.of(own)) for figure, text in shown if own)
             bar.update(note=f"{record.setting}: {told}" if told else "")
@@ -300,11 +292,10 @@ def _hold(
 def _report(folder: RunFolder, *, plots: bool) -> None:
     """Write the results into the folder of a run, and print the table."""
     found = folder.results()
-    summaries = summarise(found)
-    written = [
-        write_results(folder.path, found, summaries),
-        write_markdown(folder.path, found, summaries),
-    ]
+    summaries = statistics.summarise(found)
+    report = folder.path / "results.md"
+    report.write_text(markdown(found, summaries), encoding="utf-8")
+    written = [write_results(folder.path, found, summaries), report]
     if plots:
         written += draw_all(found, folder.path / "plots")
     typer.echo(plain_text(table(summaries)))
@@ -312,7 +303,7 @@ def _report(folder: RunFolder, *, plots: bool) -> None:
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
 
 
-def _report_errors(summaries: Sequence[Summary]) -> None:
+def _report_errors(summaries: Sequence[statistics.Summary]) -> None:
     """Print how many conversations broke off, if any did."""
     broken = ", ".join(f"{s.setting}: {s.errors}" for s in summaries if s.errors)
     if broken:
@@ -596,7 +587,9 @@ def demo(
     with _watched(settings, records.append) as keep:
         run(llm.generate, chosen.questions, settings, on_record=keep)
     environment = describe_environment(str(llm.device))
-    summaries = summarise(Results(settings=settings, environment=environment, records=records))
+    summaries = statistics.summarise(
+        Results(settings=settings, environment=environment, records=records)
+    )
     typer.echo(plain_text(table(summaries, intervals=False)))
     _report_errors(summaries)
     typer.echo(

@@ -1,7 +1,6 @@
 """``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +11,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.drafters import (
-    Conversations,
-    DrafterReport,
-    category_table,
-    depth_table,
-    measure_drafter,
-)
+from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table, measure_drafter
 from eaglegbv.eval.paired_comparison import collect
 from eaglegbv.eval.papers.base import AGAINST, AGREES, Options, Report, Site, findings_table
 from eaglegbv.eval.papers.cells import CELLS, measured_so_far
@@ -29,10 +22,11 @@ from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import describe_environment, name_of_model
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults, NamedReport
-from eaglegbv.eval.solvers import STANDARD, Row, settings_of
+from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
 from eaglegbv.llm import LLM
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -77,9 +71,7 @@ def drafters(
         for count in opts.entries("paths", paths, int)
     ]
     chosen = load_questions(questions_set, data).first(questions)
-    conversations = Conversations(
-        chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
-    )
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
     found: list[tuple[str, DrafterReport]] = []
     # Every drafter and plan answers the same prompts, and must read them itself.
@@ -90,7 +82,15 @@ def drafters(
             llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
             for number, plan in enumerate(plans):
                 first = found[number][1] if len(found) >= len(plans) else None
-                report = measure_drafter(llm, plan, conversations, first=first, on_batch=bar.update)
+                report = measure_drafter(
+                    llm,
+                    plan,
+                    chosen.questions,
+                    params,
+                    batch=batch,
+                    first=first,
+                    on_batch=bar.update,
+                )
                 found.append((name, report))
     names, reports = [name for name, _ in found], [report for _, report in found]
     if as_json:
@@ -259,7 +259,7 @@ def paper(
             opts.made_of(given, Options),
             # Every setting answers the same prompts, and must read them itself.
             lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
-            _progress,
+            lambda what, steps: opts.progress(steps, "text", what),
             sheets=opts.entries("sheets", sheets, str) if sheets is not None else (),
         )
         typer.echo(chosen.title)
@@ -268,10 +268,6 @@ def paper(
     (folder / "report.txt").write_text(f"{chosen.title}\n\n{text}\n", encoding="utf-8")
     (folder / "report.json").write_bytes(msgspec.json.encode(report) + b"\n")
     typer.echo("\n" + text)
-
-
-def _progress(what: str, steps: int) -> AbstractContextManager[opts.Progress]:
-    return opts.progress(steps, "text", what)
 
 
 def report_text(report: Report) -> str:
@@ -344,26 +340,28 @@ def solvers(
     if as_json:
         opts.print_json(report)
         return
-    rows = [_cells(row) for row in report.rows]
-    typer.echo(plain_text([list(rows[0]), *(list(row.values()) for row in rows)]))
+    opts.print_rows(
+        {
+            name: "-" if (value := getattr(row, field)) is None else format(value, layout)
+            for name, (field, layout) in SOLVER_COLUMNS.items()
+        }
+        for row in report.rows
+    )
 
 
-def _cells(row: Row) -> dict[str, str]:
-    def figure(value: float | None, layout: str) -> str:
-        return "-" if value is None else format(value, layout)
-
-    return {
-        "V": str(row.vocab),
-        "width": str(row.width),
-        "n": str(row.drafts),
-        "solver": row.solver,
-        "ms/token": figure(row.median_ms, ".2f"),
-        "success": f"{row.success:.0%}",
-        "too large": str(row.refused),
-        "fall-backs": str(row.fallbacks),
-        "late": str(row.late),
-        "L1 deviation": figure(row.deviation, ".1e"),
-        "acceptance": figure(row.acceptance, ".4f"),
-        "optimum": figure(row.optimum, ".4f"),
-        "bound": figure(row.shortfall, ".1e"),
-    }
+SOLVER_COLUMNS = {
+    "V": ("vocab", "d"),
+    "width": ("width", "d"),
+    "n": ("drafts", "d"),
+    "solver": ("solver", ""),
+    "ms/token": ("median_ms", ".2f"),
+    "success": ("success", ".0%"),
+    "too large": ("refused", "d"),
+    "fall-backs": ("fallbacks", "d"),
+    "late": ("late", "d"),
+    "L1 deviation": ("deviation", ".1e"),
+    "acceptance": ("acceptance", ".4f"),
+    "optimum": ("optimum", ".4f"),
+    "bound": ("shortfall", ".1e"),
+}
+"""What the table of solvers shows of a row, by heading, and how."""

@@ -1,6 +1,7 @@
 """``eaglegbv bench batch`` and ``bench step``: tokens a second by batch, and a step by phase."""
 
 import re
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from eaglegbv.calibration import calibrate
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
-from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, Planning, plan_name
+from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, plan_name
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import dtype_name, place_of
 from eaglegbv.engine import Engine
@@ -20,6 +21,7 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval import random_models, step_bench, throughput
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
 from eaglegbv.eval.questions import PromptSource, load_questions
+from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.records import describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import BatchResults
@@ -99,19 +101,16 @@ def batch(
     most = max(count * grid.calls(count) for count in grid.batches)
     held = opts.member("draft-quantization", draft_quantization, Quantization)
     models = opts.made_of(given, opts.Models, draft_quantization=held)
-    engines: _Engines | _MadeEngines
     if shape is None:
-        if any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in names):
-            models = models.or_lookup(AUTO)
         known = load_questions(questions_set, data)
         questions = known.first(min(most, len(known.questions))).questions
-        engines = _Engines(models)
+        engines = _loaded(models, names, verifier)
+        assert isinstance(engines.plain, LLM)
         source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
     else:
-        engines = _MadeEngines(shape, names, verifier, efficiency, grid, models)
-        source = PromptSource(
-            random_models.random_prompts(engines.shape.draft_vocab, most, MADE_PROMPT)
-        )
+        engines = _made(shape, names, verifier, efficiency, grid, models)
+        vocab = _shape(shape, None).draft_vocab
+        source = PromptSource(random_models.random_prompts(vocab, most, MADE_PROMPT))
     chosen = [_way(engines, name, verifier) for name in names]
     watched = [way for way in chosen if isinstance(way, throughput.EngineWay) and way.plan is AUTO]
     timings = []
@@ -128,7 +127,7 @@ def batch(
     lines += throughput.paired_lines(timings) if lines else []
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
-    if isinstance(engines, _MadeEngines):
+    if engines.told:
         typer.echo(engines.told)
     if out is not None:
         results = BatchResults(
@@ -145,109 +144,80 @@ def batch(
         opts.write_json(out, results)
 
 
+@dataclass(frozen=True)
 class _Engines:
-    """What the ways run on, each loaded once and only when it is needed."""
+    """What the ways run on."""
 
-    def __init__(self, models: opts.Models) -> None:
-        self._models = models
-        self.names = models.named.name, models.named.drafter_name or ""
-
-    @cached_property
-    def plain(self) -> LLM:
-        """The engine of plain decoding, which need not keep anything for a drafter."""
-        return self._load(PLAIN)
-
-    @cached_property
-    def drafting(self) -> LLM:
-        """The engine with a drafter."""
-        return self._load(AUTO)
+    plain: LLM | PairEngine  # decodes plainly, and need not keep anything for a drafter
+    drafting: LLM | PairEngine | None  # with a drafter; None where no way drafts
+    names: tuple[str, str]  # of target and drafter
+    draft_quantization: str  # how the drafter's weights are held; empty if nothing is drafted
+    told: str = ""  # what a reader has to know
 
     @cached_property
     def library(self) -> Library:
         """The target in transformers' own loop."""
+        assert isinstance(self.plain, LLM)  # of made models such ways are refused
         llm = self.plain
         return Library(llm.model_name, dtype=llm.dtype, device=llm.device)
 
-    @property
-    def draft_quantization(self) -> str:
-        """How the drafter's weights are held; empty if nothing was drafted."""
-        return self.drafting.draft_quantization if "drafting" in vars(self) else ""
 
-    def _load(self, plan: Planning) -> LLM:
-        # Prompts recur in every repeat, and every way must read them.
-        engine = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
-        return self._models.load(plan, engine)
+def _loaded(models: opts.Models, ways: list[str], verifier: str) -> _Engines:
+    """Load the models that are named, once plainly, and with the drafter if a way drafts."""
+    drafts = any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in ways)
+    models = models.or_lookup(AUTO) if drafts else models
+    # Prompts recur in every repeat, and every way must read them.
+    config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
+    plain, drafting = models.load(PLAIN, config), models.load(AUTO, config) if drafts else None
+    names = models.named.name, models.named.drafter_name or ""
+    return _Engines(plain, drafting, names, drafting.draft_quantization if drafting else "")
 
 
-class _MadeEngines:
-    """What the ways run on where the weights are made."""
-
-    draft_quantization = str(Quantization.NONE)
-
-    def __init__(
-        self,
-        shape: str,
-        ways: list[str],
-        verifier: str,
-        efficiency: float,
-        grid: throughput.Grid,
-        models: opts.Models,
-    ) -> None:
-        self.shape = _shape(shape, None)
-        plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
-        for name, own in plans.items():
-            if own is None:
-                raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
-        plan = next((own for own in plans.values() if own is not None and own.speculative), None)
-        if plan is None:
-            expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
-            raise InvalidArgument("ways", ",".join(ways), expected)
-        temperature = grid.temperatures[0]
-        device, dtype = place_of(models.device, models.dtype)
-        length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
-        self._compile = models.compile_backend
-        self._target, self._drafter = random_models.random_pair(
-            self.shape,
-            slots=max(*grid.batches, 16) * (length + 256),
-            max_context=length,
-            dtype=dtype,
-            device=device,
-            compile_backend=self._compile,
-            graphs=GraphMode.AUTO,
-            memoryless=True,
-        )
-        reached = random_models.tune(
-            self._target, self._drafter, plan, efficiency, temperature=temperature
-        )
-        self._config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
-        self._auto = "auto" in ways
-        self.names = shape, f"made for block efficiency {reached:.2f}"
-        self.told = (
-            f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
-            f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {efficiency:g})."
-        )
-
-    @cached_property
-    def plain(self) -> random_models.PairEngine:
-        """The engine of plain decoding."""
-        return random_models.PairEngine(Engine(self._target, None, self._config))
-
-    @cached_property
-    def drafting(self) -> random_models.PairEngine:
-        """The engine with a drafter, which knows what steps cost if it chooses plans."""
-        costs = None
-        if self._auto:
-            pair = Pair(self._target, self._drafter)
-            costs = calibrate(pair, AUTO, self._config, compile_backend=self._compile)
-        return random_models.PairEngine(
-            Engine(
-                self._target,
-                self._drafter,
-                self._config,
-                costs=costs,
-                compile_backend=self._compile,
-            )
-        )
+def _made(
+    shape: str,
+    ways: list[str],
+    verifier: str,
+    efficiency: float,
+    grid: throughput.Grid,
+    models: opts.Models,
+) -> _Engines:
+    """Make models of a shape, whose first fixed plan reaches a block efficiency."""
+    sizes = _shape(shape, None)
+    plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
+    for name, own in plans.items():
+        if own is None:
+            raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
+    plan = next((own for own in plans.values() if own is not None and own.speculative), None)
+    if plan is None:
+        expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
+        raise InvalidArgument("ways", ",".join(ways), expected)
+    temperature, backend = grid.temperatures[0], models.compile_backend
+    device, dtype = place_of(models.device, models.dtype)
+    length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
+    target, drafter = random_models.random_pair(
+        sizes,
+        slots=max(*grid.batches, 16) * (length + 256),
+        max_context=length,
+        dtype=dtype,
+        device=device,
+        compile_backend=backend,
+        graphs=GraphMode.AUTO,
+        memoryless=True,
+    )
+    reached = random_models.tune(target, drafter, plan, efficiency, temperature=temperature)
+    config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
+    costs = None
+    if "auto" in ways:  # it has to know what steps cost
+        costs = calibrate(Pair(target, drafter), AUTO, config, compile_backend=backend)
+    drafting = Engine(target, drafter, config, costs=costs, compile_backend=backend)
+    return _Engines(
+        PairEngine(Engine(target, None, config)),
+        PairEngine(drafting),
+        (shape, f"made for block efficiency {reached:.2f}"),
+        str(Quantization.NONE),
+        f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
+        f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {efficiency:g}).",
+    )
 
 
 def _shape(name: str, text: str | None) -> random_models.Shape:
@@ -275,16 +245,13 @@ def _plan(name: str, verifier: str) -> Plan | None:
     return Plan(verifier=found[1] or verifier, paths=int(found[2]), depth=int(found[3]))
 
 
-def _way(engines: _Engines | _MadeEngines, name: str, verifier: str) -> throughput.Way:
+def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
     """Return the way with a name."""
-    if name == "auto":
-        return throughput.EngineWay(name, engines.drafting, AUTO)
-    plan = _plan(name, verifier)
+    plan = AUTO if name == "auto" else _plan(name, verifier)
     if plan is not None:
-        return throughput.EngineWay(
-            name, engines.drafting if plan.speculative else engines.plain, plan
-        )
-    assert isinstance(engines, _Engines)  # for made ones such names are refused
+        llm = engines.plain if plan == PLAIN else engines.drafting
+        assert llm is not None
+        return throughput.EngineWay(name, llm, plan)
     try:
         chosen = baseline(name, argument="ways")
     except InvalidArgument:

@@ -12,18 +12,9 @@ from torch import Tensor
 
 from eaglegbv.config import MAX_PATHS
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import plots
 from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
 from eaglegbv.eval.paired_comparison import Offer
-from eaglegbv.eval.plots import (
-    EFFICIENCY,
-    Line,
-    Panel,
-    add_caption,
-    check_matplotlib,
-    draw_panels,
-    picture_style,
-    save_picture,
-)
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling, TargetProbs
 from eaglegbv.utils import require_integer, require_number
@@ -173,31 +164,31 @@ def draw(
         NotInstalled: matplotlib is missing.
         InvalidArgument: The file cannot be written.
     """
-    check_matplotlib()
+    plots.check_matplotlib()
     most = max(figure.paths for figure in by_temperature)
     several = [figure for figure in by_paths if figure.verifier not in SINGLE]
     panels = [
-        Panel(
+        plots.Panel(
             lines=_lines(by_temperature, lambda one: one.temperature),
             x=f"temperature (K = {most}; dashed: one path)",
         ),
-        Panel(
+        plots.Panel(
             lines=_lines(several, lambda one: float(one.paths)),
             x=f"paths K (temperature {by_paths[0].temperature:g})",
         ),
     ]
-    with picture_style():
-        canvas = draw_panels(panels, EFFICIENCY)
-        add_caption(canvas, caption)
-        save_picture(canvas, path)
+    with plots.picture_style():
+        canvas = plots.draw_panels(panels, plots.EFFICIENCY)
+        plots.add_caption(canvas, caption)
+        plots.save_picture(canvas, path)
     return path
 
 
-def _lines(figures: Sequence[Figure], x: Callable[[Figure], float]) -> list[Line]:
+def _lines(figures: Sequence[Figure], x: Callable[[Figure], float]) -> list[plots.Line]:
     points: dict[str, list[tuple[float, Estimate]]] = {}
     for one in figures:
         value, half = one.block_efficiency, INTERVAL * one.error
         estimate = Estimate(value, value - half, value + half)
         points.setdefault(one.verifier, []).append((x(one), estimate))
-    lines = [Line.of(name, name, sorted(own)) for name, own in points.items()]
+    lines = [plots.Line.of(name, name, sorted(own)) for name, own in points.items()]
     return [replace(line, style="--" if line.label in SINGLE else "-") for line in lines]

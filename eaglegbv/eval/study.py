@@ -20,17 +20,8 @@ import numpy as np
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import plots
 from eaglegbv.eval.paired_comparison import Sampling, Tally, Text, same_drafts
-from eaglegbv.eval.plots import (
-    Line,
-    Panel,
-    add_caption,
-    check_matplotlib,
-    colour_of,
-    draw_panels,
-    picture_style,
-    save_pictures,
-)
 from eaglegbv.eval.records import Environment, Setting
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio
@@ -322,9 +313,9 @@ def draw_study(study: Study, folder: Path) -> list[Path]:
         NotInstalled: matplotlib is missing.
         InvalidArgument: A file cannot be written.
     """
-    check_matplotlib()
-    with picture_style():
-        return save_pictures(study_canvas(study), folder, "study")
+    plots.check_matplotlib()
+    with plots.picture_style():
+        return plots.save_pictures(study_canvas(study), folder, "study")
 
 
 def study_canvas(study: Study) -> "Canvas":
@@ -335,30 +326,30 @@ def study_canvas(study: Study) -> "Canvas":
         own = [group for group in _groups(study) if group[0].drafter == drafter]
         groups = [g for g in own if g[0].paths == most or g[0].temperature == 0]
         title = f"{drafter}, K = {most}"
-        above.append(Panel(lines=_by_temperature(groups), x="temperature", title=title))
+        above.append(plots.Panel(lines=_by_temperature(groups), x="temperature", title=title))
         x = "draft temperature, multiple of the target's"
-        below.append(Panel(lines=_by_draft_temperature(groups), x=x))
-    canvas = draw_panels([*above, *below], "tokens a step", columns=len(above))
+        below.append(plots.Panel(lines=_by_draft_temperature(groups), x=x))
+    canvas = plots.draw_panels([*above, *below], "tokens a step", columns=len(above))
     caption = (
         f"{study.suite}, {len(study.questions)} questions, L = {study.settings.depth}; "
         f"{study.model}; {study.environment.started[:10]}"
     )
-    add_caption(canvas, caption)
+    plots.add_caption(canvas, caption)
     return canvas
 
 
-def _by_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[Line]:
-    own, colour = [_equal(group) for group in groups], colour_of(SAMPLED)
+def _by_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
+    own, colour = [_equal(group) for group in groups], plots.colour_of(SAMPLED)
     tops = [(group[0].temperature, Estimate.exactly(best(group).tokens.value)) for group in groups]
     fixed = [(cell.temperature, Estimate.exactly(cell.fixed)) for cell in own]
     return [
-        Line("sampled (otbv)", [(cell.temperature, cell.tokens) for cell in own], colour),
-        Line("sampled, best draft temperature", tops, colour, ":"),
-        Line("fixed, as many nodes", fixed, colour_of(FIXED)),
+        plots.Line("sampled (otbv)", [(cell.temperature, cell.tokens) for cell in own], colour),
+        plots.Line("sampled, best draft temperature", tops, colour, ":"),
+        plots.Line("fixed, as many nodes", fixed, plots.colour_of(FIXED)),
     ]
 
 
-def _by_draft_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[Line]:
+def _by_draft_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
     from matplotlib import colormaps
 
     warm = [group for group in groups if group[0].temperature > 0]
@@ -367,5 +358,5 @@ def _by_draft_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[Line]
         cells = sorted(group, key=lambda cell: cell.draft_temperature)
         points = [(c.draft_temperature, Estimate.exactly(c.tokens.value)) for c in cells]
         colour = colormaps["viridis"](number / len(warm))
-        lines.append(Line(f"T = {group[0].temperature:g}", points, colour))
+        lines.append(plots.Line(f"T = {group[0].temperature:g}", points, colour))
     return lines

@@ -125,48 +125,6 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no --verifier: expected one of block, "),
-        (["--verifier", "V"], "verifier='V'"),
-        (["--verifier", "otbv", "--draft-sampling", "nope"], "--draft-sampling='nope'"),
-        (["--verifier", "otbv", "--draft-sampling", "wor"], "--draft-sampling='wor'"),
-        (["--verifier", "token", "--paths", "2"], "paths=2"),
-        (["--verifier", "spechub", "--paths", "3"], "paths=3"),
-        (["--verifier", "otbv", "--vocab", "1"], "vocab=1"),
-        (["--verifier", "otbv", "--vocab", "9", "--depth", "4"], "at most 20000 draft trees"),
-        (["--verifier", "otbv", "--instances", "0"], "instances=0"),
-        (["--verifier", "otbv", "--tolerance", "-1"], "tolerance=-1"),
-        (["--verifier", "otbv", "--tolerance", "nan"], "tolerance=nan"),
-        (["--verifier", "otbv", "--samples", "0"], "samples=0"),
-        (["--all", "--verifier", "otbv"], "neither --verifier nor --draft-sampling"),
-        (["--module", "/no/such/file.py"], "module='/no/such/file.py'"),
-        (["--module", __file__], "a subclass of ReferenceVerifier"),
-        (["--module", str(EXAMPLE), "--samples", "10"], "samples=10"),
-        (["--module", str(EXAMPLE), "--draft-sampling", "fixed"], "--draft-sampling='fixed'"),
-        (["--verifier", "otbv", "pair"], "verifier='otbv': expected no option"),
-        (["pair", "--verifier", "nope"], "verifier='nope'"),
-        (
-            ["--draft-sampling", "hob", "--verifier", "otbv"],
-            "--draft-sampling='hob': expected hub, perhaps; one of iid, ",
-        ),
-        (["picture", "--verifiers", "nope"], "verifier='nope'"),
-        (["picture", "--verifiers", "spechub"], "draft_sampling='iid'"),
-        (["picture", "--paths", "0"], "paths=0"),
-        (["picture", "--trees", "1"], "trees=1"),
-        (["picture", "--temperatures", "0"], "temperatures=0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_clear_line(cli, arguments: list[str], message: str) -> None:
-    result = cli("audit", *arguments)
-    assert result.status == 2
-    assert message in result.err
-    assert result.err.startswith("eaglegbv: ")
-    assert result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("import no_such_module", "a file that imports (No module named 'no_such_module')"),

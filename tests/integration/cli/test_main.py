@@ -9,8 +9,14 @@ import typer
 import eaglegbv
 from eaglegbv.cli import audit, bench, bench_results
 from eaglegbv.cli.main import app
-from eaglegbv.cli.options import VERIFIERS
+from eaglegbv.cli.options import QUESTION_SETS, VERIFIERS
+from eaglegbv.eval.questions import SUITES
 from eaglegbv.verifiers import registry
+
+
+def test_version(cli) -> None:
+    result = cli("--version")
+    assert (result.status, result.out) == (0, f"eaglegbv {eaglegbv.__version__}\n")
 
 
 def test_it_runs_as_a_module_too() -> None:
@@ -51,6 +57,10 @@ def test_every_option_has_help() -> None:
 
     for one in (app, audit.app, bench.app, bench.demo_app, bench_results.view_app):
         assert list(silent(typer.main.get_command(one), "eaglegbv")) == []
+
+
+def test_help_names_every_set_of_questions() -> None:
+    assert set(QUESTION_SETS.replace(" or ", ", ").split(", ")) == set(SUITES)
 
 
 def test_help_names_the_verifiers_there_are(cli) -> None:

@@ -73,12 +73,6 @@ def test_the_trees_of_generate_are_shown(cli, pair, tmp_path: Path) -> None:
     assert page.count('"multiplicity":') == len(trees)
 
 
-def test_trees_need_a_file_to_go_to(cli, pair) -> None:
-    result = cli("generate", *pair, "--prompt", "hello", "--trace-trees")
-    assert result.status == 2
-    assert "--trace FILE" in result.err
-
-
 def test_errors_are_one_line(cli, run_folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "g.json"
     other.write_text("{}")
