@@ -2,28 +2,15 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
-from eaglegbv.cli.options import (
-    FITTING,
-    VERIFIERS,
-    Models,
-    draft_sampling_named,
-    entries,
-    fixed_plan,
-    made_of,
-    opt,
-    print_json,
-    progress,
-    verifier_names,
-)
+from eaglegbv.cli.options import opt
 from eaglegbv.config import PLAIN, EngineConfig
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.audit_engine import audit_pair
@@ -32,7 +19,6 @@ from eaglegbv.eval.audit_module import as_subject, load_verifiers
 from eaglegbv.eval.audit_picture import SyntheticSettings, draw, measure
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.eval.plots import check_matplotlib
-from eaglegbv.eval.report import plain_text
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
@@ -41,12 +27,7 @@ from eaglegbv.verifiers.registry import make_any_verifier
 FAILED = 1
 PATHS = 2
 
-app = typer.Typer(
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = opts.make_app(invoke_without_command=True)
 
 PAIR_LEGEND = (
     "cells: texts compared, rare ones together; G: how far their counts are from what they are "
@@ -55,20 +36,15 @@ PAIR_LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """An audit to run: a verifier, the draft sampling of its trees, and sizes of the problems."""
-
-    subject: Subject
-    draft_sampling: DraftSampling
-    sizes: Sizes
+Job: TypeAlias = tuple[Subject, DraftSampling, Sizes]
+"""An audit to run: a verifier, the draft sampling of its trees, and sizes of the problems."""
 
 
 @app.callback()
 def audit(
     context: typer.Context,
     verifier: Annotated[
-        str | None, opt(f"Verifier, not needed if a module has only one: {VERIFIERS}.")
+        str | None, opt(f"Verifier, not needed if a module has only one: {opts.VERIFIERS}.")
     ] = None,
     draft_sampling: opts.SamplingName = None,
     every: Annotated[
@@ -77,7 +53,9 @@ def audit(
     module: Annotated[Path | None, opt("Python file with verifiers of your own.")] = None,
     vocab: Annotated[int, opt("Number of tokens.")] = 3,
     depth: opts.Depth = 2,
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING.replace("3", "2"))] = None,
+    paths: Annotated[
+        int | None, opt("Drafted paths, K.", shown=opts.FITTING.replace("3", "2"))
+    ] = None,
     instances: Annotated[int, opt("Number of random problems.")] = 50,
     iterations: Annotated[int, opt("Verification steps in a row.")] = 2,
     samples: Annotated[
@@ -124,7 +102,7 @@ def audit(
             for one in sorted(subject.rule.draft_samplings)
         ]
     else:
-        chosen = draft_sampling_named(draft_sampling)
+        chosen = opts.draft_sampling_named(draft_sampling)
         jobs = [_job(_choose(subjects, verifier), chosen, sizes, clip=paths is None)]
     results = _run(jobs, tolerance, as_json=as_json)
     if not all(result.passed(tolerance) for result in results):
@@ -162,38 +140,33 @@ def _job(subject: Subject, chosen: DraftSampling | None, sizes: Sizes, *, clip: 
     """Return an audit, if ``clip`` with only as many paths as verifier and draft sampling take."""
     chosen = chosen or subject.default_sampling
     paths = subject.fitting_paths(chosen, sizes.paths) if clip else sizes.paths
-    return Job(subject, chosen, msgspec.structs.replace(sizes, paths=paths))
+    return subject, chosen, msgspec.structs.replace(sizes, paths=paths)
 
 
 def _run(jobs: Sequence[Job], tolerance: float, *, as_json: bool) -> list[Result]:
     """Run audits, and print results as they come, or a table at the end if there are many."""
-    for job in jobs:
-        job.subject.check(job.draft_sampling, job.sizes.shape)
+    for subject, chosen, sizes in jobs:
+        subject.check(chosen, sizes.shape)
     results: list[Result] = []
-    for job in jobs:
-        what = f"{job.subject.rule.name} on {job.draft_sampling}"
-        with progress(job.sizes.instances, "problem", what, leave=False) as bar:
-            result = job.subject.audit(
-                job.draft_sampling, job.sizes, lambda figure: bar.update(note=f"{figure:.1e}")
-            )
+    for subject, chosen, sizes in jobs:
+        what = f"{subject.rule.name} on {chosen}"
+        with opts.progress(sizes.instances, "problem", what, leave=False) as bar:
+            result = subject.audit(chosen, sizes, lambda f: bar.update(note=f"{f:.1e}"))
         results.append(result)
         if as_json:
-            print_json(result)
+            opts.print_json(result)
     if not as_json:
-        rows = [_row(job, result, tolerance) for job, result in zip(jobs, results, strict=True)]
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        typer.echo(plain_text([columns, *([row.get(c, "-") for c in columns] for row in rows)]))
+        rows = []
+        for (*_, sizes), result in zip(jobs, results, strict=True):
+            verdict = _verdict(passed=result.passed(tolerance))
+            known = {"verifier": result.verifier, "draft_sampling": result.draft_sampling}
+            rows.append({**known, "K": str(sizes.paths), **result.figures(), **verdict})
+        opts.print_rows(rows)
     return results
 
 
-def _row(job: Job, result: Result, tolerance: float) -> dict[str, str]:
-    return {
-        "verifier": result.verifier,
-        "draft_sampling": result.draft_sampling,
-        "K": str(job.sizes.paths),
-        **result.figures(),
-        "verdict": "lossless" if result.passed(tolerance) else "NOT LOSSLESS",
-    }
+def _verdict(*, passed: bool) -> dict[str, str]:
+    return {"verdict": "lossless" if passed else "NOT LOSSLESS"}
 
 
 @app.command(short_help="Test the whole engine on real models.")
@@ -206,7 +179,7 @@ def pair(
     verifier: Annotated[
         str, opt("Verifiers to run, as for audit itself, with the same models; or none.")
     ] = "otbv",
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
+    paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
     depth: opts.Depth = 2,
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
@@ -238,12 +211,15 @@ def pair(
     the test rejects at level 1e-4.
     """
     given = locals()
-    plans = [made_of(given, fixed_plan, verifier=name) for name in verifier_names(verifier)]
+    plans = [
+        opts.made_of(given, opts.fixed_plan, verifier=name)
+        for name in opts.verifier_names(verifier)
+    ]
     exact = dtype == "float32" if against is None else against == "exact"
     if against not in (None, "exact", "plain"):
         raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
     params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
-    models = made_of(given, Models)
+    models = opts.made_of(given, opts.Models)
     drafted = next((plan for plan in plans if plan.speculative), PLAIN)
     prompts = prompt or ["Name three kinds of fruit."]
     other = "their exact distribution" if exact else "as many of plain decoding"
@@ -260,10 +236,9 @@ def pair(
     ):
         passed &= result.passed
         if as_json:
-            print_json(result)
+            opts.print_json(result)
         else:
-            row = {**result.figures(), "verdict": "lossless" if result.passed else "NOT LOSSLESS"}
-            typer.echo(plain_text([list(row), list(row.values())]))
+            opts.print_rows([{**result.figures(), **_verdict(passed=result.passed)}])
     if not as_json:
         typer.echo(PAIR_LEGEND)
     if not passed:
@@ -304,8 +279,8 @@ def picture(
     settings = SyntheticSettings(
         vocab=vocab, depth=depth, sharpness=sharpness, noise=noise, trees=trees, seed=seed
     )
-    chosen = entries("verifiers", verifiers, str)
-    ks, ts = entries("paths", paths, int), entries("temperatures", temperatures, float)
+    chosen = opts.entries("verifiers", verifiers, str)
+    ks, ts = opts.entries("paths", paths, int), opts.entries("temperatures", temperatures, float)
     # Both check their arguments before either measures.
     lazy = (
         measure(chosen, [at_paths], ts, settings),
@@ -315,13 +290,18 @@ def picture(
     figures = list(dict.fromkeys([*by_temperature, *by_paths]))
     if as_json:
         for figure in figures:
-            print_json(figure)
+            opts.print_json(figure)
     else:
-        rows = [["verifier", "K", "T", "block efficiency", "standard error"]]
-        for f in figures:
-            efficiency, error = f"{f.block_efficiency:.2f}", f"{f.error:.3f}"
-            rows.append([f.verifier, str(f.paths), f"{f.temperature:g}", efficiency, error])
-        typer.echo(plain_text(rows))
+        opts.print_rows(
+            {
+                "verifier": f.verifier,
+                "K": str(f.paths),
+                "T": f"{f.temperature:g}",
+                "block efficiency": f"{f.block_efficiency:.2f}",
+                "standard error": f"{f.error:.3f}",
+            }
+            for f in figures
+        )
     if out is not None:
         caption = (
             f"Synthetic models: V = {vocab}, L = {depth}, target logits N(0, {sharpness:g}\u00b2), "

@@ -1,11 +1,11 @@
 """``eaglegbv bench``: benchmarks with a report; here ``mt-bench``, ``served``, and the demo."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,48 +17,31 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from eaglegbv.cli import bench_papers, bench_results, bench_speed
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import answer, messages
-from eaglegbv.cli.options import (
-    LOOKUP,
-    Models,
-    draft_sampling_named,
-    entries,
-    made_of,
-    make_app,
-    member,
-    opt,
-    progress,
-    verifier_names,
-)
+from eaglegbv.cli.options import opt
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
 from eaglegbv.devices import dtype_name, named_dtype, place_of
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import statistics
 from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
 from eaglegbv.eval.plots import check_matplotlib, draw_all
 from eaglegbv.eval.questions import Question, QuestionSet, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
-from eaglegbv.eval.report import plain_text, served_table, table, write_markdown
-from eaglegbv.eval.runner import Generate, RunFolder, hold_at_once, run, write_results
-from eaglegbv.eval.statistics import (
-    BLOCK_EFFICIENCY,
-    TOKENS_PER_SECOND,
-    Summary,
-    summarise,
-    whole,
-)
+from eaglegbv.eval.report import markdown, plain_text, served_table, table
+from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import DRAFT_WIDTH, require_integer
+from eaglegbv.utils import DRAFT_WIDTH, decode_json, require_integer
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.launch import Launch
 
 Scalar = str | int | float | bool | None
 
-app = make_app("Measure block efficiency and speed.")
-demo_app = make_app()
+app = opts.make_app("Measure block efficiency and speed.")
+demo_app = opts.make_app()
 
 # Commands have short helps where their first sentences would not fit a line of the list.
 app.command(short_help="Compare the solvers of optimal transport.")(bench_papers.solvers)
@@ -149,22 +132,22 @@ def mt_bench(
     if plots:
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
-    kind = member("backend", backend, BackendName)
-    held = member("draft-quantization", draft_quantization, Quantization)
-    models = made_of(given, Models, draft_quantization=held)
+    kind = opts.member("backend", backend, BackendName)
+    held = opts.member("draft-quantization", draft_quantization, Quantization)
+    models = opts.made_of(given, opts.Models, draft_quantization=held)
     if kind is BackendName.LOCAL and verifiers != PLAIN.verifier:
         models = models.or_lookup(AUTO)
     wanted = grid(
         _verifiers(kind, verifiers, models),
-        entries("paths", paths, int),
-        entries("depth", depth, int),
-        entries("temperature", temperature, float),
+        opts.entries("paths", paths, int),
+        opts.entries("depth", depth, int),
+        opts.entries("temperature", temperature, float),
         base=Plan(draft_width=draft_width),
         draft_samplings=[
-            None if name == "own" else draft_sampling_named(name)
-            for name in entries("draft_sampling", draft_sampling, str)
+            None if name == "own" else opts.draft_sampling_named(name)
+            for name in opts.entries("draft_sampling", draft_sampling, str)
         ],
-        draft_temperatures=entries("draft-temperature", draft_temperature, float),
+        draft_temperatures=opts.entries("draft-temperature", draft_temperature, float),
         baselines=_baseline_names(kind, baselines),
     )
     settings = _settings(
@@ -187,23 +170,23 @@ def mt_bench(
         _as_served(settings, serving),
         describe_environment(serving.device, serving.packages),
     )
-    _hold(serving, chosen.questions, folder)
+    _hold(serving.sittings, chosen.questions, folder)
     _report(folder, plots=plots)
 
 
-def _verifiers(backend: BackendName, text: str | None, models: Models) -> list[str]:
+def _verifiers(backend: BackendName, text: str | None, models: opts.Models) -> list[str]:
     if backend is BackendName.TRANSFORMERS:
         if text is not None:
             raise InvalidArgument("verifiers", text, f"no one with --backend {backend}")
         return []
-    usual = "none,otbv" if models.drafter == LOOKUP else "none,token,block,gbv,otbv"
-    return verifier_names(usual if text is None else text)
+    usual = "none,otbv" if models.drafter == opts.LOOKUP else "none,token,block,gbv,otbv"
+    return opts.verifier_names(usual if text is None else text)
 
 
 def _baseline_names(backend: BackendName, text: str | None) -> list[str]:
     if text is None:
         return ["transformers"] if backend is BackendName.TRANSFORMERS else []
-    found = entries("baselines", text, str)
+    found = opts.entries("baselines", text, str)
     for name in found:
         baseline(name)  # raises an error if there is no baseline with this name
     return found
@@ -213,18 +196,18 @@ def _arguments(text: str | None) -> dict[str, Scalar]:
     """Return the arguments in a JSON object."""
     if text is None:
         return {}
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(v, Scalar) for v in found.values()):
-        raise InvalidArgument("backend-arguments", text, "a JSON object of strings and numbers")
-    return found
+    return decode_json(
+        text.encode(),
+        dict[str, Scalar],
+        argument="backend-arguments",
+        place=text,
+        expected="a JSON object of strings and numbers",
+    )
 
 
 def _settings(
     questions: QuestionSet,
-    models: Models,
+    models: opts.Models,
     settings: tuple[Setting, ...],
     **more: Any,  # noqa: ANN401  of fields of several types
 ) -> RunSettings:
@@ -255,23 +238,22 @@ def _watched(
 ) -> Iterator[Callable[[Record], None]]:
     """Keep every further record, and show progress, with the figures of the setting that ran last.
 
-    Args:
-        settings: Settings of the run.
-        add: Keeps a record.
-        records: Records from earlier sittings.
-        timed: Whether the records say what took how long.
+    ``records`` are those of earlier sittings; ``timed`` is whether they say what took how long.
     """
-    figures = {BLOCK_EFFICIENCY: "{:.2f} tokens/forward", TOKENS_PER_SECOND: "{:.0f} tokens/s"}
+    figures = {
+        statistics.BLOCK_EFFICIENCY: "{:.2f} tokens/forward",
+        statistics.TOKENS_PER_SECOND: "{:.0f} tokens/s",
+    }
     shown = list(figures.items())[: 2 if timed else 1]
     held: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in whole(records):
+    for record in statistics.whole(records):
         held[record.setting].append(record)
     total = len(settings.question_ids) * len(settings.settings) * settings.repeats
-    with progress(total, "conversation", done=len(records)) as bar:
+    with opts.progress(total, "conversation", done=len(records)) as bar:
 
         def keep(record: Record) -> None:
             add(record)
-            held[record.setting] += whole([record])
+            held[record.setting] += statistics.whole([record])
             own = held[record.setting]
             told = ", ".join(text.format(figure.of(own)) for figure, text in shown if own)
             bar.update(note=f"{record.setting}: {told}" if told else "")
@@ -279,14 +261,20 @@ def _watched(
         yield keep
 
 
-def _hold(serving: "Backend", questions: Sequence[Question], folder: RunFolder) -> None:
+def _hold(
+    sittings: Sequence["Sitting"],
+    questions: Sequence[Question],
+    folder: RunFolder,
+    at_once: int | None = None,
+) -> None:
     """Hold all conversations that are not yet in the folder of a run."""
     if folder.records:
         total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
         known = f"{len(folder.records)}/{total} conversations of it are measured"
         typer.echo(f"going on with the run in {folder.path}: {known}", err=True)
-    with _watched(folder.settings, folder.add, folder.records) as keep:
-        for sitting in serving.sittings:
+    timed = at_once is None
+    with _watched(folder.settings, folder.add, folder.records, timed=timed) as keep:
+        for sitting in sittings:
             if folder.has_all(sitting.settings):
                 continue
             with sitting.open() as generate:
@@ -295,6 +283,7 @@ def _hold(serving: "Backend", questions: Sequence[Question], folder: RunFolder) 
                     questions,
                     msgspec.structs.replace(folder.settings, settings=sitting.settings),
                     baselines=sitting.baselines,
+                    at_once=at_once,
                     done=folder.done,
                     on_record=keep,
                 )
@@ -303,11 +292,10 @@ def _hold(serving: "Backend", questions: Sequence[Question], folder: RunFolder) 
 def _report(folder: RunFolder, *, plots: bool) -> None:
     """Write the results into the folder of a run, and print the table."""
     found = folder.results()
-    summaries = summarise(found)
-    written = [
-        write_results(folder.path, found, summaries),
-        write_markdown(folder.path, found, summaries),
-    ]
+    summaries = statistics.summarise(found)
+    report = folder.path / "results.md"
+    report.write_text(markdown(found, summaries), encoding="utf-8")
+    written = [write_results(folder.path, found, summaries), report]
     if plots:
         written += draw_all(found, folder.path / "plots")
     typer.echo(plain_text(table(summaries)))
@@ -315,7 +303,7 @@ def _report(folder: RunFolder, *, plots: bool) -> None:
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
 
 
-def _report_errors(summaries: Sequence[Summary]) -> None:
+def _report_errors(summaries: Sequence[statistics.Summary]) -> None:
     """Print how many conversations broke off, if any did."""
     broken = ", ".join(f"{s.setting}: {s.errors}" for s in summaries if s.errors)
     if broken:
@@ -349,7 +337,7 @@ class Backend:
     packages: tuple[str, ...] = ()  # further packages whose versions matter
 
 
-def _serving(kind: BackendName, models: Models, settings: RunSettings) -> Backend:
+def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> Backend:
     arguments = settings.backend_arguments
     if arguments and kind is not BackendName.SGLANG:
         raise InvalidArgument("backend-arguments", arguments, "none but with --backend sglang")
@@ -366,7 +354,7 @@ def _serving(kind: BackendName, models: Models, settings: RunSettings) -> Backen
     return _transformers(models, settings.settings)
 
 
-def _local(models: Models, settings: tuple[Setting, ...]) -> Backend:
+def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
     """Load this package's engine, and also transformers if a baseline needs it."""
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
@@ -377,7 +365,7 @@ def _local(models: Models, settings: tuple[Setting, ...]) -> Backend:
     return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device), held)
 
 
-def _transformers(models: Models, settings: tuple[Setting, ...]) -> Backend:
+def _transformers(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
     """Load only transformers."""
     device, dtype = place_of(models.device, models.dtype)
     target = str(models.named.target)
@@ -389,27 +377,34 @@ def _transformers(models: Models, settings: tuple[Setting, ...]) -> Backend:
 
 
 def _sglang(
-    models: Models, settings: tuple[Setting, ...], arguments: Mapping[str, Scalar]
+    models: opts.Models, settings: tuple[Setting, ...], arguments: Mapping[str, Scalar]
 ) -> Backend:
     """Let SGLang answer, with one engine for each plan, one after another."""
     if any(setting.baseline is not None for setting in settings):
         expected = "none with --backend sglang: its engines run one at a time"
         raise InvalidArgument("baselines", [s.name for s in settings if s.baseline], expected)
 
-    def sitting(plan: Plan) -> Sitting:
-        own = tuple(setting for setting in settings if setting.plan == plan)
-        return Sitting(own, lambda: _sglang_engine(models, plan, arguments))
+    def sitting(own: tuple[Setting, ...]) -> Sitting:
+        return Sitting(own, lambda: _sglang_engine(models, own[0].plan, arguments))
 
     target = str(models.named.target)
     check_model(target)
-    sittings = tuple(map(sitting, dict.fromkeys(setting.plan for setting in settings)))
+    sittings = tuple(map(sitting, _by_plan(settings)))
     device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
     return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
 
 
+def _by_plan(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
+    """Group the settings that one engine answers: those of one plan, at all temperatures."""
+    groups: dict[tuple[str | None, Plan], list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault((setting.baseline, setting.plan), []).append(setting)
+    return list(map(tuple, groups.values()))
+
+
 @contextmanager
 def _sglang_engine(
-    models: Models, plan: Plan, arguments: Mapping[str, Scalar]
+    models: opts.Models, plan: Plan, arguments: Mapping[str, Scalar]
 ) -> Iterator[Generate]:
     from eaglegbv.backends.sglang.llm import SGLangLLM
 
@@ -426,7 +421,7 @@ def _sglang_engine(
         llm.shutdown()
 
 
-def _baselines(models: Models, settings: Sequence[Setting]) -> dict[str, ChatBaseline]:
+def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, ChatBaseline]:
     names = dict.fromkeys(s.baseline for s in settings if s.baseline is not None)
     if not names:
         return {}
@@ -500,14 +495,16 @@ def served(
     check_ready(context.args)
     require_integer("at-once", at_once, 1, 1024)
     chosen = load_questions(questions_set, data).first(questions)
-    temperatures = entries("temperature", temperature, float)
+    temperatures = opts.entries("temperature", temperature, float)
     base, shape = Plan(draft_width=draft_width), Plan(paths=paths, depth=depth)
-    sampled = grid(verifier_names(verifiers), [paths], [depth], temperatures, base=base).settings
+    sampled = grid(
+        opts.verifier_names(verifiers), [paths], [depth], temperatures, base=base
+    ).settings
     own = tuple(  # SGLang's own trees
         Setting(plan=PLAIN, temperature=hot, baseline=f"eagle K{paths} L{depth}")
-        for hot in (() if eagle is None else entries("eagle", eagle, float))
+        for hot in (() if eagle is None else opts.entries("eagle", eagle, float))
     )
-    models = Models(model=model, drafter=drafter)
+    models = opts.Models(model=model, drafter=drafter)
     settings = _settings(
         chosen,
         models,
@@ -522,49 +519,39 @@ def served(
         settings,
         describe_environment("SGLang's", ("sglang",)),
     )
-    with _watched(settings, folder.add, folder.records, timed=False) as keep:
-        for same in _by_server(settings.settings):
-            if folder.has_all(same):
-                continue
-            log = folder.path / "logs" / f"{same[0].name}.txt"
-            trees = shape if same[0].baseline is not None else same[0].plan
-            with running(_launch(same[0], trees, models, context.args), log) as url:
-                hold_at_once(
-                    Endpoint(url, trees),
-                    chosen.questions,
-                    msgspec.structs.replace(settings, settings=same),
-                    at_once=at_once,
-                    done=folder.done,
-                    on_record=keep,
-                )
+
+    @contextmanager
+    def server(own: tuple[Setting, ...]) -> Iterator[Generate]:
+        trees = own[0].plan if own[0].baseline is None else shape
+        log = folder.path / "logs" / f"{own[0].name}.txt"
+        with running(_launch(own[0], trees, models, context.args), log) as url:
+            yield Endpoint(url, trees)
+
+    groups = _by_plan(settings.settings)
+    sittings = [Sitting(own, partial(server, own)) for own in groups]
+    _hold(sittings, chosen.questions, folder, at_once)
     text = plain_text(served_table(settings, folder.records))
     (folder.path / "table.txt").write_text(text + "\n", encoding="utf-8")
     typer.echo(text)
 
 
-def _by_server(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
-    """Group the settings that one server answers: those of one plan, at all temperatures."""
-    groups: dict[tuple[str | None, Plan], list[Setting]] = {}
-    for setting in settings:
-        groups.setdefault((setting.baseline, setting.plan), []).append(setting)
-    return list(map(tuple, groups.values()))
-
-
-def _launch(setting: Setting, trees: Plan, models: Models, others: Sequence[str]) -> "Launch":
+def _launch(setting: Setting, trees: Plan, models: opts.Models, others: Sequence[str]) -> "Launch":
     """Return the command that starts the server of a setting; ``trees`` have this shape."""
     from eaglegbv.backends.sglang.launch import launch
     from eaglegbv.backends.sglang.settings import Settings
 
-    target, head = str(models.named.target), models.named.drafter
-    K, L = trees.paths, trees.depth
-    if setting.baseline is not None:
-        if head is None:
-            expected = "folder or hub name of an EAGLE head, for --eagle"
-            raise InvalidArgument("drafter", None, expected)
-        return launch(target, head, paths=K, depth=L, settings=None, others=others)
-    if not trees.speculative:
-        return launch(target, None, paths=K, depth=L, settings=Settings(), others=others)
-    settings = Settings(verifier=trees.verifier, draft_width=trees.draft_width)
+    head = models.named.drafter
+    settings: Settings | None = None
+    if setting.baseline is None:
+        settings = Settings()
+        if trees.speculative:
+            settings = Settings(verifier=trees.verifier, draft_width=trees.draft_width)
+        else:
+            head = None
+    elif head is None:
+        expected = "folder or hub name of an EAGLE head, for --eagle"
+        raise InvalidArgument("drafter", None, expected)
+    target, (K, L) = str(models.named.target), (trees.paths, trees.depth)
     return launch(target, head, paths=K, depth=L, settings=settings, others=others)
 
 
@@ -586,7 +573,7 @@ def demo(
 ) -> None:
     """Answer a prompt with a small model, then compare verifiers on a few questions."""
     name = model or (SMOLLM2 if smollm2_at_hand() else "tiny")
-    plan, models = Plan(), Models(model=None if name == "tiny" else name)
+    plan, models = Plan(), opts.Models(model=None if name == "tiny" else name)
     chosen = load_questions("builtin").first(questions)
     verifiers = ("none", "token", "block", "gbv", "otbv")
     wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
@@ -600,7 +587,9 @@ def demo(
     with _watched(settings, records.append) as keep:
         run(llm.generate, chosen.questions, settings, on_record=keep)
     environment = describe_environment(str(llm.device))
-    summaries = summarise(Results(settings=settings, environment=environment, records=records))
+    summaries = statistics.summarise(
+        Results(settings=settings, environment=environment, records=records)
+    )
     typer.echo(plain_text(table(summaries, intervals=False)))
     _report_errors(summaries)
     typer.echo(

@@ -1,7 +1,6 @@
 """``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,26 +8,10 @@ import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import (
-    Models,
-    Progress,
-    entries,
-    fixed_plan,
-    made_of,
-    member,
-    opt,
-    print_json,
-    progress,
-)
+from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.drafters import (
-    Conversations,
-    DrafterReport,
-    category_table,
-    depth_table,
-    measure_drafter,
-)
+from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table, measure_drafter
 from eaglegbv.eval.paired_comparison import collect
 from eaglegbv.eval.papers.base import AGAINST, AGREES, Options, Report, Site, findings_table
 from eaglegbv.eval.papers.cells import CELLS, measured_so_far
@@ -39,10 +22,11 @@ from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import describe_environment, name_of_model
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults, NamedReport
-from eaglegbv.eval.solvers import STANDARD, Row, settings_of
+from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
 from eaglegbv.llm import LLM
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -82,28 +66,39 @@ def drafters(
     forwards that accept at least d tokens; these shares add up to the length.
     """
     given = locals()
-    plans = [made_of(given, fixed_plan, paths=count) for count in entries("paths", paths, int)]
+    plans = [
+        opts.made_of(given, opts.fixed_plan, paths=count)
+        for count in opts.entries("paths", paths, int)
+    ]
     chosen = load_questions(questions_set, data).first(questions)
-    conversations = Conversations(
-        chosen.questions, temperature=temperature, max_tokens=max_tokens, seed=seed, batch=batch
-    )
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
     found: list[tuple[str, DrafterReport]] = []
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
     total = len(named) * len(plans) * len(chosen.questions)
-    with progress(total, "conversation") as bar:
+    with opts.progress(total, "conversation") as bar:
         for name, where in named:
-            llm = made_of(given, Models, drafter=where).load(plans[0], engine)
+            llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
             for number, plan in enumerate(plans):
                 first = found[number][1] if len(found) >= len(plans) else None
-                report = measure_drafter(llm, plan, conversations, first=first, on_batch=bar.update)
+                report = measure_drafter(
+                    llm,
+                    plan,
+                    chosen.questions,
+                    params,
+                    batch=batch,
+                    first=first,
+                    on_batch=bar.update,
+                )
                 found.append((name, report))
     names, reports = [name for name, _ in found], [report for _, report in found]
     if as_json:
         own = tuple(NamedReport(name=name, report=report) for name, report in found)
         where_and_when = describe_environment(str(llm.device))
-        print_json(DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own))
+        opts.print_json(
+            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own)
+        )
         return
     tables = (depth_table(reports, names), category_table(reports, names))
     typer.echo("\n\n".join(map(plain_text, tables)))
@@ -146,19 +141,19 @@ def study(
     """
     given = locals()
     check_matplotlib()
-    settings = made_of(
+    settings = opts.made_of(
         given,
         StudySettings,
-        temperatures=tuple(entries("temperatures", temperatures, float)),
-        draft_temperatures=tuple(entries("draft-temperatures", draft_temperatures, float)),
-        paths=tuple(entries("paths", paths, int)),
-        sizes=tuple(entries("sizes", sizes, int)),
+        temperatures=tuple(opts.entries("temperatures", temperatures, float)),
+        draft_temperatures=tuple(opts.entries("draft-temperatures", draft_temperatures, float)),
+        paths=tuple(opts.entries("paths", paths, int)),
+        sizes=tuple(opts.entries("sizes", sizes, int)),
     )
     chosen = load_questions(questions_set, data).first(questions)
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
     llms = {
-        name: made_of(given, Models, drafter=where).load(Plan(), engine)
+        name: opts.made_of(given, opts.Models, drafter=where).load(Plan(), engine)
         for name, where in _by_name(drafter or ("eagle3", "eagle1"))
     }
     first = next(iter(llms.values()))
@@ -186,7 +181,7 @@ def _measure(
     """Return the study with the drafters' results, which are saved after every temperature."""
     settings = study.settings
     first = next(iter(llms.values()))
-    with progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
+    with opts.progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
         for temperature in settings.temperatures:
             texts = collect(
                 first,
@@ -196,13 +191,11 @@ def _measure(
                 seed=settings.seed,
             )
             for name, llm in llms.items():
-                cells = study_cells(
+                sampled, fixed = study_cells(
                     name, llm.pair, texts, temperature, settings, on_texts=bar.update
                 )
                 study = msgspec.structs.replace(
-                    study,
-                    sampled=(*study.sampled, *cells.sampled),
-                    fixed=(*study.fixed, *cells.fixed),
+                    study, sampled=(*study.sampled, *sampled), fixed=(*study.fixed, *fixed)
                 )
             path.write_bytes(msgspec.json.encode(study) + b"\n")
     return study
@@ -259,15 +252,15 @@ def paper(
         (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
         report = chosen.report(measured.sheets, measured.run)
     else:
-        models = made_of(given, Models)
+        models = opts.made_of(given, opts.Models)
         site = Site(
             folder,
             load_questions(questions_set, data).first(questions),
-            made_of(given, Options),
+            opts.made_of(given, Options),
             # Every setting answers the same prompts, and must read them itself.
             lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
-            _progress,
-            sheets=entries("sheets", sheets, str) if sheets is not None else (),
+            lambda what, steps: opts.progress(steps, "text", what),
+            sheets=opts.entries("sheets", sheets, str) if sheets is not None else (),
         )
         typer.echo(chosen.title)
         report = chosen.measure(site)
@@ -275,10 +268,6 @@ def paper(
     (folder / "report.txt").write_text(f"{chosen.title}\n\n{text}\n", encoding="utf-8")
     (folder / "report.json").write_bytes(msgspec.json.encode(report) + b"\n")
     typer.echo("\n" + text)
-
-
-def _progress(what: str, steps: int) -> AbstractContextManager[Progress]:
-    return progress(steps, "text", what)
 
 
 def report_text(report: Report) -> str:
@@ -331,15 +320,15 @@ def solvers(
         raise InvalidArgument("drafts", drafts, "given with --vocab, and neither without the other")
     sizes = list(STANDARD)
     if vocab is not None and drafts is not None:
-        counts = entries("drafts", drafts, int)
-        sizes = [(v, n) for v in entries("vocab", vocab, int) for n in counts]
+        counts = opts.entries("drafts", drafts, int)
+        sizes = [(v, n) for v in opts.entries("vocab", vocab, int) for n in counts]
     widths = [
-        None if kept == "all" else entries("width", kept, int)[0]
-        for kept in entries("width", width, str)
+        None if kept == "all" else opts.entries("width", kept, int)[0]
+        for kept in opts.entries("width", width, str)
     ]
     settings = settings_of(sizes, widths)
-    chosen = [member("solver", name, Solver) for name in entries("solver", solver, str)]
-    with progress(len(settings) * len(chosen), "row") as bar:
+    chosen = [opts.member("solver", name, Solver) for name in opts.entries("solver", solver, str)]
+    with opts.progress(len(settings) * len(chosen), "row") as bar:
         report = compare_solvers(
             settings,
             chosen,
@@ -349,28 +338,30 @@ def solvers(
             on_row=lambda row: bar.update(note=f"V {row.vocab}, n {row.drafts}: {row.solver}"),
         )
     if as_json:
-        print_json(report)
+        opts.print_json(report)
         return
-    rows = [_cells(row) for row in report.rows]
-    typer.echo(plain_text([list(rows[0]), *(list(row.values()) for row in rows)]))
+    opts.print_rows(
+        {
+            name: "-" if (value := getattr(row, field)) is None else format(value, layout)
+            for name, (field, layout) in SOLVER_COLUMNS.items()
+        }
+        for row in report.rows
+    )
 
 
-def _cells(row: Row) -> dict[str, str]:
-    def figure(value: float | None, layout: str) -> str:
-        return "-" if value is None else format(value, layout)
-
-    return {
-        "V": str(row.vocab),
-        "width": str(row.width),
-        "n": str(row.drafts),
-        "solver": row.solver,
-        "ms/token": figure(row.median_ms, ".2f"),
-        "success": f"{row.success:.0%}",
-        "too large": str(row.refused),
-        "fall-backs": str(row.fallbacks),
-        "late": str(row.late),
-        "L1 deviation": figure(row.deviation, ".1e"),
-        "acceptance": figure(row.acceptance, ".4f"),
-        "optimum": figure(row.optimum, ".4f"),
-        "bound": figure(row.shortfall, ".1e"),
-    }
+SOLVER_COLUMNS = {
+    "V": ("vocab", "d"),
+    "width": ("width", "d"),
+    "n": ("drafts", "d"),
+    "solver": ("solver", ""),
+    "ms/token": ("median_ms", ".2f"),
+    "success": ("success", ".0%"),
+    "too large": ("refused", "d"),
+    "fall-backs": ("fallbacks", "d"),
+    "late": ("late", "d"),
+    "L1 deviation": ("deviation", ".1e"),
+    "acceptance": ("acceptance", ".4f"),
+    "optimum": ("optimum", ".4f"),
+    "bound": ("shortfall", ".1e"),
+}
+"""What the table of solvers shows of a row, by heading, and how."""

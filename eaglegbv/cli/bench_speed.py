@@ -1,6 +1,7 @@
 """``eaglegbv bench batch`` and ``bench step``: tokens a second by batch, and a step by phase."""
 
 import re
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -11,54 +12,19 @@ import typer
 
 from eaglegbv.calibration import calibrate
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import (
-    Models,
-    check_out,
-    check_verifier,
-    entries,
-    made_of,
-    member,
-    opt,
-    progress,
-    write_json,
-)
-from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, Planning, plan_name
+from eaglegbv.cli.options import opt
+from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, plan_name
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import dtype_name, place_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.eval import random_models, step_bench, throughput
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
 from eaglegbv.eval.questions import PromptSource, load_questions
-from eaglegbv.eval.random_models import (
-    SHAPES,
-    PairEngine,
-    Shape,
-    random_pair,
-    random_prompts,
-    tune,
-)
+from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.records import describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import BatchResults
-from eaglegbv.eval.step_bench import (
-    HEADINGS,
-    Floors,
-    StepSetting,
-    aligned,
-    setting_name,
-    step_row,
-    time_steps,
-)
-from eaglegbv.eval.throughput import (
-    EngineWay,
-    Grid,
-    TransformersWay,
-    Way,
-    choice_lines,
-    measure,
-    paired_lines,
-    rate_table,
-)
 from eaglegbv.fused_linears import Quantization
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair, load_pair
@@ -118,51 +84,50 @@ def batch(
     nothing, but they are drafted and verified as any others.
     """
     given = locals()
-    grid = Grid(
-        batches=entries("batches", batches, int),
-        contexts=entries("contexts", contexts, int),
-        temperatures=entries("temperature", temperature, float),
+    grid = throughput.Grid(
+        batches=opts.entries("batches", batches, int),
+        contexts=opts.entries("contexts", contexts, int),
+        temperatures=opts.entries("temperature", temperature, float),
         tokens=tokens,
         repeats=repeats,
         prompts=prompts,
         seed=seed,
     )
     # Check before loading models, which may take minutes.
-    check_verifier(verifier)
-    check_out(out)
+    opts.check_verifier(verifier)
+    opts.check_out(out)
     where, precision = place_of(device, dtype)
-    names = entries("ways", ways, str)
+    names = opts.entries("ways", ways, str)
     most = max(count * grid.calls(count) for count in grid.batches)
-    held = member("draft-quantization", draft_quantization, Quantization)
-    models = made_of(given, Models, draft_quantization=held)
-    engines: _Engines | _MadeEngines
+    held = opts.member("draft-quantization", draft_quantization, Quantization)
+    models = opts.made_of(given, opts.Models, draft_quantization=held)
     if shape is None:
-        if any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in names):
-            models = models.or_lookup(AUTO)
         known = load_questions(questions_set, data)
         questions = known.first(min(most, len(known.questions))).questions
-        engines = _Engines(models)
+        engines = _loaded(models, names, verifier)
+        assert isinstance(engines.plain, LLM)
         source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
     else:
-        engines = _MadeEngines(shape, names, verifier, efficiency, grid, models)
-        source = PromptSource(random_prompts(engines.shape.draft_vocab, most, MADE_PROMPT))
+        engines = _made(shape, names, verifier, efficiency, grid, models)
+        vocab = _shape(shape, None).draft_vocab
+        source = PromptSource(random_models.random_prompts(vocab, most, MADE_PROMPT))
     chosen = [_way(engines, name, verifier) for name in names]
-    watched = [way for way in chosen if isinstance(way, EngineWay) and way.plan is AUTO]
+    watched = [way for way in chosen if isinstance(way, throughput.EngineWay) and way.plan is AUTO]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
-    with progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
-        for timing in measure(chosen, source.take, grid):
+    with opts.progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
+        for timing in throughput.measure(chosen, source.take, grid):
             timings.append(timing)
             for way in watched:
                 way.note(timing)
             rate = f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s"
             bar.update(note=rate)
-    typer.echo(plain_text(rate_table(timings)))
-    lines = [line for way in watched for line in choice_lines(way)]
-    lines += paired_lines(timings) if lines else []
+    typer.echo(plain_text(throughput.rate_table(timings)))
+    lines = [line for way in watched for line in throughput.choice_lines(way)]
+    lines += throughput.paired_lines(timings) if lines else []
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
-    if isinstance(engines, _MadeEngines):
+    if engines.told:
         typer.echo(engines.told)
     if out is not None:
         results = BatchResults(
@@ -176,124 +141,97 @@ def batch(
             dtype=dtype_name(precision),
             draft_quantization=engines.draft_quantization,
         )
-        write_json(out, results)
+        opts.write_json(out, results)
 
 
+@dataclass(frozen=True)
 class _Engines:
-    """What the ways run on, each loaded once and only when it is needed."""
+    """What the ways run on."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self.names = models.named.name, models.named.drafter_name or ""
-
-    @cached_property
-    def plain(self) -> LLM:
-        """The engine of plain decoding, which need not keep anything for a drafter."""
-        return self._load(PLAIN)
-
-    @cached_property
-    def drafting(self) -> LLM:
-        """The engine with a drafter."""
-        return self._load(AUTO)
+    plain: LLM | PairEngine  # decodes plainly, and need not keep anything for a drafter
+    drafting: LLM | PairEngine | None  # with a drafter; None where no way drafts
+    names: tuple[str, str]  # of target and drafter
+    draft_quantization: str  # how the drafter's weights are held; empty if nothing is drafted
+    told: str = ""  # what a reader has to know
 
     @cached_property
     def library(self) -> Library:
         """The target in transformers' own loop."""
+        assert isinstance(self.plain, LLM)  # of made models such ways are refused
         llm = self.plain
         return Library(llm.model_name, dtype=llm.dtype, device=llm.device)
 
-    @property
-    def draft_quantization(self) -> str:
-        """How the drafter's weights are held; empty if nothing was drafted."""
-        return self.drafting.draft_quantization if "drafting" in vars(self) else ""
 
-    def _load(self, plan: Planning) -> LLM:
-        # Prompts recur in every repeat, and every way must read them.
-        engine = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
-        return self._models.load(plan, engine)
-
-
-class _MadeEngines:
-    """What the ways run on where the weights are made."""
-
-    draft_quantization = str(Quantization.NONE)
-
-    def __init__(
-        self,
-        shape: str,
-        ways: list[str],
-        verifier: str,
-        efficiency: float,
-        grid: Grid,
-        models: Models,
-    ) -> None:
-        self.shape = _shape(shape, None)
-        plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
-        for name, own in plans.items():
-            if own is None:
-                raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
-        plan = next((own for own in plans.values() if own is not None and own.speculative), None)
-        if plan is None:
-            expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
-            raise InvalidArgument("ways", ",".join(ways), expected)
-        temperature = grid.temperatures[0]
-        device, dtype = place_of(models.device, models.dtype)
-        length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
-        self._compile = models.compile_backend
-        self._target, self._drafter = random_pair(
-            self.shape,
-            slots=max(*grid.batches, 16) * (length + 256),
-            max_context=length,
-            dtype=dtype,
-            device=device,
-            compile_backend=self._compile,
-            graphs=GraphMode.AUTO,
-            memoryless=True,
-        )
-        reached = tune(self._target, self._drafter, plan, efficiency, temperature=temperature)
-        self._config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
-        self._auto = "auto" in ways
-        self.names = shape, f"made for block efficiency {reached:.2f}"
-        self.told = (
-            f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
-            f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {efficiency:g})."
-        )
-
-    @cached_property
-    def plain(self) -> PairEngine:
-        """The engine of plain decoding."""
-        return PairEngine(Engine(self._target, None, self._config))
-
-    @cached_property
-    def drafting(self) -> PairEngine:
-        """The engine with a drafter, which knows what steps cost if it chooses plans."""
-        costs = None
-        if self._auto:
-            pair = Pair(self._target, self._drafter)
-            costs = calibrate(pair, AUTO, self._config, compile_backend=self._compile)
-        return PairEngine(
-            Engine(
-                self._target,
-                self._drafter,
-                self._config,
-                costs=costs,
-                compile_backend=self._compile,
-            )
-        )
+def _loaded(models: opts.Models, ways: list[str], verifier: str) -> _Engines:
+    """Load the models that are named, once plainly, and with the drafter if a way drafts."""
+    drafts = any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in ways)
+    models = models.or_lookup(AUTO) if drafts else models
+    # Prompts recur in every repeat, and every way must read them.
+    config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
+    plain, drafting = models.load(PLAIN, config), models.load(AUTO, config) if drafts else None
+    names = models.named.name, models.named.drafter_name or ""
+    return _Engines(plain, drafting, names, drafting.draft_quantization if drafting else "")
 
 
-def _shape(name: str, text: str | None) -> Shape:
+def _made(
+    shape: str,
+    ways: list[str],
+    verifier: str,
+    efficiency: float,
+    grid: throughput.Grid,
+    models: opts.Models,
+) -> _Engines:
+    """Make models of a shape, whose first fixed plan reaches a block efficiency."""
+    sizes = _shape(shape, None)
+    plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
+    for name, own in plans.items():
+        if own is None:
+            raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
+    plan = next((own for own in plans.values() if own is not None and own.speculative), None)
+    if plan is None:
+        expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
+        raise InvalidArgument("ways", ",".join(ways), expected)
+    temperature, backend = grid.temperatures[0], models.compile_backend
+    device, dtype = place_of(models.device, models.dtype)
+    length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
+    target, drafter = random_models.random_pair(
+        sizes,
+        slots=max(*grid.batches, 16) * (length + 256),
+        max_context=length,
+        dtype=dtype,
+        device=device,
+        compile_backend=backend,
+        graphs=GraphMode.AUTO,
+        memoryless=True,
+    )
+    reached = random_models.tune(target, drafter, plan, efficiency, temperature=temperature)
+    config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
+    costs = None
+    if "auto" in ways:  # it has to know what steps cost
+        costs = calibrate(Pair(target, drafter), AUTO, config, compile_backend=backend)
+    drafting = Engine(target, drafter, config, costs=costs, compile_backend=backend)
+    return _Engines(
+        PairEngine(Engine(target, None, config)),
+        PairEngine(drafting),
+        (shape, f"made for block efficiency {reached:.2f}"),
+        str(Quantization.NONE),
+        f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
+        f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {efficiency:g}).",
+    )
+
+
+def _shape(name: str, text: str | None) -> random_models.Shape:
     """Return the shape with a name, with other sizes where ``text`` gives them."""
-    if name not in SHAPES:
-        raise InvalidArgument("shape", name, one_of(SHAPES, name))
-    known = SHAPES[name].__struct_fields__
+    if name not in random_models.SHAPES:
+        raise InvalidArgument("shape", name, one_of(random_models.SHAPES, name))
+    known = random_models.SHAPES[name].__struct_fields__
     sizes = {}
     for part in text.split(",") if text else ():
         key, _, size = part.partition("=")
         if key not in known or not size.isdecimal():
             raise InvalidArgument("sizes", part, f"one such as layers=4, of {', '.join(known)}")
         sizes[key] = int(size)
-    return msgspec.structs.replace(SHAPES[name], **sizes)
+    return msgspec.structs.replace(random_models.SHAPES[name], **sizes)
 
 
 def _plan(name: str, verifier: str) -> Plan | None:
@@ -303,23 +241,22 @@ def _plan(name: str, verifier: str) -> Plan | None:
     found = re.fullmatch(r"(?:(\w+):)?(\d+)x(\d+)", name)
     if found is None:
         return None
-    check_verifier(found[1] or verifier)
+    opts.check_verifier(found[1] or verifier)
     return Plan(verifier=found[1] or verifier, paths=int(found[2]), depth=int(found[3]))
 
 
-def _way(engines: _Engines | _MadeEngines, name: str, verifier: str) -> Way:
+def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
     """Return the way with a name."""
-    if name == "auto":
-        return EngineWay(name, engines.drafting, AUTO)
-    plan = _plan(name, verifier)
+    plan = AUTO if name == "auto" else _plan(name, verifier)
     if plan is not None:
-        return EngineWay(name, engines.drafting if plan.speculative else engines.plain, plan)
-    assert isinstance(engines, _Engines)  # for made ones such names are refused
+        llm = engines.plain if plan == PLAIN else engines.drafting
+        assert llm is not None
+        return throughput.EngineWay(name, llm, plan)
     try:
         chosen = baseline(name, argument="ways")
     except InvalidArgument:
         raise InvalidArgument("ways", name, f"auto, none, PATHSxDEPTH, {EXPECTED}") from None
-    return TransformersWay(name, engines.library.generation(chosen, ends=False))
+    return throughput.TransformersWay(name, engines.library.generation(chosen, ends=False))
 
 
 def step(
@@ -358,27 +295,29 @@ def step(
     are timed. Exit status 1 if any failed.
     """
     made = _shape(shape, sizes)
-    check_verifier(verifier)
-    check_out(out)
+    opts.check_verifier(verifier)
+    opts.check_out(out)
     settings = []
     for count, length, t, name in product(
-        entries("batches", batches, int),
-        entries("contexts", contexts, int),
-        entries("temperature", temperature, float),
-        entries("plans", plans, str),
+        opts.entries("batches", batches, int),
+        opts.entries("contexts", contexts, int),
+        opts.entries("temperature", temperature, float),
+        opts.entries("plans", plans, str),
     ):
         plan = _plan(name, verifier)
         if plan is None:
             raise InvalidArgument("plans", name, "none, PATHSxDEPTH or VERIFIER:PATHSxDEPTH")
         settings.append(
-            StepSetting(plan=plan, batch=count, context=length, temperature=t, steps=steps)
+            step_bench.StepSetting(
+                plan=plan, batch=count, context=length, temperature=t, steps=steps
+            )
         )
     where, precision = place_of(device, dtype)
     slots = max(setting.slots for setting in settings)
-    graphs = member("cuda-graphs", cuda_graphs, GraphMode)
+    graphs = opts.member("cuda-graphs", cuda_graphs, GraphMode)
     if model is None:
         pair = Pair(
-            *random_pair(
+            *random_models.random_pair(
                 made,
                 slots=slots,
                 max_context=max(setting.max_context for setting in settings),
@@ -389,7 +328,7 @@ def step(
             )
         )
     else:
-        named = Models(model=model, drafter=drafter).named
+        named = opts.Models(model=model, drafter=drafter).named
         pair = load_pair(
             named.target,
             named.drafter,
@@ -399,7 +338,7 @@ def step(
             compile_backend=compile_backend,
             graphs=graphs,
         )
-    floors = Floors(pair)
+    floors = step_bench.Floors(pair)
     _note(
         out,
         {
@@ -412,18 +351,18 @@ def step(
             "weights": floors.weights,
         },
     )
-    typer.echo(aligned(HEADINGS))
+    typer.echo(step_bench.aligned(step_bench.HEADINGS))
     failed = 0
     for setting in settings:
         try:
-            report = time_steps(pair, setting, floors, compile_backend=compile_backend)
+            report = step_bench.time_steps(pair, setting, floors, compile_backend=compile_backend)
         except Exception as error:  # noqa: BLE001  whatever it is, other settings are timed
             failed += 1
             _note(out, {"setting": setting, "error": f"{type(error).__name__}: {error}"})
-            typer.echo(f"{setting_name(setting)}: {type(error).__name__}: {error}")
+            typer.echo(f"{step_bench.setting_name(setting)}: {type(error).__name__}: {error}")
         else:
             _note(out, {"setting": setting, "report": report})
-            typer.echo(aligned(step_row(setting, report)))
+            typer.echo(step_bench.aligned(step_bench.step_row(setting, report)))
     typer.echo(f"{floors.weights / 1e9:.2f} GB of weights")
     if failed:
         raise typer.Exit(1)

@@ -10,17 +10,7 @@ import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import (
-    FITTING,
-    VERIFIERS,
-    Models,
-    check_out,
-    fixed_plan,
-    made_of,
-    member,
-    opt,
-    print_json,
-)
+from eaglegbv.cli.options import opt
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import DRAFT_WIDTH
 
@@ -47,9 +37,9 @@ def generate(
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     verifier: Annotated[
-        str | None, opt(f"One of {VERIFIERS}; or 'none' for plain decoding.", shown=_AUTO)
+        str | None, opt(f"One of {opts.VERIFIERS}; or 'none' for plain decoding.", shown=_AUTO)
     ] = None,
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=FITTING)] = None,
+    paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
     depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
@@ -97,26 +87,26 @@ def generate(
         raise InvalidArgument("system", system, "none with --raw, which has no chat template")
     if trace_trees and trace is None:
         raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
-    check_out(trace, "trace")
+    opts.check_out(trace, "trace")
     from eaglegbv.config import AutoPlan, EngineConfig, Planning
     from eaglegbv.cuda_graphs import GraphMode
     from eaglegbv.rng import request_seed
     from eaglegbv.sampling import SamplingParams
 
-    params = made_of(given, SamplingParams, stop=tuple(stop or ()))
-    plan: Planning = made_of(given, fixed_plan)
-    config = EngineConfig(cuda_graphs=member("cuda-graphs", cuda_graphs, GraphMode))
+    params = opts.made_of(given, SamplingParams, stop=tuple(stop or ()))
+    plan: Planning = opts.made_of(given, opts.fixed_plan)
+    config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
     if all(choice is None for choice in (verifier, paths, depth, draft_sampling)):
         plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
     elif seed is None:  # the seed that the engine would derive, so that it can be printed
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
-    llm = made_of(given, Models).load(plan, config)
+    llm = opts.made_of(given, opts.Models).load(plan, config)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):
         start = time.perf_counter()
         completion = answer(llm, request, params, printed=stream and not as_json)
         if as_json:
-            print_json(_facts(llm, completion, time.perf_counter() - start))
+            opts.print_json(_facts(llm, completion, time.perf_counter() - start))
         elif not stream:
             typer.echo(completion.text)
         if not as_json:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -55,10 +55,11 @@ def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
     return option
 
 
-def make_app(text: str | None = None) -> typer.Typer:
+def make_app(text: str | None = None, *, invoke_without_command: bool = False) -> typer.Typer:
     """Return an application, or a group of its commands; ``text`` is its help."""
     return typer.Typer(
         no_args_is_help=text is not None,
+        invoke_without_command=invoke_without_command,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # it would take brackets, as in eaglegbv[bench], for markup
@@ -297,6 +298,14 @@ def check_out(path: Path | None, option: str = "out") -> None:
 def print_json(content: object) -> None:
     """Print a JSON object on a line."""
     typer.echo(msgspec.json.encode(content).decode())
+
+
+def print_rows(rows: Iterable[Mapping[str, str]]) -> None:
+    """Print a table of rows by heading; "-" where a row has nothing under one."""
+    from eaglegbv.eval.report import pivot, plain_text
+
+    cells = {(str(n), name): cell for n, row in enumerate(rows) for name, cell in row.items()}
+    typer.echo(plain_text([row[1:] for row in pivot("", cells)]))
 
 
 def write_json(path: Path, content: object) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from eaglegbv.cli.options import made_of, make_app, opt
+from eaglegbv.cli import options as opts
+from eaglegbv.cli.options import opt
 from eaglegbv.config import Plan
 from eaglegbv.devices import named_device
 from eaglegbv.drafters.eagle_model import Arch
@@ -25,7 +26,7 @@ from eaglegbv.gguf import find_model
 from eaglegbv.loading import check_model
 from eaglegbv.models.hf import load_config, load_model, load_tokenizer
 
-app = make_app("Train a target, an EAGLE head or a bigram table.")
+app = opts.make_app("Train a target, an EAGLE head or a bigram table.")
 
 
 Data = Annotated[list[Path], opt("JSON-lines file or folder; may be repeated.")]
@@ -103,7 +104,7 @@ def target(
 ) -> None:
     """Train a tokenizer and a small chat model from scratch."""
     given = locals()
-    config = made_of(
+    config = opts.made_of(
         given,
         TargetTrainingConfig,
         data=tuple(data),
@@ -164,7 +165,7 @@ def eagle(
     """Train an EAGLE head for a target."""
     given = locals()  # the preset's settings are the other options' defaults by now
     name = _found(target)
-    config = made_of(
+    config = opts.made_of(
         given,
         EagleTrainingConfig,
         texts=_text_settings(given),
@@ -217,7 +218,7 @@ def _found(target: str) -> Path:
 
 def _text_settings(given: Mapping[str, Any]) -> TextSettings:
     samples = given["samples"] or given["out"] / "samples.pt"
-    return made_of(given, TextSettings, data=tuple(given["data"]), samples=samples)
+    return opts.made_of(given, TextSettings, data=tuple(given["data"]), samples=samples)
 
 
 def _texts(settings: TextSettings, target: Path, **engine: Any) -> Texts:  # noqa: ANN401
@@ -231,7 +232,7 @@ def _texts(settings: TextSettings, target: Path, **engine: Any) -> Texts:  # noq
 def _schedule(given: Mapping[str, Any], **more: float) -> Schedule:
     bf16 = given["bf16"]
     bf16 = _resolve(given["device"]) == "cuda" if bf16 is None else bf16
-    return made_of(given, Schedule, **more, bf16=bf16)
+    return opts.made_of(given, Schedule, **more, bf16=bf16)
 
 
 def _command_line() -> str:

@@ -18,15 +18,7 @@ from transformers import PreTrainedModel
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.g_test import (
-    LEVEL,
-    SMALLEST_EXPECTED,
-    Text,
-    detectable_shift,
-    g_test_texts,
-    g_test_two,
-    joint_probs,
-)
+from eaglegbv.eval import g_test
 from eaglegbv.llm import LLM
 from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
@@ -90,7 +82,7 @@ def audit_pair(
     *,
     samples: int,
     exact: bool = True,
-    level: float = LEVEL,
+    level: float = g_test.LEVEL,
     progress: bool = False,
 ) -> Iterator[PairResult]:
     """Generate the same few tokens many times by each plan; yield how they compare.
@@ -114,7 +106,7 @@ def audit_pair(
     _check(llm, params, samples, exact=exact)
     params = msgspec.structs.replace(params, ignore_eos=True)
     ids, start = [llm.encode(prompt) for prompt in prompts], perf_counter()
-    smallest = max(SMALLEST_EXPECTED, samples / MOST_CELLS)
+    smallest = max(g_test.SMALLEST_EXPECTED, samples / MOST_CELLS)
 
     def drawn(plan: Plan, turn: int) -> list[Completion]:
         first = (params.seed or 0) + turn * samples
@@ -126,7 +118,7 @@ def audit_pair(
             raise EagleGBVError(failed)
         return found
 
-    def texts(completions: Sequence[Completion]) -> list[Text]:
+    def texts(completions: Sequence[Completion]) -> list[g_test.Text]:
         return [(i % len(ids), *c.token_ids) for i, c in enumerate(completions)]
 
     probs = _exact_probs(llm, ids, params) if exact else {}
@@ -134,9 +126,9 @@ def audit_pair(
     for turn, plan in enumerate(plans):
         found = drawn(plan, turn)
         if exact:
-            test = g_test_texts(texts(found), probs, level=level, smallest=smallest)
+            test = g_test.g_test_texts(texts(found), probs, level=level, smallest=smallest)
         else:
-            test = g_test_two(texts(found), plain, level=level, smallest=smallest)
+            test = g_test.g_test_two(texts(found), plain, level=level, smallest=smallest)
         forwards = sum(c.metrics.target_forwards for c in found)
         yield PairResult(
             verifier=plan.verifier,
@@ -150,7 +142,7 @@ def audit_pair(
             statistic=test.statistic,
             p_value=test.p_value,
             level=level,
-            detectable_shift=detectable_shift(test.samples, test.cells, level=level),
+            detectable_shift=g_test.detectable_shift(test.samples, test.cells, level=level),
             block_efficiency=sum(c.metrics.committed_tokens for c in found) / max(1, forwards),
             seconds=perf_counter() - start,
         )
@@ -158,7 +150,7 @@ def audit_pair(
 
 
 def _check(llm: LLM, params: SamplingParams, samples: int, *, exact: bool) -> None:
-    needed = round(FEWEST_CELLS * SMALLEST_EXPECTED)
+    needed = round(FEWEST_CELLS * g_test.SMALLEST_EXPECTED)
     if samples < needed:
         raise InvalidArgument("samples", samples, f"an integer of at least {needed}")
     if params.max_tokens is None:
@@ -172,7 +164,7 @@ def _check(llm: LLM, params: SamplingParams, samples: int, *, exact: bool) -> No
 
 def _exact_probs(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> dict[Text, float]:
+) -> dict[g_test.Text, float]:
     """Return the exact distribution of a prompt's number and the text after it.
 
     Each token takes one forward of whole sequences by the plain transformers model.
@@ -181,7 +173,7 @@ def _exact_probs(
     return {
         (number, *text): mass / len(prompts)
         for number, prompt in enumerate(prompts)
-        for text, mass in joint_probs(
+        for text, mass in g_test.joint_probs(
             lambda texts: _next_probs(model, texts, params),
             prompt,
             params.max_tokens or 0,

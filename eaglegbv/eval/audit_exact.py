@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import require_integer
 from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import (
@@ -165,18 +166,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # seed of the problems
 
     def __post_init__(self) -> None:
-        limits = {
-            "vocab": (2, 16),
-            "depth": (1, 8),
-            "paths": (1, 8),
-            "instances": (1, 1_000_000),
-            "iterations": (1, 8),
-            "seed": (0, 2**63 - 1),
-        }
-        for name, (low, high) in limits.items():
-            value = msgspec.structs.asdict(self)[name]
-            if not low <= value <= high:
-                raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+        for name, low, high in (
+            *(("vocab", 2, 16), ("depth", 1, 8), ("paths", 1, 8), ("instances", 1, 1_000_000)),
+            *(("iterations", 1, 8), ("seed", 0, 2**63 - 1)),
+        ):
+            require_integer(name, getattr(self, name), low, high)
 
     @property
     def shape(self) -> Shape:

@@ -1,11 +1,10 @@
 """Block efficiency of verifiers on synthetic models, by temperature and number of paths."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import inf, sqrt
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -13,23 +12,14 @@ from torch import Tensor
 
 from eaglegbv.config import MAX_PATHS
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import plots
 from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
 from eaglegbv.eval.paired_comparison import Offer
-from eaglegbv.eval.plots import (
-    CAPTION,
-    COLOURS,
-    check_matplotlib,
-    picture_style,
-    plain_axes,
-    save_picture,
-)
+from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling, TargetProbs
+from eaglegbv.utils import require_integer, require_number
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 CHUNK = 500  # number of trees drawn together
 
@@ -51,13 +41,9 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, low, high in (("vocab", 2, 4096), ("depth", 1, 32), ("trees", 2, 10**6)):
-            value = msgspec.structs.asdict(self)[name]
-            if not low <= value <= high:
-                raise InvalidArgument(name, value, f"an integer in [{low}, {high}]")
+            require_integer(name, getattr(self, name), low, high)
         for name in ("sharpness", "noise"):
-            value = msgspec.structs.asdict(self)[name]
-            if not 0 <= value <= 100:
-                raise InvalidArgument(name, value, "a number in [0, 100]")
+            require_number(name, getattr(self, name), 0, 100)
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +74,7 @@ def measure(
     rules = [make_verifier(name) for name in verifiers]
     fitting: dict[int, list[Verifier]] = {}
     for count, rule in product(paths, rules):
-        if not 1 <= count <= MAX_PATHS:
-            raise InvalidArgument("paths", count, f"an integer in [1, {MAX_PATHS}]")
+        require_integer("paths", count, 1, MAX_PATHS)
         own = rule.fitting_paths(count)
         rule.check_sampling(DraftSampling.IID, own)
         if rule not in fitting.setdefault(own, []):
@@ -137,19 +122,24 @@ def draw_batch(
     generator: torch.Generator,
 ) -> Offer:
     """Draw ``size`` trees of ``paths`` independent paths, each from a separate pair of models."""
-    shape = (size, 1 + paths * settings.depth, settings.vocab)
+    count = paths * settings.depth
+    shape = (size, 1 + count, settings.vocab)
     logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
     noise = settings.noise * torch.randn(shape, generator=generator, dtype=torch.float64)
     p, q = (x.div(temperature).softmax(dim=2) for x in (logits, logits + noise))
-    rows = torch.arange(size).unsqueeze(1)
 
-    def draw(places: Tensor) -> Tensor:
-        probs = q[rows, places].flatten(0, 1)
-        return torch.multinomial(probs, 1, generator=generator).view(size, paths)
+    def probs_after(tokens: Tensor) -> Tensor:
+        first = 1 + (tokens.shape[2] - 1) * paths
+        return q[:, first : first + paths] if tokens.shape[2] else q[:, :1]
 
-    trees = draw_trees(size, paths, settings.depth, draw)
-    target = TargetProbs.of_logits(p.flatten(0, 1).log(), rows * shape[1] + trees.places)
-    return Offer(trees.with_probs(q[rows, trees.places]), target)
+    tree = draw_trees(size, paths, settings.depth, probs_after, generator)
+    # A node has the distributions of the first path through it.
+    own = 1 + torch.arange(count).view(-1, paths).T.flatten().expand(size, -1)
+    nodes = tree.path_nodes.flatten(1)
+    places = torch.zeros_like(tree.token_ids)
+    places = places.scatter_reduce(1, nodes, own, "amin", include_self=False)
+    rows = torch.arange(size).unsqueeze(1) * shape[1] + places
+    return Offer(tree, TargetProbs.of_logits(p.flatten(0, 1).log(), rows))
 
 
 # A picture of block efficiency against temperature and the number of paths.
@@ -157,7 +147,6 @@ def draw_batch(
 
 INTERVAL = 1.96
 SINGLE = frozenset({"token", "block"})  # verifiers that use a single path
-Axis: TypeAlias = Literal["temperature", "paths"]
 
 
 def draw(
@@ -175,44 +164,31 @@ def draw(
         NotInstalled: matplotlib is missing.
         InvalidArgument: The file cannot be written.
     """
-    check_matplotlib()
-    from matplotlib.figure import Figure as Canvas
-
-    with picture_style():
-        canvas = Canvas(figsize=(10, 4.8), layout="constrained")
-        left, right = canvas.subplots(1, 2, sharey=True)
-        paths = max(figure.paths for figure in by_temperature)
-        _lines(left, {name: _curve(by_temperature, name, "temperature") for name in COLOURS})
-        left.set_xlabel(f"temperature (K = {paths}; dashed: one path)")
-        left.set_ylabel("block efficiency (tokens per target forward)")
-        several = [figure for figure in by_paths if figure.verifier not in SINGLE]
-        _lines(right, {name: _curve(several, name, "paths") for name in COLOURS})
-        right.set_xlabel(f"paths K (temperature {by_paths[0].temperature:g})")
-        canvas.supxlabel(caption, fontsize=8, color=CAPTION)
-        save_picture(canvas, path)
+    plots.check_matplotlib()
+    most = max(figure.paths for figure in by_temperature)
+    several = [figure for figure in by_paths if figure.verifier not in SINGLE]
+    panels = [
+        plots.Panel(
+            lines=_lines(by_temperature, lambda one: one.temperature),
+            x=f"temperature (K = {most}; dashed: one path)",
+        ),
+        plots.Panel(
+            lines=_lines(several, lambda one: float(one.paths)),
+            x=f"paths K (temperature {by_paths[0].temperature:g})",
+        ),
+    ]
+    with plots.picture_style():
+        canvas = plots.draw_panels(panels, plots.EFFICIENCY)
+        plots.add_caption(canvas, caption)
+        plots.save_picture(canvas, path)
     return path
 
 
-def _curve(figures: Sequence[Figure], verifier: str, axis: Axis) -> list[tuple[float, Figure]]:
-    own = (figure for figure in figures if figure.verifier == verifier)
-    places = ((one.temperature if axis == "temperature" else one.paths, one) for one in own)
-    return sorted(places, key=itemgetter(0))
-
-
-def _lines(axes: "Axes", curves: Mapping[str, list[tuple[float, Figure]]]) -> None:
-    for name, curve in curves.items():
-        if curve:
-            axes.errorbar(
-                [x for x, _ in curve],
-                [figure.block_efficiency for _, figure in curve],
-                yerr=[INTERVAL * figure.error for _, figure in curve],
-                label=name,
-                color=COLOURS[name],
-                linestyle="--" if name in SINGLE else "-",
-                linewidth=2.4 if name == "otbv" else 1.2,
-                elinewidth=0.6,
-                marker="o",
-                markersize=3,
-            )
-    plain_axes(axes, "y")
-    axes.legend(frameon=False, fontsize=7, loc="lower right")
+def _lines(figures: Sequence[Figure], x: Callable[[Figure], float]) -> list[plots.Line]:
+    points: dict[str, list[tuple[float, Estimate]]] = {}
+    for one in figures:
+        value, half = one.block_efficiency, INTERVAL * one.error
+        estimate = Estimate(value, value - half, value + half)
+        points.setdefault(one.verifier, []).append((x(one), estimate))
+    lines = [plots.Line.of(name, name, sorted(own)) for name, own in points.items()]
+    return [replace(line, style="--" if line.label in SINGLE else "-") for line in lines]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import nextafter
 from operator import itemgetter
 from time import perf_counter
 from typing import TypeAlias
@@ -13,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, instance
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
@@ -28,79 +29,29 @@ from eaglegbv.verifiers.stateful import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PathTrees:
-    """Shapes of trees whose equal prefixes share a node, padded to the largest possible size."""
+def draw_trees(
+    size: int,
+    paths: int,
+    length: int,
+    probs_after: Callable[[Tensor], Tensor],
+    generator: torch.Generator,
+) -> DraftTree:
+    """Draw ``size`` trees of ``paths`` independent paths of ``length`` tokens; roots are token 0.
 
-    token_ids: Tensor  # [batch, nodes] int64; the root's is 0
-    parents: Tensor  # [batch, nodes] int64
-    depth: Tensor  # [batch, nodes] int64
-    num_nodes: Tensor  # [batch] int64
-    path_nodes: Tensor  # [batch, paths, length] int64
-    # [batch, nodes] int64, the place (see `draw_trees`) of each node; padding repeats the root's.
-    places: Tensor
-
-    def with_probs(self, draft_probs: Tensor) -> DraftTree:
-        """Return the trees with the draft distributions, ``[batch, nodes, vocab]``."""
-        size, paths, length = self.path_nodes.shape
-        return DraftTree(
-            draft_sampling=DraftSampling.IID,
-            token_ids=self.token_ids,
-            parents=self.parents,
-            depth=self.depth,
-            num_nodes=self.num_nodes,
-            path_nodes=self.path_nodes,
-            path_lengths=torch.full((size, paths), length),
-            draft_ids=torch.arange(draft_probs.shape[2]).expand_as(draft_probs),
-            draft_probs=draft_probs,
-        )
-
-
-def draw_trees(size: int, paths: int, length: int, draw: Callable[[Tensor], Tensor]) -> PathTrees:
-    """Draw ``size`` trees of ``paths`` independent paths of ``length`` tokens.
-
-    At first every path has a place at every depth; paths with equal prefixes use the place of the
-    first of them. Then the places in use are moved to the front and become the nodes.
-
-    Args:
-        size: Number of trees.
-        paths: Paths of a tree.
-        length: Tokens of a path.
-        draw: Draws the next token of every path, ``[size, paths]`` int64, given the places that the
-            paths have reached, of the same shape; called once for each depth.
+    ``probs_after`` maps the tokens drafted so far by every row, ``[size, rows, depth]`` int64, to
+    the distributions of the next, ``[size, rows, vocab]`` float64; the root is the only row at
+    depth 0, paths are the rows below, and the first of those at one node decides.
     """
-    count = 1 + paths * length
-    token_ids = torch.zeros((size, count), dtype=torch.int64)
-    parents, depth = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
-    used = torch.zeros_like(token_ids, dtype=torch.bool)
-    used[:, 0] = True
-    chain, here = [], torch.zeros((size, paths), dtype=torch.int64)
-    for d in range(length):
-        drawn = draw(here)
-        same = (here.unsqueeze(2) == here.unsqueeze(1)) & (drawn.unsqueeze(2) == drawn.unsqueeze(1))
-        place = 1 + d * paths + same.int().argmax(dim=2)
-        token_ids.scatter_(1, place, drawn)
-        parents.scatter_(1, place, here)
-        depth.scatter_(1, place, d + 1)
-        used.scatter_(1, place, value=True)
-        chain.append(place)
-        here = place
-    number = used.cumsum(dim=1) - 1
-    order = (~used).int().argsort(dim=1, stable=True)
-    real = torch.arange(count) < used.sum(dim=1, keepdim=True)
-
-    def packed(values: Tensor) -> Tensor:
-        return values.gather(1, order).where(real, 0)
-
-    path_places = torch.stack(chain, dim=2)
-    return PathTrees(
-        token_ids=packed(token_ids),
-        parents=packed(number.gather(1, parents)),
-        depth=packed(depth),
-        num_nodes=used.sum(dim=1),
-        path_nodes=number.gather(1, path_places.flatten(1)).view_as(path_places),
-        places=order.where(real, 0),
-    )
+    plan = Plan(paths=paths, depth=length)
+    numbers = torch.rand((size, paths, length), generator=generator, dtype=torch.float64)
+    roots = torch.zeros(size, dtype=torch.int64)
+    growth = TreeGrowth(plan, DraftSampling.IID, roots, numbers)
+    tokens = roots.new_zeros((size, 1, 0))
+    for _ in range(length):
+        probs = probs_after(tokens).flatten(0, 1)
+        drawn = growth.grow(DraftProbs(torch.arange(probs.shape[1]).expand_as(probs), probs))
+        tokens = torch.cat((tokens.expand(-1, paths, -1), drawn.token_ids.unsqueeze(2)), dim=2)
+    return growth.finish()
 
 
 def random_uniforms(tree: DraftTree, generator: torch.Generator) -> VerifyUniforms:
@@ -114,47 +65,6 @@ def random_uniforms(tree: DraftTree, generator: torch.Generator) -> VerifyUnifor
         acceptance=numbers(tree.batch, max(1, tree.paths * tree.length)),
         correction=numbers(tree.batch),
     )
-
-
-# Uniform numbers for judging trees, spread evenly over several judgements of one tree.
-#
-# Latin hypercube sampling: McKay, Beckman & Conover, A Comparison of Three Methods for Selecting
-# Values of Input Variables in the Analysis of Output from a Computer Code, Technometrics 21 (1979).
-
-
-_LARGEST = nextafter(1.0, 0.0)
-
-
-def latin_hypercube(
-    draws: Sequence[VerifyUniforms], seeds: Sequence[Sequence[int]]
-) -> list[VerifyUniforms]:
-    """Return the numbers of J judgements as a Latin hypercube.
-
-    The J numbers that decide one thing in the J judgements fall one each into J equal parts of
-    [0, 1), in random order. So the numbers of every single judgement are independent and uniform as
-    always, and the mean over the judgements has less noise.
-
-    Args:
-        draws: Independent uniform numbers, of the same shapes in all J judgements.
-        seeds: For each request, the seed of the order of its parts.
-
-    Returns:
-        As many numbers as ``draws``, of the same shapes; rounding never makes one equal 1.
-    """
-    count, generators = len(draws), [np.random.default_rng(seed) for seed in seeds]
-    if count == 1:
-        return list(draws)
-
-    def spread(parts: Sequence[Tensor]) -> Tensor:
-        """Spread the numbers of a kind, ``[batch, ...]`` each."""
-        numbers = torch.stack(list(parts))
-        places = np.tile(np.arange(count), (numbers[0, 0].numel(), 1))
-        orders = [torch.from_numpy(g.permuted(places, axis=1).T) for g in generators]
-        own = torch.stack(orders, dim=1).view_as(numbers)
-        return ((own + numbers) / count).clamp(max=_LARGEST)
-
-    kinds = zip(*((d.selection, d.acceptance, d.correction) for d in draws), strict=True)
-    return [VerifyUniforms(*own) for own in zip(*map(spread, kinds), strict=True)]
 
 
 Written: TypeAlias = tuple[Tensor, int]
@@ -244,10 +154,17 @@ def _step(
     drafting: bool,
 ) -> RunTexts:
     vocab, size = problem.shape.vocab, len(texts.codes)
+
+    def probs_after(tokens: Tensor) -> Tensor:
+        codes = texts.codes.unsqueeze(1).expand(tokens.shape[:2])
+        for column in tokens.unbind(2):
+            codes = codes * vocab + column
+        return _probs_after(problem.draft_probs, codes, vocab)
+
     if drafting:
-        trees = _draw(problem, texts.codes, generator)
-        codes = _node_codes(trees, texts.codes, vocab)
-        tree = trees.with_probs(_probs_after(problem.draft_probs, codes, vocab))
+        shape = problem.shape
+        tree = draw_trees(size, shape.paths, shape.length, probs_after, generator)
+        codes = _node_codes(tree, texts.codes, vocab)
     else:
         tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
     p = _probs_after(problem.target_probs, codes, vocab).flatten(0, 1)
@@ -263,24 +180,10 @@ def _step(
     )
 
 
-def _draw(problem: Problem, codes: Tensor, generator: torch.Generator) -> PathTrees:
-    shape = problem.shape
-    reached = codes.unsqueeze(1).repeat(1, shape.paths)
-
-    def draw(places: Tensor) -> Tensor:
-        del places
-        probs = _probs_after(problem.draft_probs, reached, shape.vocab).flatten(0, 1)
-        drawn = torch.multinomial(probs, 1, generator=generator).view_as(reached)
-        reached.mul_(shape.vocab).add_(drawn)
-        return drawn
-
-    return draw_trees(len(codes), shape.paths, shape.length, draw)
-
-
-def _node_codes(trees: PathTrees, codes: Tensor, vocab: int) -> Tensor:
+def _node_codes(trees: DraftTree, codes: Tensor, vocab: int) -> Tensor:
     """Return the code of each node's text, ``[batch, nodes]``; padding repeats the root's."""
     found = codes.unsqueeze(1).expand_as(trees.parents).clone()
-    for depth in range(1, trees.path_nodes.shape[2] + 1):
+    for depth in range(1, trees.length + 1):
         longer = found.gather(1, trees.parents) * vocab + trees.token_ids
         found = torch.where(trees.depth == depth, longer, found)
     return found

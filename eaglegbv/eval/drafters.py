@@ -1,7 +1,6 @@
 """Comparison of drafters: what a verifier accepts of each, by depth and by category."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,17 +14,6 @@ from eaglegbv.request import FinishReason
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Message
-
-
-@dataclass(frozen=True, slots=True)
-class Conversations:
-    """The conversations to hold, ``batch`` together, with the same seeds for all drafters."""
-
-    questions: Sequence[Question]
-    temperature: float = 1.0
-    max_tokens: int = 128
-    seed: int = 0
-    batch: int = 16
 
 
 class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,21 +34,23 @@ class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
 def measure_drafter(
     llm: LLM,
     plan: Plan,
-    conversations: Conversations,
+    questions: Sequence[Question],
+    params: SamplingParams,
     *,
+    batch: int = 16,
     first: DrafterReport | None = None,
     on_batch: Callable[[int], object] = lambda _: None,
 ) -> DrafterReport:
-    """Hold the conversations and count what is accepted.
+    """Hold a conversation for each question, ``batch`` together, and count what is accepted.
 
-    ``first`` is the report of the drafter to compare with, on the same plan. ``on_batch`` is called
-    with the number of conversations that have just ended.
+    Seeds follow from that of ``params``, so they are the same for all drafters. ``first`` is the
+    report of the drafter to compare with, on the same plan. ``on_batch`` is called with the number
+    of conversations that have just ended.
     """
-    questions, size = conversations.questions, conversations.batch
     answered: dict[int, list[RequestMetrics]] = {}
-    for begin in range(0, len(questions), size):
-        numbered = dict(list(enumerate(questions))[begin : begin + size])
-        answered |= _converse(llm, plan, conversations, numbered)
+    for begin in range(0, len(questions), batch):
+        numbered = dict(list(enumerate(questions))[begin : begin + batch])
+        answered |= _converse(llm, plan, params, numbered)
         on_batch(len(numbered))
     categories: dict[str, list[RequestMetrics]] = {}
     for number, metrics in answered.items():
@@ -91,7 +81,7 @@ def _columns(
 
 
 def _converse(
-    llm: LLM, plan: Plan, conversations: Conversations, questions: Mapping[int, Question]
+    llm: LLM, plan: Plan, params: SamplingParams, questions: Mapping[int, Question]
 ) -> dict[int, list[RequestMetrics]]:
     """Return the counts of each conversation that was held to its end, by its number."""
     messages: dict[int, list[Message]] = {number: [] for number in questions}
@@ -100,15 +90,9 @@ def _converse(
         asked = [n for n in messages if turn < len(questions[n].turns)]
         for number in asked:
             messages[number].append({"role": "user", "content": questions[number].turns[turn]})
-        params = [
-            SamplingParams(
-                temperature=conversations.temperature,
-                max_tokens=conversations.max_tokens,
-                seed=request_seed(request_seed(conversations.seed, number), turn),
-            )
-            for number in asked
-        ]
-        answers = llm.generate([messages[number] for number in asked], params, plan=plan)
+        seeds = [request_seed(request_seed(params.seed or 0, number), turn) for number in asked]
+        seeded = [msgspec.structs.replace(params, seed=seed) for seed in seeds]
+        answers = llm.generate([messages[number] for number in asked], seeded, plan=plan)
         for number, answer in zip(asked, answers, strict=True):
             if answer.finish_reason is FinishReason.ERROR:
                 del messages[number], metrics[number]

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
-from eaglegbv.eval.audit_sampled import latin_hypercube
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
@@ -36,11 +35,14 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
+from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.utils import require_integer
 from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
+
+_BELOW_ONE = np.nextafter(1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +169,7 @@ def collect(
     """
     seeds = [request_seed(seed, number) for number in range(len(questions))]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    seeded = [msgspec.structs.replace(params, seed=own) for own in seeds]
-    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    answers = llm.generate(prompts, seeded, plan=PLAIN)
-    for question, answer in zip(questions, answers, strict=True):
-        if answer.finish_reason is FinishReason.ERROR:
-            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    answers = first_answers(llm, questions, params, seeds, PLAIN)
     return [
         # Drafts and judgements must not share random numbers with the text they are about.
         Text(
@@ -183,6 +180,27 @@ def collect(
         )
         for question, own, answer in zip(questions, seeds, answers, strict=True)
     ]
+
+
+def first_answers(
+    llm: LLM,
+    questions: Sequence[Question],
+    params: SamplingParams,
+    seeds: Sequence[int],
+    plan: Plan,
+) -> list[Completion]:
+    """Answer the first turns of questions together, each with its own seed.
+
+    Raises:
+        EagleGBVError: A question is not answered.
+    """
+    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    seeded = [msgspec.structs.replace(params, seed=seed) for seed in seeds]
+    answers = llm.generate(prompts, seeded, plan=plan)
+    for question, answer in zip(questions, answers, strict=True):
+        if answer.finish_reason is FinishReason.ERROR:
+            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    return answers
 
 
 @torch.inference_mode()
@@ -251,6 +269,27 @@ def same_drafts(
         )
         for setting, own, sizes in zip(settings, tokens, nodes, strict=True)
     ]
+
+
+def latin_hypercube(
+    seeds: Sequence[tuple[int, ...]], count: int, *, paths: int, length: int
+) -> list[VerifyUniforms]:
+    """Return the uniform numbers of ``count`` judgements of each request, as a Latin hypercube.
+
+    The numbers that decide one thing in the judgements fall one each into ``count`` equal parts of
+    [0, 1), in random order (McKay, Beckman & Conover, Technometrics 21, 1979). So the numbers of
+    every single judgement are independent and uniform as always, and the mean over the judgements
+    has less noise. Every request has a seed.
+    """
+    parts = [2 * paths * length, paths * length, 1]
+    order = np.tile(np.arange(count), (sum(parts), 1))
+    drawn = [
+        rng.permuted(order, axis=1).T + rng.random((count, sum(parts)))
+        for rng in map(np.random.default_rng, seeds)
+    ]
+    numbers = torch.from_numpy((np.stack(drawn, axis=1) / count).clip(max=_BELOW_ONE))
+    each = (own.split_with_sizes(parts, dim=1) for own in numbers)
+    return [VerifyUniforms(s.view(-1, length, paths, 2), a, c.squeeze(1)) for s, a, c in each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,16 +421,8 @@ class _Bench:
     ) -> dict[int, NDArray[np.float64]]:
         """Return each verifier's tokens a step ``[requests]``, a mean over judgements."""
         count, tree = self._sampling.judgements, offer.tree
-        drawn = [
-            VerifyUniforms.draw(
-                [RequestRng(request_seed(request.rng.seed, judgement)) for request in requests],
-                [request.step for request in requests],
-                paths=tree.paths,
-                length=tree.length,
-            )
-            for judgement in range(count)
-        ]
-        uniforms = latin_hypercube(drawn, [[r.rng.seed, r.step] for r in requests])
+        seeds = [(request.rng.seed, request.step) for request in requests]
+        uniforms = latin_hypercube(seeds, count, paths=tree.paths, length=tree.length)
         found = {}
         for number, verifier in verifiers.items():
             verdicts = [verifier.verify(tree, offer.target, own) for own in uniforms]

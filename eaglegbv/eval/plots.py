@@ -1,14 +1,14 @@
 """What all pictures share: colours, plain axes, files. They need matplotlib (extra ``bench``)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import cycle
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -35,10 +35,18 @@ COLOURS: Mapping[str, str] = {
 }
 """Colours by verifier, suited to the common colour deficiencies; every line has a label too."""
 
+SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
+PLAIN_COLOUR = "#8a8a8a"
+Colour: TypeAlias = str | tuple[float, ...]
+
 FORMATS = ("png", "svg")
 DPI = 150
 GRID = "#e6e6e6"
 CAPTION = "#555555"
+CHARACTERS_AN_INCH = 16  # characters of a caption per inch
+PANELS_A_ROW = 3
+LINE_STYLES = ("-", "--", ":", "-.")
+EFFICIENCY = "block efficiency (tokens per target forward)"
 
 
 def check_matplotlib() -> None:
@@ -74,12 +82,85 @@ def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
     ]
 
 
-def error_bars(points: Sequence[tuple[float, Estimate]]) -> dict[str, Any]:
-    """Return what ``Axes.errorbar`` takes to draw a line through figures by x."""
-    figures = [figure for _, figure in points]
-    places = {"x": [x for x, _ in points], "y": [figure.value for figure in figures]}
-    thin = {"elinewidth": 0.6, "marker": "o", "markersize": 3}
-    return {**places, "yerr": whiskers(figures), **thin}
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a panel."""
+
+    label: str
+    points: Sequence[tuple[float, Estimate]]  # by ascending x
+    colour: Colour | None = None  # None is the next of matplotlib's own
+    style: str = ""  # the next of those that no line of this colour has yet, if it is empty
+    width: float = 1.2
+
+    @classmethod
+    def of(cls, label: str, verifier: str, points: Sequence[tuple[float, Estimate]]) -> Self:
+        """Return the line of a verifier."""
+        return cls(label, points, colour_of(verifier), width=2.2 if verifier == "otbv" else 1.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Lines over one axis, which this label names."""
+
+    lines: Sequence[Line]
+    x: str
+    title: str = ""
+    ticks: Sequence[float] = ()  # matplotlib's own, if there are none
+    doubling: bool = False  # whether x doubles from place to place
+    # It is named because matplotlib's search for the best place may take seconds, then warns.
+    legend: Literal["lower left", "lower right", "upper right"] = "lower right"
+
+
+def draw_panels(panels: Sequence[Panel], y: str, *, columns: int = PANELS_A_ROW) -> "Canvas":
+    """Draw panels side by side, so many in a row; ``y`` labels their common axis."""
+    from matplotlib.figure import Figure as Canvas
+
+    columns = min(columns, len(panels))
+    rows = ceil(len(panels) / columns)
+    canvas = Canvas(figsize=(max(5.0, 3.6 * columns), 3.6 * rows), layout="constrained")
+    places = canvas.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    for unused in places[len(panels) :]:
+        unused.set_visible(False)
+    for number, (axes, panel) in enumerate(zip(places, panels, strict=False)):
+        drawn: Counter[Colour] = Counter()
+        for line in panel.lines:
+            alike = line.colour or line.label
+            figures = [figure for _, figure in line.points]
+            axes.errorbar(
+                [x for x, _ in line.points],
+                [figure.value for figure in figures],
+                yerr=whiskers(figures),
+                label=line.label,
+                color=line.colour,
+                linestyle=line.style or LINE_STYLES[drawn[alike] % len(LINE_STYLES)],
+                linewidth=line.width,
+                elinewidth=0.6,
+                marker="o",
+                markersize=3,
+            )
+            drawn[alike] += 1
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.x)
+        axes.set_ylabel("" if number % columns else y)
+        if panel.doubling:
+            axes.set_xscale("log", base=2)
+        if panel.ticks:
+            axes.set_xticks(panel.ticks, [f"{place:g}" for place in panel.ticks])
+        axes.legend(frameon=False, fontsize=7, loc=panel.legend)
+        plain_axes(axes, "y")
+    return canvas
+
+
+def colour_of(verifier: str) -> str:
+    """Return the colour of a verifier, or of plain decoding."""
+    spare = SPARE_COLOURS[sum(verifier.encode()) % len(SPARE_COLOURS)]
+    return PLAIN_COLOUR if verifier == "none" else COLOURS.get(verifier, spare)
+
+
+def add_caption(canvas: "Canvas", text: str) -> None:
+    """Say below a picture what was measured."""
+    lines = wrap(text, int(CHARACTERS_AN_INCH * canvas.get_figwidth()))
+    canvas.supxlabel("\n".join(lines), fontsize=7, color=CAPTION)
 
 
 def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] = "figure") -> None:
@@ -113,12 +194,6 @@ def save_pictures(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
 # Pictures of a run.
 
 
-CHARACTERS_AN_INCH = 16  # characters of the caption per inch
-PANELS_A_ROW = 3
-SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
-PLAIN_COLOUR = "#8a8a8a"
-EFFICIENCY = "block efficiency (tokens per target forward)"
-LINE_STYLES = ("-", "--", ":", "-.")
 PHASE_COLOURS: Mapping[str, str] = {
     "prefill": "#b9c6d2",
     "draft": "#e08e1b",
@@ -142,16 +217,6 @@ class Measured:
         return self.setting.plan
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a panel, by ascending x, in its verifier's colour."""
-
-    label: str
-    verifier: str
-    points: Sequence[tuple[float, Estimate]]
-    dashed: bool = False
-
-
 def draw_all(results: Results, folder: Path) -> list[Path]:
     """Write every picture of a run into ``folder``, each as PNG and SVG; return their paths.
 
@@ -161,15 +226,19 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     """
     check_matplotlib()
     measured = measured_of(results)
+    settings, where = results.settings, results.environment
+    caption = (
+        f"{settings.suite}, {len(settings.question_ids)} questions, {settings.max_tokens} tokens, "
+        f"{settings.model} + {settings.drafter or 'no drafter'}; {where.processor}, "
+        f"{where.threads} threads; {where.started[:10]}"
+    )
     written = []
     with picture_style():
         for name, draw in PICTURES.items():
             if draw in OF_DRAFTS and not _drafted(measured):
                 continue
             canvas = draw(measured)
-            width = int(CHARACTERS_AN_INCH * canvas.get_figwidth())
-            caption = "\n".join(wrap(_caption(results), width))
-            canvas.supxlabel(caption, fontsize=7, color=CAPTION)
+            add_caption(canvas, caption)
             written += save_pictures(canvas, folder, name)
     return written
 
@@ -189,18 +258,18 @@ def measured_of(results: Results) -> list[Measured]:
 
 def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
     """Draw one panel for each temperature: block efficiency against the number of paths."""
-    canvas, panels = _by_temperature(measured, EFFICIENCY)
-    for axes, here in panels:
+    panels = []
+    for temperature, here in _by_temperature(measured).items():
+        ticks = sorted({float(one.plan.paths) for one in here})
         lines = _lines(
             here,
             lambda one: float(one.plan.paths),
             alike=lambda one: msgspec.structs.replace(one.plan, paths=1),
         )
-        widest = max(x for line in lines for x, _ in line.points)
-        _draw_lines(axes, [_held(line, widest) for line in lines])
-        axes.set_xlabel("paths K")
-        axes.set_xticks(sorted({one.plan.paths for one in here}))
-    return canvas
+        held = [_held(line, ticks[-1]) for line in lines]
+        title = f"temperature {temperature:g}"
+        panels.append(Panel(title=title, lines=held, x="paths K", ticks=ticks))
+    return draw_panels(panels, EFFICIENCY)
 
 
 def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
@@ -211,38 +280,35 @@ def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
     drafted = _drafted(measured)
     single = {m.plan.verifier for m in drafted}
     single -= {m.plan.verifier for m in drafted if m.plan.paths > 1}
-    several = sorted({m.plan.paths for m in drafted if m.plan.verifier not in single}) or [1]
-    canvas, panels = _panels([f"K = {paths}" for paths in several], EFFICIENCY)
-    for paths, axes in zip(several, panels, strict=True):
+    panels = []
+    for paths in sorted({m.plan.paths for m in drafted if m.plan.verifier not in single}) or [1]:
         here = [m for m in drafted if m.plan.paths == paths or m.plan.verifier in single]
-        lines = _lines(here, lambda one: one.setting.temperature, alike=lambda one: one.plan)
-        dashed = single if paths > 1 else ()
-        lines = [replace(line, dashed=line.verifier in dashed) for line in lines]
-        _draw_lines(axes, lines, legend="lower left")
-        axes.set_xlabel("temperature")
-    return canvas
+        lines = _lines(
+            here,
+            lambda one: one.setting.temperature,
+            alike=lambda one: one.plan,
+            dashed=single if paths > 1 else (),
+        )
+        panels.append(
+            Panel(title=f"K = {paths}", lines=lines, x="temperature", legend="lower left")
+        )
+    return draw_panels(panels, EFFICIENCY)
 
 
 def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
     """Draw one panel for each temperature: share of forwards that accept a token, by depth."""
-    canvas, panels = _by_temperature(measured, "share of forwards that accept so deep")
-    for axes, here in panels:
+    panels = []
+    for temperature, here in _by_temperature(measured).items():
         labels = _labels(here, "T")
-        lines = [
-            Line(
-                labels[one.setting.name],
-                one.plan.verifier,
-                [
-                    (float(depth), Estimate(share, share, share))
-                    for depth, share in enumerate(one.summary.acceptance_by_depth, start=1)
-                ],
-            )
-            for one in here
-        ]
-        _draw_lines(axes, lines, legend="upper right")
-        axes.set_xlabel("depth")
-        axes.set_xticks(range(1, 1 + max(len(line.points) for line in lines)))
-        axes.set_ylim(0, 1)
+        lines = []
+        for one in here:
+            shares = enumerate(map(Estimate.exactly, one.summary.acceptance_by_depth), start=1)
+            lines.append(Line.of(labels[one.setting.name], one.plan.verifier, list(shares)))
+        ticks = range(1, 1 + max(len(line.points) for line in lines))
+        title = f"temperature {temperature:g}"
+        panels.append(Panel(title=title, lines=lines, x="depth", ticks=ticks, legend="upper right"))
+    canvas = draw_panels(panels, "share of forwards that accept so deep")
+    canvas.axes[0].set_ylim(0, 1)
     return canvas
 
 
@@ -254,7 +320,7 @@ def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
         range(len(measured)),
         [rate.value for rate in rates],
         xerr=whiskers(rates),
-        color=[_colour(one.plan.verifier) for one in measured],
+        color=[colour_of(one.plan.verifier) for one in measured],
         error_kw={"elinewidth": 0.8, "capsize": 2},
     )
     axes.set_xlabel("tokens/s, prefill not counted (95% interval over questions)")
@@ -286,25 +352,33 @@ def _drafted(measured: Sequence[Measured]) -> list[Measured]:
     return [one for one in measured if one.plan.speculative]
 
 
+def _by_temperature(measured: Sequence[Measured]) -> dict[float, list[Measured]]:
+    """Return the settings that draft, by temperature in ascending order."""
+    heats: dict[float, list[Measured]] = {}
+    for one in sorted(_drafted(measured), key=lambda one: one.setting.temperature):
+        heats.setdefault(one.setting.temperature, []).append(one)
+    return heats
+
+
 def _lines(
     measured: Sequence[Measured],
     x: Callable[[Measured], float],
     *,
     alike: Callable[[Measured], Plan],
+    dashed: Collection[str] = (),
 ) -> list[Line]:
     """Join settings that differ only in x; labels leave out paths and temperature."""
     labels = _labels(measured, "KT")
     groups: dict[Plan, list[Measured]] = {}
     for one in measured:
         groups.setdefault(alike(one), []).append(one)
-    return [
-        Line(
-            labels[group[0].setting.name],
-            group[0].plan.verifier,
-            sorted((x(one), one.summary.block_efficiency) for one in group),
-        )
-        for group in groups.values()
-    ]
+    lines = []
+    for group in groups.values():
+        verifier = group[0].plan.verifier
+        points = sorted((x(one), one.summary.block_efficiency) for one in group)
+        line = Line.of(labels[group[0].setting.name], verifier, points)
+        lines.append(replace(line, style="--") if verifier in dashed else line)
+    return lines
 
 
 def _held(line: Line, widest: float) -> Line:
@@ -312,7 +386,7 @@ def _held(line: Line, widest: float) -> Line:
     (first, figure), *more = line.points
     if more or first == widest:
         return line
-    return replace(line, points=[(first, figure), (widest, figure)], dashed=True)
+    return replace(line, points=[(first, figure), (widest, figure)], style="--")
 
 
 def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
@@ -329,59 +403,6 @@ def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
     }
 
 
-def _draw_lines(
-    axes: "Axes",
-    lines: Sequence[Line],
-    legend: Literal["lower left", "lower right", "upper right"] = "lower right",
-) -> None:
-    styles: dict[str, Iterable[str]] = {}
-    for line in lines:
-        style = next(iter(styles.setdefault(line.verifier, cycle(LINE_STYLES))))
-        axes.errorbar(
-            **error_bars(line.points),
-            label=line.label,
-            color=_colour(line.verifier),
-            linestyle="--" if line.dashed else style,
-            linewidth=2.2 if line.verifier == "otbv" else 1.2,
-        )
-    plain_axes(axes, "y")
-    # The place is named because matplotlib's search for the best one may take seconds, then warns.
-    axes.legend(frameon=False, fontsize=7, loc=legend)
-
-
-def _colour(verifier: str) -> str:
-    spare = SPARE_COLOURS[sum(verifier.encode()) % len(SPARE_COLOURS)]
-    return PLAIN_COLOUR if verifier == "none" else COLOURS.get(verifier, spare)
-
-
-def _by_temperature(
-    measured: Sequence[Measured], label: str
-) -> "tuple[Canvas, list[tuple[Axes, list[Measured]]]]":
-    """Return a panel for each temperature, with the settings that draft at it."""
-    heats: dict[float, list[Measured]] = {}
-    for one in sorted(_drafted(measured), key=lambda one: one.setting.temperature):
-        heats.setdefault(one.setting.temperature, []).append(one)
-    canvas, panels = _panels([f"temperature {heat:g}" for heat in heats], label)
-    return canvas, list(zip(panels, heats.values(), strict=True))
-
-
-def _panels(titles: Sequence[str], label: str) -> "tuple[Canvas, list[Axes]]":
-    """Return a panel for each title; ``label`` is that of the common axis, at the left."""
-    from matplotlib.figure import Figure as Canvas
-
-    columns = min(PANELS_A_ROW, len(titles))
-    rows = ceil(len(titles) / columns)
-    canvas = Canvas(figsize=(max(5.0, 3.6 * columns), 3.6 * rows), layout="constrained")
-    axes = list(canvas.subplots(rows, columns, squeeze=False, sharey=True).ravel())
-    for unused in axes[len(titles) :]:
-        unused.set_visible(False)
-    for one, title in zip(axes, titles, strict=False):
-        one.set_title(title, fontsize=9)
-    for leftmost in axes[: len(titles) : PANELS_A_ROW]:
-        leftmost.set_ylabel(label)
-    return canvas, axes[: len(titles)]
-
-
 def _bars_canvas(measured: Sequence[Measured]) -> "tuple[Canvas, Axes]":
     from matplotlib.figure import Figure as Canvas
 
@@ -391,12 +412,3 @@ def _bars_canvas(measured: Sequence[Measured]) -> "tuple[Canvas, Axes]":
     axes.invert_yaxis()
     plain_axes(axes, "x")
     return canvas, axes
-
-
-def _caption(results: Results) -> str:
-    settings, where = results.settings, results.environment
-    return (
-        f"{settings.suite}, {len(settings.question_ids)} questions, {settings.max_tokens} tokens, "
-        f"{settings.model} + {settings.drafter or 'no drafter'}; {where.processor}, "
-        f"{where.threads} threads; {where.started[:10]}"
-    )

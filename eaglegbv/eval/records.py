@@ -20,7 +20,7 @@ from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import Content, decode_json, require_integer
+from eaglegbv.utils import Content, decode_json, require_integer, write_whole
 from eaglegbv.verifiers.registry import make_any_verifier
 
 
@@ -42,6 +42,7 @@ def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) 
 
 
 Entry = TypeVar("Entry", bound=msgspec.Struct)
+Told = TypeVar("Told", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,81 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
 def name_of_model(model: str) -> str:
     """Return ``tiny`` for the packaged target, wherever it is; other names unchanged."""
     return "tiny" if Path(model) == TINY_TARGET else model
+
+
+# The folder of a run, in which it is resumed.
+
+
+SHORT = 40  # most characters of a setting that a message shows
+
+
+def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> InvalidArgument:
+    """Return the error for a folder that holds a run with other settings than those wanted now."""
+    short, long = [], []
+    for field in wanted.__struct_fields__:
+        before, now = getattr(found, field), getattr(wanted, field)
+        if before == now:
+            continue
+        if all(
+            isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in (before, now)
+        ):
+            before, now = ("none" if value in (None, "") else value for value in (before, now))
+            short.append(f"{field} {before}, now {now}")
+        else:
+            long.append(field)
+    told = "; ".join([*short, *([f"other {', '.join(long)}"] if long else [])])
+    expected = f"a folder for this run, such as --out NEW: this one holds another ({told})"
+    return InvalidArgument("out", str(path), expected)
+
+
+class Head(msgspec.Struct, Generic[Told], frozen=True, kw_only=True):
+    """What a run's folder begins with, written before anything is measured."""
+
+    settings: Told  # what is measured
+    environment: Environment  # where the run was started
+
+
+class Folder(Generic[Told, Entry]):
+    """A folder with ``run.json`` (a :class:`Head`) and a journal of what is measured.
+
+    Opening a folder that holds a run with equal settings resumes it: its environment is where it
+    was started, and its records are all so far.
+
+    Raises:
+        InvalidArgument: The folder holds a run with other settings, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Told,
+        environment: Environment,
+        kind: type[Head[Told]],
+        journal: Journal[Entry],
+    ) -> None:
+        self.path, self.settings, self._journal = path, settings, journal
+        header = path / "run.json"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not header.is_file():
+                write_whole(header, pretty(kind(settings=settings, environment=environment)))
+        except OSError as error:
+            raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
+        head = read_json(header, kind, argument="out", expected="the head of a run")
+        if head.settings != settings:
+            raise another_run(path, head.settings, settings)
+        self.environment = head.environment
+        self.records = journal.resume()
+
+    def add(self, record: Entry) -> None:
+        """Add a record and save it."""
+        self._journal.add(record)
+        self.records.append(record)
+
+
+def pretty(content: object) -> bytes:
+    """Return indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 # The settings that a benchmark compares, from lists of the values that vary.

@@ -1,26 +1,18 @@
 """Figures as text: the table in the terminal, and ``results.md``."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isclose
-from pathlib import Path
 
+from eaglegbv.eval import statistics
 from eaglegbv.eval.records import Record, Results, RunSettings
-from eaglegbv.eval.statistics import (
-    ACCEPTANCE_LENGTH,
-    BLOCK_EFFICIENCY,
-    FIGURES,
-    Estimate,
-    Summary,
-    whole,
-)
 from eaglegbv.fused_linears import Quantization
 
 
-def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[str]]:
+def table(summaries: Sequence[statistics.Summary], *, intervals: bool = True) -> list[list[str]]:
     """Return the main table, headings first: one row per setting, with or without intervals."""
 
-    def figure(estimate: Estimate | None, digits: int = 2) -> str:
+    def figure(estimate: statistics.Estimate | None, digits: int = 2) -> str:
         if estimate is None:
             return "-"
         return with_interval(estimate, digits) if intervals else f"{estimate.value:.{digits}f}"
@@ -32,7 +24,7 @@ def table(summaries: Sequence[Summary], *, intervals: bool = True) -> list[list[
     return rows
 
 
-def with_interval(estimate: Estimate, digits: int = 2) -> str:
+def with_interval(estimate: statistics.Estimate, digits: int = 2) -> str:
     """Return a figure and its interval; the figure alone if the interval is a point.
 
     That is so if only one unit (a question) was measured: its noise is not known.
@@ -46,12 +38,15 @@ def with_interval(estimate: Estimate, digits: int = 2) -> str:
 def served_table(settings: RunSettings, records: Sequence[Record]) -> list[list[str]]:
     """Return what was accepted in every setting with a record, headings first; no speeds."""
     counts = ("setting", "conversations", "broken off", "tokens")
-    rows = [[*counts, ACCEPTANCE_LENGTH.name, BLOCK_EFFICIENCY.name]]
+    rows = [[*counts, statistics.ACCEPTANCE_LENGTH.name, statistics.BLOCK_EFFICIENCY.name]]
     for setting in settings.settings:
         own = [record for record in records if record.setting == setting.name]
-        held = whole(own)
+        held = statistics.whole(own)
         tokens = sum(turn.completion_tokens for record in held for turn in record.turns)
-        figures = [with_interval(f.pooled(held)) for f in (ACCEPTANCE_LENGTH, BLOCK_EFFICIENCY)]
+        figures = [
+            with_interval(f.pooled(held))
+            for f in (statistics.ACCEPTANCE_LENGTH, statistics.BLOCK_EFFICIENCY)
+        ]
         if own:
             broken = len(own) - len(held)
             rows.append([setting.name, str(len(held)), str(broken), str(tokens), *figures])
@@ -70,7 +65,7 @@ def plain_text(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def markdown(results: Results, summaries: Sequence[Summary]) -> str:
+def markdown(results: Results, summaries: Sequence[statistics.Summary]) -> str:
     """Return the report of a run: what was run, where, and the results."""
     lines = [f"- {name}: {fact}" for name, fact in facts(results).items()]
     broken = [
@@ -95,13 +90,6 @@ def markdown(results: Results, summaries: Sequence[Summary]) -> str:
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def write_markdown(folder: Path, results: Results, summaries: Sequence[Summary]) -> Path:
-    """Write ``results.md`` into ``folder``."""
-    path = folder / "results.md"
-    path.write_text(markdown(results, summaries), encoding="utf-8")
-    return path
-
-
 _TURNS = (
     "speed-up: tokens/s over that of `none`, plain decoding by the same engine in the same "
     "process, question by question in turns; with prefill: the same of tokens/s with prefill.",
@@ -123,7 +111,7 @@ _ALWAYS = (
 
 
 def _definitions(settings: RunSettings) -> str:
-    lines = [f"{figure.name}: {figure.definition}." for figure in FIGURES.values()]
+    lines = [f"{figure.name}: {figure.definition}." for figure in statistics.FIGURES.values()]
     lines += _ONE_BY_ONE if settings.backend == "sglang" else _TURNS
     lines += _BASELINES if any(s.baseline is not None for s in settings.settings) else ()
     return "\n".join(f"- {line}" for line in (*lines, *_ALWAYS))
@@ -165,7 +153,7 @@ def _template(template: str | None) -> str:
     return f"{len(template)} characters, SHA-256 {digest[:16]}; whole in results.json"
 
 
-def acceptance_text(summaries: Sequence[Summary]) -> str:
+def acceptance_text(summaries: Sequence[statistics.Summary]) -> str:
     """Return acceptance by depth as a Markdown table, or a sentence if no setting drafts."""
     drafted = [s for s in summaries if s.acceptance_by_depth]
     deepest = max((len(s.acceptance_by_depth) for s in drafted), default=0)
@@ -178,14 +166,20 @@ def acceptance_text(summaries: Sequence[Summary]) -> str:
     return markdown_table(rows)
 
 
-def _phases(summaries: Sequence[Summary]) -> str:
-    phases = list(dict.fromkeys(phase for s in summaries for phase in s.milliseconds_by_phase))
-    rows = [["setting", *phases]]
-    for s in summaries:
-        told = s.milliseconds_by_phase
-        cells = [f"{told[phase]:.2f}" if phase in told else "-" for phase in phases]
-        rows.append([s.setting, *cells])
-    return markdown_table(rows)
+def _phases(summaries: Sequence[statistics.Summary]) -> str:
+    told = {
+        (s.setting, phase): f"{milliseconds:.2f}"
+        for s in summaries
+        for phase, milliseconds in s.milliseconds_by_phase.items()
+    }
+    return markdown_table(pivot("setting", told))
+
+
+def pivot(corner: str, cells: Mapping[tuple[str, str], str]) -> list[list[str]]:
+    """Return cells by row and column, headings first, in order of appearance; "-" for none."""
+    rows, columns = (dict.fromkeys(key[side] for key in cells) for side in (0, 1))
+    body = ([row, *(cells.get((row, column), "-") for column in columns)] for row in rows)
+    return [[corner, *columns], *body]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

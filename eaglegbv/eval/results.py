@@ -9,59 +9,39 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from eaglegbv.config import AutoPlan, Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import plots, statistics
 from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table
 from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Report, Table, findings_table
 from eaglegbv.eval.papers.registry import PAPERS
-from eaglegbv.eval.plots import (
-    PICTURES,
-    error_bars,
-    measured_of,
-    picture_style,
-    plain_axes,
-    save_picture,
-)
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
 from eaglegbv.eval.report import (
     acceptance_text,
     drafter_name,
     facts,
     markdown_table,
+    pivot,
     table,
     with_interval,
 )
 from eaglegbv.eval.runner import load_results, read_results
-from eaglegbv.eval.statistics import (
-    BLOCK_EFFICIENCY,
-    TOKENS_PER_SECOND,
-    Estimate,
-    Figure,
-    added,
-    over_plain,
-    rank_settings,
-    rank_ways,
-    summarise,
-    whole,
-)
 from eaglegbv.eval.study import (
     Study,
-    draw_study,
+    study_canvas,
     study_table,
     temperature_findings,
     tree_findings,
 )
-from eaglegbv.eval.throughput import Cell, Timing, rate_table
+from eaglegbv.eval.throughput import Cell, Timing, over_plain, rate_table
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.utils import Content
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
 DIGITS = 6  # digits to which seconds are rounded
@@ -212,8 +192,8 @@ def _sum(turns: Sequence[Turn]) -> Turn:
             committed_tokens=sum(m.committed_tokens for m in metrics),
             accepted_tokens=sum(m.accepted_tokens for m in metrics),
             drafted_nodes=sum(m.drafted_nodes for m in metrics),
-            offered_by_depth=added(*(m.offered_by_depth for m in metrics)),
-            accepted_by_depth=added(*(m.accepted_by_depth for m in metrics)),
+            offered_by_depth=statistics.added(*(m.offered_by_depth for m in metrics)),
+            accepted_by_depth=statistics.added(*(m.accepted_by_depth for m in metrics)),
             seconds={phase: round(sum(own), DIGITS) for phase, own in timed.items() if own},
         ),
     )
@@ -317,7 +297,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _run_section(name: str, results: Results, pictures: str) -> Section:
-    summaries = summarise(results)
+    summaries = statistics.summarise(results)
     settings = results.settings
     asked = len(settings.question_ids) * settings.repeats * len(settings.settings)
     held = sum(summary.conversations for summary in summaries)
@@ -341,15 +321,10 @@ def _run_section(name: str, results: Results, pictures: str) -> Section:
 
 def _by_category(results: Results) -> list[list[str]]:
     groups: dict[tuple[str, str], list[Record]] = {}
-    for record in whole(results.records):
+    for record in statistics.whole(results.records):
         groups.setdefault((record.setting, record.category), []).append(record)
-    categories = list(dict.fromkeys(category for _, category in groups))
-    rows = [["setting", *categories]]
-    for setting in results.settings.settings:
-        own = (groups.get((setting.name, category), []) for category in categories)
-        figures = [f"{BLOCK_EFFICIENCY.pooled(some).value:.2f}" if some else "-" for some in own]
-        rows.append([setting.name, *figures])
-    return rows
+    figure = statistics.BLOCK_EFFICIENCY
+    return pivot("setting", {key: f"{figure.of(own):.2f}" for key, own in groups.items()})
 
 
 def _paper_section(name: str, content: PaperResults, pictures: str) -> Section:
@@ -450,8 +425,8 @@ def _when_section(evidence: Mapping[str, Evidence], order: Sequence[str]) -> Sec
     ]
     if runs:
         leads = (
-            _leads(runs, BLOCK_EFFICIENCY, "the most tokens a forward"),
-            _leads(runs, TOKENS_PER_SECOND, "the most tokens a second"),
+            _leads(runs, statistics.BLOCK_EFFICIENCY, "the most tokens a forward"),
+            _leads(runs, statistics.TOKENS_PER_SECOND, "the most tokens a second"),
         )
         parts += [markdown_table(_run_ranks(runs)), "\n".join(leads)]
     if papers:
@@ -475,38 +450,42 @@ def _when_section(evidence: Mapping[str, Evidence], order: Sequence[str]) -> Sec
 def _run_ranks(runs: Mapping[str, Results]) -> list[list[str]]:
     rows = [["run", "temperature", "figure", "best", "not told apart", "behind"]]
     for name, results in runs.items():
-        for figure in (BLOCK_EFFICIENCY, TOKENS_PER_SECOND):
-            for temperature, rank in rank_settings(results, figure).items():
-                best = f"`{rank.leader}` ({rank.value:.2f})"
+        for figure in (statistics.BLOCK_EFFICIENCY, statistics.TOKENS_PER_SECOND):
+            for temperature, rank in statistics.rank_settings(results, figure).items():
                 where = [name, f"{temperature:g}", figure.name]
-                rows.append([*where, best, _listed(rank.tied), _listed(rank.behind)])
+                rows.append([*where, *_ranked(rank, f"{rank.value:.2f}")])
     return rows
 
 
 def _load_ranks(content: BatchResults) -> list[list[str]]:
     rows = [["temperature", "prompt", "batch", "best", "not told apart", "behind"]]
     for cell, ways in over_plain(content.timings).items():
-        rank = rank_ways(ways)
-        best = f"`{rank.leader}` ({with_interval(ways[rank.leader])})"
+        rank = statistics.rank_ways(ways)
         prompt = f"{cell.context} tokens" if cell.context else "as it is"
         where = [f"{cell.temperature:g}", prompt, str(cell.batch)]
-        rows.append([*where, best, _listed(rank.tied), _listed(rank.behind)])
+        rows.append([*where, *_ranked(rank, with_interval(ways[rank.leader]))])
     return rows
 
 
-def _best_by_cell(runs: Mapping[str, Results], figure: Figure) -> list[tuple[str, set[str]]]:
+def _ranked(rank: statistics.Rank, value: str) -> list[str]:
+    return [f"`{rank.leader}` ({value})", _listed(rank.tied), _listed(rank.behind)]
+
+
+def _best_by_cell(
+    runs: Mapping[str, Results], figure: statistics.Figure
+) -> list[tuple[str, set[str]]]:
     """Return, for each run and temperature, the leading verifier and all that are not behind."""
     cells = []
     for results in runs.values():
         verifiers = {s.name: s.baseline or s.plan.verifier for s in results.settings.settings}
         cells += [
             (verifiers[rank.leader], {verifiers[name] for name in rank.best})
-            for rank in rank_settings(results, figure).values()
+            for rank in statistics.rank_settings(results, figure).values()
         ]
     return cells
 
 
-def _leads(runs: Mapping[str, Results], figure: Figure, what: str) -> str:
+def _leads(runs: Mapping[str, Results], figure: statistics.Figure, what: str) -> str:
     cells = _best_by_cell(runs, figure)
     leads = Counter(leader for leader, _ in cells)
     near = Counter(name for _, best in cells for name in sorted(best))
@@ -525,7 +504,7 @@ def _defaults(runs: Mapping[str, Results]) -> str:
         f"{auto.max_paths} paths of up to {auto.max_depth} tokens, plain decoding, and at "
         f"temperature 0 lookups of up to {auto.lookup_depth} tokens, by what it measures."
     )
-    cells = _best_by_cell(runs, BLOCK_EFFICIENCY)
+    cells = _best_by_cell(runs, statistics.BLOCK_EFFICIENCY)
     if not cells:
         return said
     agree = sum(auto.verifier in best for _, best in cells)
@@ -554,15 +533,15 @@ def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
     for name, content in evidence.items():
         for part in _parts(content):
             path = folder / f"{name}_{part}.svg"
-            if isinstance(content, Study):
-                with TemporaryDirectory() as own:
-                    drawn = [one for one in draw_study(content, Path(own)) if one.suffix == ".svg"]
-                    path.write_bytes(drawn[0].read_bytes())
-            with picture_style():
-                if isinstance(content, BatchResults):
-                    save_picture(_batch_canvas(over_plain(content.timings)), path)
-                if isinstance(content, Results):
-                    save_picture(PICTURES[part](measured_of(content)), path)
+            with plots.picture_style():
+                if isinstance(content, Study):
+                    canvas = study_canvas(content)
+                elif isinstance(content, BatchResults):
+                    canvas = _batch_canvas(over_plain(content.timings))
+                else:
+                    assert isinstance(content, Results)
+                    canvas = plots.PICTURES[part](plots.measured_of(content))
+                plots.save_picture(canvas, path)
             written.append(path)
     return written
 
@@ -584,35 +563,32 @@ def _parts(content: Evidence) -> Iterator[str]:
             yield "block_efficiency_by_temperature"
 
 
-def _batch_canvas(speeds: Mapping[Cell, Mapping[str, Estimate]]) -> "Canvas":
+def _batch_canvas(speeds: Mapping[Cell, Mapping[str, statistics.Estimate]]) -> "Canvas":
     """Draw one panel for each temperature and prompt length: each way's speed over plain's."""
-    from matplotlib.figure import Figure as Canvas
-
-    panels = list(dict.fromkeys((cell.temperature, cell.context) for cell in speeds))
-    canvas = Canvas(figsize=(max(5.0, 3.8 * len(panels)), 3.6), layout="constrained")
-    axes = canvas.subplots(1, len(panels), squeeze=False, sharey=True).ravel()
-    for panel, (temperature, context) in zip(axes, panels, strict=True):
-        here = {
-            cell.batch: ways
-            for cell, ways in speeds.items()
-            if (cell.temperature, cell.context) == (temperature, context)
-        }
-        _draw_batches(panel, here)
+    panels = []
+    for t, context in dict.fromkeys((cell.temperature, cell.context) for cell in speeds):
+        points: dict[str, list[tuple[float, statistics.Estimate]]] = {}
+        for cell, ways in speeds.items():
+            if (cell.temperature, cell.context) == (t, context):
+                for way, speed in ways.items():
+                    points.setdefault(way, []).append((cell.batch, speed))
+        lines = [plots.Line(way, sorted(own)) for way, own in points.items()]
         prompt = f"{context} tokens" if context else "questions as they are"
-        panel.set_title(f"temperature {temperature:g}, {prompt}", fontsize=9)
-    axes[0].set_ylabel("speed over plain decoding (range over repeats)")
-    return canvas
-
-
-def _draw_batches(axes: "Axes", speeds: Mapping[int, Mapping[str, Estimate]]) -> None:
-    for way in dict.fromkeys(way for ways in speeds.values() for way in ways):
-        points = [(batch, ways[way]) for batch, ways in sorted(speeds.items()) if way in ways]
-        axes.errorbar(**error_bars(points), label=way, linewidth=1.2)
-    plain_axes(axes, "y")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(speeds), [str(batch) for batch in sorted(speeds)])
-    axes.set_xlabel("batch")
-    axes.legend(frameon=False, fontsize=7, loc="upper right")
+        title = f"temperature {t:g}, {prompt}"
+        ticks = sorted({x for own in points.values() for x, _ in own})
+        panels.append(
+            plots.Panel(
+                lines=lines,
+                x="batch",
+                title=title,
+                ticks=ticks,
+                doubling=True,
+                legend="upper right",
+            )
+        )
+    return plots.draw_panels(
+        panels, "speed over plain decoding (range over repeats)", columns=len(panels)
+    )
 
 
 # The whole page.

@@ -15,6 +15,8 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import (
     Environment,
+    Folder,
+    Head,
     Journal,
     Key,
     Record,
@@ -22,6 +24,7 @@ from eaglegbv.eval.records import (
     RunSettings,
     Setting,
     Turn,
+    pretty,
     read_json,
 )
 from eaglegbv.eval.statistics import FIGURES
@@ -32,67 +35,12 @@ from eaglegbv.text import Message
 from eaglegbv.utils import write_whole
 
 
-class _Run(msgspec.Struct, kw_only=True):
-    """Header of a run, written before anything is measured."""
-
-    settings: RunSettings
-    environment: Environment
-
-
-SHORT = 40  # most characters of a setting that a message shows
-
-
-def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> InvalidArgument:
-    """Return the error for a folder that holds a run with other settings than those wanted now."""
-    short, long = [], []
-    for field in wanted.__struct_fields__:
-        before, now = getattr(found, field), getattr(wanted, field)
-        if before == now:
-            continue
-        if all(
-            isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in (before, now)
-        ):
-            before, now = ("none" if value in (None, "") else value for value in (before, now))
-            short.append(f"{field} {before}, now {now}")
-        else:
-            long.append(field)
-    told = "; ".join([*short, *([f"other {', '.join(long)}"] if long else [])])
-    expected = f"a folder for this run, such as --out NEW: this one holds another ({told})"
-    return InvalidArgument("out", str(path), expected)
-
-
-class RunFolder:
-    """A folder with ``run.json`` (settings) and ``records.jsonl`` (one line a record).
-
-    Opening a folder that holds a run with equal settings resumes it: its environment is where it
-    was started, and its records are all so far.
-
-    Raises:
-        InvalidArgument: The folder holds a run with other settings, or cannot be written.
-    """
+class RunFolder(Folder[RunSettings, Record]):
+    """The folder of a benchmark; see :class:`eaglegbv.eval.records.Folder`."""
 
     def __init__(self, path: Path, settings: RunSettings, environment: Environment) -> None:
-        self.path = path
-        self.settings = settings
-        self._journal = _journal(path)
-        header = path / "run.json"
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if not header.is_file():
-                write_whole(header, _pretty(_Run(settings=settings, environment=environment)))
-        except OSError as error:
-            raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
-        run = read_json(header, _Run, argument="out", expected="the head of a run")
-        if run.settings != settings:
-            raise another_run(path, run.settings, settings)
-        self.environment = run.environment
-        self.records = self._journal.resume()
+        super().__init__(path, settings, environment, Head[RunSettings], _journal(path))
         _check(path, settings, self.records, "out")
-
-    def add(self, record: Record) -> None:
-        """Add a record and save it."""
-        self._journal.add(record)
-        self.records.append(record)
 
     @property
     def done(self) -> frozenset[Key]:
@@ -119,7 +67,7 @@ def write_results(folder: Path, results: Results, summary: Sequence[msgspec.Stru
         "summary": summary,
         "records": results.records,
     }
-    write_whole(path, _pretty(content))
+    write_whole(path, pretty(content))
     return path
 
 
@@ -145,7 +93,7 @@ def load_results(path: Path, argument: str = "results") -> Results:
     header = path / "run.json"
     if not header.is_file():
         return read_results(path / "results.json" if path.is_dir() else path, argument)
-    run = read_json(header, _Run, argument=argument, expected="the head of a run")
+    run = read_json(header, Head[RunSettings], argument=argument, expected="the head of a run")
     records = _journal(path).read(argument)
     _check(path, run.settings, records, argument)
     return Results(settings=run.settings, environment=run.environment, records=records)
@@ -174,10 +122,6 @@ def _check(path: Path, settings: RunSettings, records: Sequence[Record], argumen
 
 def _journal(folder: Path) -> Journal[Record]:
     return Journal(folder / "records.jsonl", Record, "records of a run")
-
-
-def _pretty(content: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 # Holding conversations in several settings, interleaved, and recording their figures.
@@ -214,6 +158,7 @@ def run(
     settings: RunSettings,
     *,
     baselines: Mapping[str, Generate] = MappingProxyType({}),
+    at_once: int | None = None,
     done: Collection[Key] = (),
     on_record: Callable[[Record], None],
 ) -> None:
@@ -224,43 +169,28 @@ def run(
     answers once without being recorded. Each conversation feeds the model's own answers back, and a
     question's seed is the same in every setting.
 
-    Baselines, by name, answer in their settings instead of ``generate``. Records whose keys are
-    done are not measured again; ``on_record`` gets each of the others as soon as it is complete.
+    Baselines, by name, answer in their settings instead of ``generate``. With ``at_once``, so many
+    conversations are held at a time, in several threads, and nothing is answered before. Records
+    whose keys are done are not measured again; ``on_record`` gets each of the others as soon as it
+    is complete, in the calling thread.
     """
     todo = _todo(questions, settings, done)
-    answering = {
-        setting: generate if setting.baseline is None else baselines[setting.baseline]
-        for setting in dict.fromkeys(setting for setting, *_ in todo)
-    }
-    for setting, answer in answering.items():
-        short = msgspec.structs.replace(settings, max_tokens=WARM_UP_TOKENS)
-        first = msgspec.structs.replace(questions[0], turns=questions[0].turns[:1])
-        _converse(answer, short, setting, first, 0, 0)
+    answering = {s: baselines.get(s.baseline or "", generate) for s in settings.settings}
+    if at_once is not None:
+        with ThreadPoolExecutor(at_once) as pool:
+            waiting = [pool.submit(_converse, answering[a[0]], settings, *a) for a in todo]
+            try:
+                for future in as_completed(waiting):
+                    on_record(future.result())
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return
+    short = msgspec.structs.replace(settings, max_tokens=WARM_UP_TOKENS)
+    first = msgspec.structs.replace(questions[0], turns=questions[0].turns[:1])
+    for setting in dict.fromkeys(setting for setting, *_ in todo):
+        _converse(answering[setting], short, setting, first, 0, 0)
     for asked in todo:
         on_record(_converse(answering[asked[0]], settings, *asked))
-
-
-def hold_at_once(
-    generate: Generate,
-    questions: Sequence[Question],
-    settings: RunSettings,
-    *,
-    at_once: int,
-    done: Collection[Key],
-    on_record: Callable[[Record], None],
-) -> None:
-    """Do the same as :func:`run` with ``at_once`` conversations at a time, and no warm-up.
-
-    ``generate`` is called from several threads, ``on_record`` in the calling thread.
-    """
-    with ThreadPoolExecutor(at_once) as pool:
-        todo = _todo(questions, settings, done)
-        waiting = [pool.submit(_converse, generate, settings, *asked) for asked in todo]
-        try:
-            for future in as_completed(waiting):
-                on_record(future.result())
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _todo(

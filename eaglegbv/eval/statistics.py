@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import zip_longest
-from statistics import median
 from typing import Self
 
 import msgspec
@@ -13,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eaglegbv.eval.records import Record, Results, Setting, Turn
-from eaglegbv.eval.throughput import Cell, Timing, speeds_by_cell
 from eaglegbv.metrics import Phase, RequestMetrics
 
 RESAMPLES = 2000
@@ -34,6 +32,11 @@ class Estimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Self:
+        """Return a figure without noise."""
+        return cls(value, value, value)
 
     def side_of_one(self, slack: float = 0.0) -> SideOfOne:
         """Return on which side of 1 the whole interval lies.
@@ -74,7 +77,7 @@ def bootstrap(
     entries = np.array(columns, dtype=np.float64)
     units = entries.shape[1]
     if not units:
-        return Estimate(0.0, 0.0, 0.0)
+        return Estimate.exactly(0.0)
     draws = np.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
     resampled = figure(entries[:, draws].sum(axis=2))
     low, high = np.quantile(resampled, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
@@ -304,7 +307,7 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
         for column in figure.columns([r for r in own if r.repeat == repeat], questions)
     ]
     if not columns:
-        return Estimate(0.0, 0.0, 0.0)
+        return Estimate.exactly(0.0)
 
     def median(totals: NDArray[np.float64]) -> NDArray[np.float64]:
         pairs = totals.reshape(len(repeats), len(records), 2, *totals.shape[1:])
@@ -392,22 +395,6 @@ def _ranked(values: Mapping[str, float], is_behind: Callable[[str, str], bool]) 
     behind = tuple(name for name in others if is_behind(name, leader))
     tied = tuple(name for name in others if name not in behind)
     return Rank(leader=leader, value=values[leader], tied=tied, behind=behind)
-
-
-def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
-    """Return each way's speed over plain decoding's in the same repeat, by cell.
-
-    Values are medians over repeats; the ends are the lowest and the highest repeat.
-    """
-    found = {
-        cell: {
-            way: Estimate(median(own.ratios), min(own.ratios), max(own.ratios))
-            for way, own in ways.items()
-            if own.ratios
-        }
-        for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
-    }
-    return {cell: ways for cell, ways in found.items() if ways}
 
 
 def rank_ways(ways: Mapping[str, Estimate]) -> Rank:

@@ -21,14 +21,8 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from eaglegbv import cuda_graphs
 from eaglegbv.config import EngineConfig, Plan, plan_name
-from eaglegbv.cuda_graphs import (
-    REPLAYED,
-    GraphMode,
-    OperationWatch,
-    Recorder,
-    make_recorder,
-)
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
@@ -149,7 +143,10 @@ class Floors:
             return tuple(product(inputs[width]) for width, product in products)
 
         cuda = self._like.is_cuda
-        recorder = make_recorder(GraphMode.AUTO, cuda=cuda, recordable=True) or Recorder()
+        recorder = (
+            cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
+            or cuda_graphs.Recorder()
+        )
         run, wait = recorder.record(work), barrier_of(self._like.device) or (lambda: None)
         times = []
         for _ in range(_FLOOR_RUNS):
@@ -237,7 +234,7 @@ def time_steps(
     barrier = barrier_of(pair.target.device)
     with _decoding(make(), pair, setting) as engine:
         _timed(engine, setting)
-        with OperationWatch() as watched:
+        with cuda_graphs.OperationWatch() as watched:
             _step(engine)
         launches, kernels = _profiled(engine, pair.target.device)
     before = _eager(pair)
@@ -313,7 +310,7 @@ def _eager(pair: Pair) -> Counter[str]:
             f"{part}: {reason}": count
             for part, counts in parts.items()
             for reason, count in counts.items()
-            if reason not in (REPLAYED, "prefill")
+            if reason not in (cuda_graphs.REPLAYED, "prefill")
         }
     )
 

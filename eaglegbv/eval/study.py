@@ -13,23 +13,15 @@ At temperature 0 all sampled paths coincide: a sampled tree is one path, whateve
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import plots
 from eaglegbv.eval.paired_comparison import Sampling, Tally, Text, same_drafts
-from eaglegbv.eval.plots import (
-    CAPTION,
-    COLOURS,
-    check_matplotlib,
-    error_bars,
-    picture_style,
-    plain_axes,
-    save_pictures,
-)
 from eaglegbv.eval.records import Environment, Setting
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio
@@ -38,7 +30,7 @@ from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 
 SAMPLED, FIXED = "otbv", "target_only"
@@ -147,13 +139,6 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     fixed: tuple[FixedCell, ...]
 
 
-class Cells(NamedTuple):
-    """The cells of one drafter at one temperature."""
-
-    sampled: tuple[SampledCell, ...]
-    fixed: tuple[FixedCell, ...]
-
-
 def study_cells(
     name: str,
     pair: Pair,
@@ -162,7 +147,7 @@ def study_cells(
     settings: StudySettings,
     *,
     on_texts: Callable[[int], object] = lambda _: None,
-) -> Cells:
+) -> tuple[tuple[SampledCell, ...], tuple[FixedCell, ...]]:
     """Measure one drafter on texts that the target wrote at ``temperature``.
 
     ``on_texts`` is called with the number of texts that have just been done.
@@ -200,7 +185,7 @@ def study_cells(
         )
         for tally in sizes
     ]
-    return Cells(tuple(cells), tuple(judged))
+    return tuple(cells), tuple(judged)
 
 
 def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
@@ -328,69 +313,50 @@ def draw_study(study: Study, folder: Path) -> list[Path]:
         NotInstalled: matplotlib is missing.
         InvalidArgument: A file cannot be written.
     """
-    check_matplotlib()
-    from matplotlib.figure import Figure as Canvas
-
-    with picture_style():
-        count = len(study.drafters)
-        canvas = Canvas(figsize=(max(5.0, 3.6 * count), 7.0), layout="constrained")
-        panels = canvas.subplots(2, count, squeeze=False, sharey="row")
-        most = max(study.settings.paths)
-        for column, drafter in enumerate(study.drafters):
-            groups = [
-                g
-                for g in _groups(study)
-                if g[0].drafter == drafter and (g[0].paths == most or g[0].temperature == 0)
-            ]
-            _by_temperature(panels[0][column], groups)
-            _by_draft_temperature(panels[1][column], groups)
-            panels[0][column].set_title(f"{drafter}, K = {most}", fontsize=9)
-        for row in panels:
-            row[0].set_ylabel("tokens a step")
-        canvas.supxlabel(
-            f"{study.suite}, {len(study.questions)} questions, L = {study.settings.depth}; "
-            f"{study.model}; {study.environment.started[:10]}",
-            fontsize=7,
-            color=CAPTION,
-        )
-        return save_pictures(canvas, folder, "study")
+    plots.check_matplotlib()
+    with plots.picture_style():
+        return plots.save_pictures(study_canvas(study), folder, "study")
 
 
-def _by_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> None:
-    own = [_equal(group) for group in groups]
-    heats, colour = [cell.temperature for cell in own], COLOURS["otbv"]
-    tokens = [(cell.temperature, cell.tokens) for cell in own]
-    axes.errorbar(**error_bars(tokens), color=colour, label="sampled (otbv)")
-    tops = [best(group).tokens.value for group in groups]
-    label = "sampled, best draft temperature"
-    axes.plot(heats, tops, color=colour, linestyle=":", label=label)
-    axes.plot(
-        heats,
-        [cell.fixed for cell in own],
-        color=COLOURS["target_only"],
-        marker="o",
-        markersize=3,
-        label="fixed, as many nodes",
+def study_canvas(study: Study) -> "Canvas":
+    """Draw each drafter above by temperature, and below by draft temperature."""
+    most = max(study.settings.paths)
+    above, below = [], []
+    for drafter in study.drafters:
+        own = [group for group in _groups(study) if group[0].drafter == drafter]
+        groups = [g for g in own if g[0].paths == most or g[0].temperature == 0]
+        title = f"{drafter}, K = {most}"
+        above.append(plots.Panel(lines=_by_temperature(groups), x="temperature", title=title))
+        x = "draft temperature, multiple of the target's"
+        below.append(plots.Panel(lines=_by_draft_temperature(groups), x=x))
+    canvas = plots.draw_panels([*above, *below], "tokens a step", columns=len(above))
+    caption = (
+        f"{study.suite}, {len(study.questions)} questions, L = {study.settings.depth}; "
+        f"{study.model}; {study.environment.started[:10]}"
     )
-    axes.set_xlabel("temperature")
-    axes.legend(frameon=False, fontsize=7)
-    plain_axes(axes, "y")
+    plots.add_caption(canvas, caption)
+    return canvas
 
 
-def _by_draft_temperature(axes: "Axes", groups: Sequence[Sequence[SampledCell]]) -> None:
+def _by_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
+    own, colour = [_equal(group) for group in groups], plots.colour_of(SAMPLED)
+    tops = [(group[0].temperature, Estimate.exactly(best(group).tokens.value)) for group in groups]
+    fixed = [(cell.temperature, Estimate.exactly(cell.fixed)) for cell in own]
+    return [
+        plots.Line("sampled (otbv)", [(cell.temperature, cell.tokens) for cell in own], colour),
+        plots.Line("sampled, best draft temperature", tops, colour, ":"),
+        plots.Line("fixed, as many nodes", fixed, plots.colour_of(FIXED)),
+    ]
+
+
+def _by_draft_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
     from matplotlib import colormaps
 
     warm = [group for group in groups if group[0].temperature > 0]
+    lines = []
     for number, group in enumerate(warm):
         cells = sorted(group, key=lambda cell: cell.draft_temperature)
-        axes.plot(
-            [cell.draft_temperature for cell in cells],
-            [cell.tokens.value for cell in cells],
-            color=colormaps["viridis"](number / max(1, len(warm))),
-            marker="o",
-            markersize=3,
-            label=f"T = {group[0].temperature:g}",
-        )
-    axes.set_xlabel("draft temperature, multiple of the target's")
-    axes.legend(frameon=False, fontsize=7)
-    plain_axes(axes, "y")
+        points = [(c.draft_temperature, Estimate.exactly(c.tokens.value)) for c in cells]
+        colour = colormaps["viridis"](number / len(warm))
+        lines.append(plots.Line(f"T = {group[0].temperature:g}", points, colour))
+    return lines

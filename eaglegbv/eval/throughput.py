@@ -14,6 +14,8 @@ from eaglegbv.config import Planning
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.baselines import Generation
 from eaglegbv.eval.random_models import PairEngine
+from eaglegbv.eval.report import pivot
+from eaglegbv.eval.statistics import Estimate
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.rng import request_seed
@@ -267,6 +269,22 @@ def _rate(calls: Sequence[Timing]) -> float:
     return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
 
 
+def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
+    """Return each way's speed over plain decoding's in the same repeat, by cell.
+
+    Values are medians over repeats; the ends are the lowest and the highest repeat.
+    """
+    found = {
+        cell: {
+            way: Estimate(median(own.ratios), min(own.ratios), max(own.ratios))
+            for way, own in ways.items()
+            if own.ratios
+        }
+        for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
+    }
+    return {cell: ways for cell, ways in found.items() if ways}
+
+
 # Tables for a terminal of tokens a second and of the plans chosen.
 
 
@@ -278,30 +296,29 @@ def rate_table(timings: Iterable[Timing]) -> list[list[str]]:
 
     The lengths of the prompts are stated if they differ from those of the questions.
     """
-    lines: dict[tuple[float, int, str], dict[int, Speeds]] = {}
-    for cell, ways in speeds_by_cell(timings).items():
-        for way, speeds in ways.items():
-            lines.setdefault((cell.temperature, cell.context, way), {})[cell.batch] = speeds
-    batches = sorted({batch for found in lines.values() for batch in found})
-    lengths = any(context for _, context, _ in lines)
-    body = [
-        [_label(*line, lengths=lengths), *(str(found.get(batch, "-")) for batch in batches)]
-        for line, found in lines.items()
-    ]
-    return [["tokens/s (of none)", *(f"batch {batch}" for batch in batches)], *body]
+    found = speeds_by_cell(timings)
+    lengths = any(cell.context for cell in found)
+    return pivot(
+        "tokens/s (of none)",
+        {
+            (_label(cell, way, lengths=lengths), f"batch {cell.batch}"): str(speeds)
+            for cell, ways in found.items()
+            for way, speeds in ways.items()
+        },
+    )
 
 
-def _label(temperature: float, context: int, way: str, *, lengths: bool) -> str:
+def _label(cell: Cell, way: str, *, lengths: bool) -> str:
     """Return the heading of a row; a context of 0 means questions at their original lengths."""
-    length = f" {context or 'own'} tokens," if lengths else ""
-    return f"T={temperature:g},{length} {way}"
+    length = f" {cell.context or 'own'} tokens," if lengths else ""
+    return f"T={cell.temperature:g},{length} {way}"
 
 
 def choice_lines(way: EngineWay) -> list[str]:
     """Return one line for each cell: the shares of the plans chosen, and of the reasons."""
     lengths = any(cell.context for cell in way.chosen)
     return [
-        f"{_label(cell.temperature, cell.context, way.name, lengths=lengths)}, batch {cell.batch}: "
+        f"{_label(cell, way.name, lengths=lengths)}, batch {cell.batch}: "
         f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
         for cell, counted in way.chosen.items()
     ]
@@ -328,7 +345,7 @@ def paired_lines(timings: Iterable[Timing], way: str = "auto") -> list[str]:
             if len(logs) > 1:
                 half = 1.96 * stdev(logs) / math.sqrt(len(logs))
                 low, middle, high = (math.exp(mean(logs) + d) for d in (-half, 0, half))
-                label = _label(cell.temperature, cell.context, way, lengths=bool(cell.context))
+                label = _label(cell, way, lengths=bool(cell.context))
                 lines.append(
                     f"{label} / {other}, batch {cell.batch}: {middle:.3f} [{low:.3f}, {high:.3f}]"
                 )

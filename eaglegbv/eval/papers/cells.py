@@ -9,16 +9,20 @@ import msgspec
 import numpy as np
 
 from eaglegbv.devices import dtype_name
-from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.paired_comparison import Sampling, Text, collect, same_drafts
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import records
+from eaglegbv.eval.paired_comparison import (
+    Sampling,
+    Text,
+    collect,
+    first_answers,
+    same_drafts,
+)
 from eaglegbv.eval.papers.base import Options, Site
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Environment, Journal, Setting, describe_environment, read_json
-from eaglegbv.eval.runner import another_run
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
-from eaglegbv.request import FinishReason
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import write_whole
@@ -46,7 +50,7 @@ class Figure(StrEnum):
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """What one setting came to."""
 
-    setting: Setting  # which
+    setting: records.Setting  # which
     tokens: tuple[float, ...]  # for each question, tokens committed in its steps
     steps: tuple[int, ...]  # for each question, steps: places, or decoding forwards of the target
     # For each phase, seconds of each question; nothing where no engine ran.
@@ -124,7 +128,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What ``cells.json`` holds: all that a report follows from."""
 
     run: Run  # what was measured with what
-    environment: Environment  # where and when
+    environment: records.Environment  # where and when
     sheets: dict[str, list[Cell]]  # cells by the name of their sheet
 
 
@@ -134,7 +138,7 @@ def load_measured(path: Path) -> Measured:
     Raises:
         InvalidArgument: It cannot be read, or is something else.
     """
-    return read_json(path, Measured, argument="cells", expected="cells of a paper")
+    return records.read_json(path, Measured, argument="cells", expected="cells of a paper")
 
 
 def measured_so_far(folder: Path) -> Measured:
@@ -145,29 +149,25 @@ def measured_so_far(folder: Path) -> Measured:
     Raises:
         InvalidArgument: The folder holds no run, or its parts cannot be read.
     """
-    begun = load_measured(folder / "run.json")
-    sheets: dict[str, dict[Setting, list[Cell]]] = {}
+    expected = "cells of a paper"
+    begun = records.read_json(
+        folder / "run.json", records.Head[Run], argument="cells", expected=expected
+    )
+    sheets: dict[str, dict[records.Setting, list[Cell]]] = {}
     for part in _journal(folder).read():
         for cell in part.cells:
             sheets.setdefault(part.sheet, {}).setdefault(cell.setting, []).append(cell)
     joined = {name: [Cell.joined(parts) for parts in s.values()] for name, s in sheets.items()}
-    return msgspec.structs.replace(begun, sheets=joined)
+    return Measured(run=begun.settings, environment=begun.environment, sheets=joined)
 
 
-class CellStore:
-    """A folder of parts: ``run.json``, and ``parts.jsonl`` with one line a part.
-
-    Opening a folder that was begun with equal settings resumes it.
-    """
+class CellStore(records.Folder[Run, _Part]):
+    """A folder of parts; see :class:`eaglegbv.eval.records.Folder`."""
 
     def __init__(self, site: Site, paper: str) -> None:
-        """Open ``site.folder`` for ``paper``.
-
-        Raises:
-            InvalidArgument: It was begun with something else, or holds something else.
-        """
+        """Open ``site.folder`` for ``paper``."""
         llm, questions = site.llm, site.questions
-        header = Run(
+        run = Run(
             paper=paper,
             options=site.options,
             model=llm.model_name,
@@ -178,46 +178,29 @@ class CellStore:
             question_ids=tuple(question.id for question in questions.questions),
             questions_sha256=questions.sha256,
         )
-        self._folder, self._journal = site.folder, _journal(site.folder)
-        self._header, self._environment = header, describe_environment(str(llm.device))
-        run = site.folder / "run.json"
-        site.folder.mkdir(parents=True, exist_ok=True)
-        if run.is_file():
-            begun = read_json(run, Measured, argument="out", expected="the head of a run")
-            if begun.run != header:
-                raise another_run(site.folder, begun.run, header)
-            self._environment = begun.environment
-        else:
-            write_whole(run, msgspec.json.encode(self._with({})))
-        self._parts = {(part.sheet, part.key): part.cells for part in self._journal.resume()}
-
-    @property
-    def run(self) -> Run:
-        """What parts are measured with."""
-        return self._header
+        environment = records.describe_environment(str(llm.device))
+        super().__init__(site.folder, run, environment, records.Head[Run], _journal(site.folder))
+        self._parts = {(part.sheet, part.key): part.cells for part in self.records}
 
     def publish(self, sheets: dict[str, list[Cell]]) -> None:
         """Write whole sheets to ``cells.json``."""
-        write_whole(self._folder / CELLS, msgspec.json.encode(self._with(sheets)) + b"\n")
-
-    def _with(self, sheets: dict[str, list[Cell]]) -> Measured:
-        return Measured(run=self._header, environment=self._environment, sheets=sheets)
+        content = Measured(run=self.settings, environment=self.environment, sheets=sheets)
+        write_whole(self.path / CELLS, msgspec.json.encode(content) + b"\n")
 
     def part(self, sheet: str, key: str, measure: Callable[[], list[Cell]]) -> list[Cell]:
         """Return a part; it is measured now, and kept, unless it was before."""
         if (sheet, key) not in self._parts:
-            cells = measure()
-            self._journal.add(_Part(sheet=sheet, key=key, cells=cells))
-            self._parts[sheet, key] = cells
+            self._parts[sheet, key] = measure()
+            self.add(_Part(sheet=sheet, key=key, cells=self._parts[sheet, key]))
         return self._parts[sheet, key]
 
 
-def _journal(folder: Path) -> Journal[_Part]:
-    return Journal(folder / "parts.jsonl", _Part, "parts of a run")
+def _journal(folder: Path) -> records.Journal[_Part]:
+    return records.Journal(folder / "parts.jsonl", _Part, "parts of a run")
 
 
 def measure_cells(
-    site: Site, store: CellStore, sheet: str, way: Way, settings: Sequence[Setting]
+    site: Site, store: CellStore, sheet: str, way: Way, settings: Sequence[records.Setting]
 ) -> list[Cell]:
     """Return the cells of ``settings``, in their order, measuring those that ``store`` lacks."""
     if way is Way.SAME_DRAFTS:
@@ -226,10 +209,10 @@ def measure_cells(
 
 
 def _same_drafts(
-    site: Site, store: CellStore, sheet: str, settings: Sequence[Setting]
+    site: Site, store: CellStore, sheet: str, settings: Sequence[records.Setting]
 ) -> list[Cell]:
     questions, options = site.questions.questions, site.options
-    by_temperature: dict[float, list[Setting]] = {}
+    by_temperature: dict[float, list[records.Setting]] = {}
     for setting in settings:
         by_temperature.setdefault(setting.temperature, []).append(setting)
     sampling = Sampling(places=options.places, judgements=options.judgements, batch=CHUNK)
@@ -239,7 +222,7 @@ def _same_drafts(
         tallies = same_drafts(site.llm.pair, texts, by_temperature[temperature], sampling)
         return [Cell(setting=t.setting, tokens=t.tokens, steps=t.places) for t in tallies]
 
-    found: dict[Setting, list[Cell]] = {}
+    found: dict[records.Setting, list[Cell]] = {}
     with site.progress(sheet, len(by_temperature) * len(questions)) as bar:
         for first in range(0, len(questions), CHUNK):
             for temperature in by_temperature:
@@ -255,7 +238,7 @@ def _texts(site: Site, temperature: float, first: int) -> list[Text]:
     """Return the answers to the questions from ``first`` on, decoded once for all sheets."""
     kept = site.folder / f"texts-T{temperature:g}-{first}.json"
     if kept.is_file():
-        return read_json(kept, list[Text], argument="out", expected="texts of a run")
+        return records.read_json(kept, list[Text], argument="out", expected="texts of a run")
     texts = collect(
         site.llm,
         site.questions.questions[first : first + CHUNK],
@@ -268,22 +251,19 @@ def _texts(site: Site, temperature: float, first: int) -> list[Text]:
 
 
 def _engine(
-    site: Site, store: CellStore, sheet: str, settings: Sequence[Setting], *, together: int
+    site: Site, store: CellStore, sheet: str, settings: Sequence[records.Setting], *, together: int
 ) -> list[Cell]:
     chosen = site.questions.first(min(site.options.engine_questions, len(site.questions.questions)))
     questions = chosen.questions
 
-    def answered(asked: Mapping[int, Question], setting: Setting) -> list[Cell]:
-        return [answer_all(site.llm, asked, setting, site.options)]
-
-    found: dict[Setting, list[Cell]] = {}
+    found: dict[records.Setting, list[Cell]] = {}
     with site.progress(sheet, len(settings) * len(questions)) as bar:
         for first in range(0, len(questions), together):
             asked = dict(enumerate(questions[first : first + together], start=first))
             # Another setting begins each time, so that a slow spell hits all of them alike.
             start = first // together % len(settings)
             for setting in [*settings[start:], *settings[:start]]:
-                measure = partial(answered, asked, setting)
+                measure = partial(answer_all, site.llm, asked, setting, site.options)
                 cells = store.part(sheet, f"{setting.name} {first}", measure)
                 bar.update(len(asked))
                 found.setdefault(setting, []).extend(cells)
@@ -291,29 +271,19 @@ def _engine(
 
 
 def answer_all(
-    llm: LLM, questions: Mapping[int, Question], setting: Setting, options: Options
-) -> Cell:
+    llm: LLM, questions: Mapping[int, Question], setting: records.Setting, options: Options
+) -> list[Cell]:
     """Have the engine answer the first turns of ``questions``, by number, together.
 
     Raises:
         EagleGBVError: A question is not answered.
     """
-    params = [
-        SamplingParams(
-            temperature=setting.temperature,
-            max_tokens=options.max_tokens,
-            seed=request_seed(options.seed, number),
-        )
-        for number in questions
-    ]
-    prompts = [[{"role": "user", "content": q.turns[0]}] for q in questions.values()]
-    answers = llm.generate(prompts, params, plan=setting.plan)
-    for question, answer in zip(questions.values(), answers, strict=True):
-        if answer.finish_reason is FinishReason.ERROR:
-            raise EagleGBVError(f"question {question.id}: {answer.error}")
+    seeds = [request_seed(options.seed, number) for number in questions]
+    params = SamplingParams(temperature=setting.temperature, max_tokens=options.max_tokens)
+    answers = first_answers(llm, [*questions.values()], params, seeds, setting.plan)
     metrics = [answer.metrics for answer in answers]
     phases = [phase for phase in Phase if phase is not Phase.PREFILL]
-    return Cell(
+    cell = Cell(
         setting=setting,
         tokens=tuple(float(m.committed_tokens) for m in metrics),
         steps=tuple(m.target_forwards for m in metrics),
@@ -321,3 +291,4 @@ def answer_all(
             phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics) for phase in phases
         },
     )
+    return [cell]

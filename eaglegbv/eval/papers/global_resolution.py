@@ -156,15 +156,10 @@ def best_within(solved: BySize, solver: str, limit: float) -> tuple[int, int] | 
     """
     in_time = {
         size: one.row.acceptance
-        for size, own in solved.items()
-        for name, one in own.items()
-        if name == solver
-        and one.complete
-        and one.row.mean_ms is not None
-        and one.row.acceptance is not None
-        and one.row.mean_ms <= limit
+        for size, one in ((size, own[solver]) for size, own in solved.items())
+        if one.complete and one.row.mean_ms is not None and one.row.mean_ms <= limit
     }
-    return max(in_time, key=lambda size: in_time[size]) if in_time else None
+    return max(in_time, key=lambda size: in_time[size] or 0.0, default=None)
 
 
 def _acceptance(places: Harvest, sizes: Sequence[tuple[int, int]], temperature: float) -> Table:

@@ -16,7 +16,7 @@ from eaglegbv.eval.node_acceptance import RULES
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Way, measure_cells
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.report import with_interval
+from eaglegbv.eval.report import pivot, with_interval
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling
 
@@ -160,11 +160,12 @@ def order_findings(found: Accepted, temperature: float, drafts: int) -> list[Fin
 
 
 def _table(title: str, columns: Mapping[str, tuple[Accepted, int]]) -> Table:
-    rows = [["acceptance", *columns]]
-    for rule in RULES:
-        means = [with_interval(own.mean(rule, n), 3) for own, n in columns.values()]
-        rows.append([rule, *means])
-    return Table(title=title, rows=rows)
+    means = {
+        (rule, column): with_interval(own.mean(rule, n), 3)
+        for rule in RULES
+        for column, (own, n) in columns.items()
+    }
+    return Table(title=title, rows=pivot("acceptance", means))
 
 
 def _trees(cells: Sequence[Cell]) -> Table:

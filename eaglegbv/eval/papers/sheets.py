@@ -11,8 +11,8 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
 from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
 from eaglegbv.eval.records import Setting, grid
-from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
+from eaglegbv.eval.report import pivot, with_interval
+from eaglegbv.eval.statistics import bootstrap_ratio
 from eaglegbv.metrics import Phase
 
 Axis: TypeAlias = Literal["paths", "depth"]
@@ -115,7 +115,7 @@ class GridPaper(Paper):
         for sheet in wanted:
             measured[sheet.name] = measure_cells(site, store, sheet.name, sheet.way, sheet.settings)
             store.publish(measured)
-        return self.report(measured, store.run)
+        return self.report(measured, store.settings)
 
     def _sheet(self, name: str) -> Sheet:
         for sheet in self.sheets:
@@ -156,11 +156,18 @@ def _order(order: Order, cells: Sequence[Cell]) -> Iterator[Finding]:
             yield _finding(better, worse, order.source, order.figure)
 
 
-def _rise(rise: Rise, cells: Sequence[Cell]) -> Iterator[Finding]:
+def _lines(cells: Sequence[Cell], verifier: str, axis: Axis) -> list[dict[int, Cell]]:
+    """Return a verifier's cells that differ along an axis alone, by their places on it."""
     lines: dict[Setting, dict[int, Cell]] = {}
-    for cell in _of(cells, rise.verifier):
-        lines.setdefault(_without(cell.setting, rise.axis), {})[_along(cell, rise.axis)] = cell
-    for line in lines.values():
+    for cell in _of(cells, verifier):
+        plan = msgspec.structs.replace(cell.setting.plan, **{axis: 1})
+        alike = msgspec.structs.replace(cell.setting, plan=plan)
+        lines.setdefault(alike, {})[_along(cell, axis)] = cell
+    return list(lines.values())
+
+
+def _rise(rise: Rise, cells: Sequence[Cell]) -> Iterator[Finding]:
+    for line in _lines(cells, rise.verifier, rise.axis):
         start = min(line) if rise.start is None else rise.start
         end = max(line) if rise.end is None else rise.end
         if start != end and start in line and end in line:
@@ -168,10 +175,7 @@ def _rise(rise: Rise, cells: Sequence[Cell]) -> Iterator[Finding]:
 
 
 def _widening(widening: Widening, cells: Sequence[Cell]) -> Iterator[Finding]:
-    lines: dict[Setting, dict[int, Cell]] = {}
-    for cell in _of(cells, widening.better):
-        lines.setdefault(_without(cell.setting, "depth"), {})[_along(cell, "depth")] = cell
-    for line in lines.values():
+    for line in _lines(cells, widening.better, "depth"):
         far, near = line[max(line)], line[min(line)]
         others = [_counterpart(cells, one.setting, widening.worse) for one in (far, near)]
         if far is near or others[0] is None or others[1] is None:
@@ -215,18 +219,7 @@ def _counterpart(cells: Sequence[Cell], setting: Setting, verifier: str) -> Cell
 
 
 def _along(cell: Cell, axis: Axis) -> int:
-    plan = cell.setting.plan
-    return plan.paths if axis == "paths" else plan.depth
-
-
-def _without(setting: Setting, axis: Axis) -> Setting:
-    plan = setting.plan
-    alike = (
-        msgspec.structs.replace(plan, paths=1)
-        if axis == "paths"
-        else msgspec.structs.replace(plan, depth=1)
-    )
-    return msgspec.structs.replace(setting, plan=alike)
+    return cell.setting.plan.paths if axis == "paths" else cell.setting.plan.depth
 
 
 def sheet_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
@@ -260,17 +253,13 @@ def _grid_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
 
 
 def _pivot(title: str, cells: Sequence[Cell], axis: Axis) -> Table:
-    columns = sorted({_along(cell, axis) for cell in cells})
-    lines: dict[str, dict[int, Estimate]] = {}
-    for cell in cells:
+    letter = "K" if axis == "paths" else "L"
+    figures = {}
+    for cell in sorted(cells, key=lambda cell: _along(cell, axis)):
         plan = cell.setting.plan
         name = plan.verifier if axis == "paths" else f"{plan.verifier} K{plan.paths}"
-        lines.setdefault(name, {})[_along(cell, axis)] = cell.estimate()
-    letter = "K" if axis == "paths" else "L"
-    rows = [["tokens a step", *(f"{letter} = {at}" for at in columns)]]
-    for name, line in lines.items():
-        rows.append([name, *(with_interval(line[at], 3) if at in line else "-" for at in columns)])
-    return Table(title=title, rows=rows)
+        figures[name, f"{letter} = {_along(cell, axis)}"] = with_interval(cell.estimate(), 3)
+    return Table(title=title, rows=pivot("tokens a step", figures))
 
 
 def _phases(sheet: Sheet, cells: Sequence[Cell]) -> Table:

@@ -10,15 +10,6 @@ from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
 QUICK = ("--vocab", "2", "--instances", "3")
-KEYS = [
-    "verifier",
-    "draft_sampling",
-    "instances",
-    "max_abs_error",
-    "block_efficiency",
-    "lp_optimum",
-    "seconds",
-]
 
 
 def test_json_is_one_object(cli) -> None:
@@ -28,7 +19,6 @@ def test_json_is_one_object(cli) -> None:
     assert result.status == 0
     assert result.out.count("\n") == 1
     found = json.loads(result.out)
-    assert list(found) == KEYS
     assert (found["verifier"], found["draft_sampling"], found["instances"]) == ("otbv", "iid", 3)
     assert found["max_abs_error"] <= 1e-12
     assert found["block_efficiency"] <= found["lp_optimum"] + 1e-9
@@ -44,15 +34,19 @@ def test_without_json_it_is_readable(cli) -> None:
 
 
 def test_all_is_every_verifier_with_every_distribution(cli) -> None:
-    result = cli("audit", "--all", *QUICK, "--depth", "1")
+    result = cli("audit", "--all", "--vocab", "2", "--instances", "7", "--seed", "3", "--json")
     assert result.status == 0
-    rows = [tuple(line.split()[:2]) for line in result.out.splitlines()[1:]]
-    expected = [
+    found = [json.loads(line) for line in result.out.splitlines()]
+    assert sorted((one["verifier"], one["draft_sampling"]) for one in found) == sorted(
         (name, str(draft_sampling))
         for name, rule in ALL_VERIFIERS.items()
         for draft_sampling in rule.draft_samplings
-    ]
-    assert sorted(rows) == sorted(expected)
+    )
+    for one in found:
+        assert one["max_abs_error"] <= 1e-12
+        assert 1 <= one["block_efficiency"] <= 3
+        if one["verifier"] not in ("greedy_block", "spectr_gbv"):  # they borrow from later steps
+            assert one["block_efficiency"] <= one["lp_optimum"] + 1e-9
 
 
 def test_the_example_passes(cli) -> None:
@@ -110,59 +104,24 @@ def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
     assert "one of careless, mine" in either.err
 
 
-@pytest.mark.parametrize("name", ["block", "spectr_gbv"])
-def test_the_batched_implementation_by_samples(cli, name: str) -> None:
-    result = cli("audit", "--verifier", name, *QUICK, "--samples", "1000")
+@pytest.mark.parametrize(
+    ("name", "draft_sampling"),
+    [
+        *(("block", "iid"), ("spectr_gbv", "iid"), ("token", "iid"), ("otbv", "iid")),
+        *(("otbv", "greedy"), ("specinfer", "wor")),
+    ],
+)
+def test_the_batched_implementation_by_samples(cli, name: str, draft_sampling: str) -> None:
+    options = ("--verifier", name, "--draft-sampling", draft_sampling, "--samples", "2000")
+    result = cli("audit", *options, "--vocab", "2", "--instances", "7", "--seed", "3", "--json")
     assert result.status == 0
-    assert "least p-value" in result.out
+    assert json.loads(result.out)["detectable_shift"] < 0.1
 
 
 def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
     arguments = ("audit", "--verifier", "block", "--instances", "5", "--json")
     assert cli(*arguments, "--tolerance", "0").status == 1
     assert cli(*arguments).status == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no --verifier: expected one of block, "),
-        (["--verifier", "V"], "verifier='V'"),
-        (["--verifier", "otbv", "--draft-sampling", "nope"], "--draft-sampling='nope'"),
-        (["--verifier", "otbv", "--draft-sampling", "wor"], "--draft-sampling='wor'"),
-        (["--verifier", "token", "--paths", "2"], "paths=2"),
-        (["--verifier", "spechub", "--paths", "3"], "paths=3"),
-        (["--verifier", "otbv", "--vocab", "1"], "vocab=1"),
-        (["--verifier", "otbv", "--vocab", "9", "--depth", "4"], "at most 20000 draft trees"),
-        (["--verifier", "otbv", "--instances", "0"], "instances=0"),
-        (["--verifier", "otbv", "--tolerance", "-1"], "tolerance=-1"),
-        (["--verifier", "otbv", "--tolerance", "nan"], "tolerance=nan"),
-        (["--verifier", "otbv", "--samples", "0"], "samples=0"),
-        (["--all", "--verifier", "otbv"], "neither --verifier nor --draft-sampling"),
-        (["--module", "/no/such/file.py"], "module='/no/such/file.py'"),
-        (["--module", __file__], "a subclass of ReferenceVerifier"),
-        (["--module", str(EXAMPLE), "--samples", "10"], "samples=10"),
-        (["--module", str(EXAMPLE), "--draft-sampling", "fixed"], "--draft-sampling='fixed'"),
-        (["--verifier", "otbv", "pair"], "verifier='otbv': expected no option"),
-        (["pair", "--verifier", "nope"], "verifier='nope'"),
-        (
-            ["--draft-sampling", "hob", "--verifier", "otbv"],
-            "--draft-sampling='hob': expected hub, perhaps; one of iid, ",
-        ),
-        (["picture", "--verifiers", "nope"], "verifier='nope'"),
-        (["picture", "--verifiers", "spechub"], "draft_sampling='iid'"),
-        (["picture", "--paths", "0"], "paths=0"),
-        (["picture", "--trees", "1"], "trees=1"),
-        (["picture", "--temperatures", "0"], "temperatures=0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_clear_line(cli, arguments: list[str], message: str) -> None:
-    result = cli("audit", *arguments)
-    assert result.status == 2
-    assert message in result.err
-    assert result.err.startswith("eaglegbv: ")
-    assert result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -150,34 +150,6 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
     assert sglang == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--backend", "nope"], "backend='nope'"),
-        (["--baselines", "fast"], "baselines='fast'"),
-        (["--baselines", "lookup:2,"], "baselines='lookup:2,'"),
-        (["--baselines", "assistant:/no/such"], "baselines='/no/such'"),
-        (["--backend", "transformers", "--verifiers", "otbv"], "verifiers='otbv'"),
-        (["--backend", "sglang", "--baselines", "transformers"], "baselines=['transformers']"),
-        (["--backend-arguments", '{"a": 1}'], "backend-arguments={'a': 1}"),
-        (["--backend", "sglang", "--backend-arguments", "[1]"], "backend-arguments='[1]'"),
-        (["--backend", "sglang", "--draft-quantization", "int8"], "draft-quantization='int8'"),
-        (["--backend", "sglang", "--backend-arguments", "{"], "backend-arguments='{'"),
-        (["--backend", "sglang", "--compile", "inductor"], "compile='inductor': expected none"),
-        (["--compile", "fast"], "--compile='fast': expected 'inductor', or"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_clear_line(
-    cli, pair, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    result = bench(cli, pair, "--verifiers", "none", "--out", str(tmp_path), *arguments)
-    assert result.status == 2
-    assert message in result.err
-    assert result.err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_plan_and_a_baseline_are_different_settings() -> None:
     from eaglegbv.errors import InvalidArgument
     from eaglegbv.eval.records import Setting

@@ -31,20 +31,6 @@ def test_ways_stand_side_by_side(cli, pair, tmp_path: Path) -> None:
     assert all(timing["tokens"] == 6 * timing["batch"] for timing in timings)
 
 
-@pytest.mark.parametrize("way", ["fast", "3x", "lookup", "exit:3", "0x2"])
-def test_a_way_that_is_none_is_named(cli, pair, way: str) -> None:
-    result = cli("bench", "batch", *pair, *QUICK, "--ways", way)
-    assert result.status == 2
-    assert ("paths=0" if way == "0x2" else f"ways='{way}'") in result.err
-
-
-def test_prompts_beyond_the_context_are_named(cli, pair) -> None:
-    result = cli("bench", "batch", *pair, *QUICK, "--ways", "none", "--contexts", "100000")
-    assert result.status == 2
-    assert "prompt='100000 tokens'" in result.err
-    assert "Traceback" not in result.err
-
-
 def test_a_missing_file_is_said_before_any_model_is_loaded(
     cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -69,20 +55,6 @@ def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path: 
     assert (facts["model"], facts["suite"]) == ("tiny", "random tokens")
     assert facts["drafter"] == f"made for block efficiency {told[1]}"
     assert [timing["tokens"] for timing in facts["timings"]] == [2 * 6] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--ways", "none"), "ways='none': expected a plan"),
-        (("--ways", "2x2,transformers"), "ways='transformers'"),
-        (("--shape", "huge"), "shape='huge'"),
-    ],
-)
-def test_what_a_made_pair_cannot_do_is_named(cli, options: tuple[str, ...], message: str) -> None:
-    result = cli("bench", "batch", "--shape", "tiny", *QUICK, *options)
-    assert result.status == 2
-    assert message in result.err
 
 
 def test_many_settings_over_one_pair_lose_nothing(cli, tmp_path: Path) -> None:
@@ -118,21 +90,3 @@ def test_steps_of_a_real_model(cli, pair) -> None:
     assert drafted.startswith("block 1x2")
     assert plain.startswith("none")
     assert weights.endswith("GB of weights")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--shape", "huge"), "shape='huge'"),
-        (("--sizes", "wide=3"), "sizes='wide=3'"),
-        (("--sizes", "layers=3"), "layers=3"),
-        (("--plans", "fast"), "plans='fast'"),
-        (("--plans", "fast:2x2"), "verifier='fast'"),
-        (("--cuda-graphs", "fast"), "cuda-graphs='fast'"),
-        (("--sizes", SIZES, "--device", "cpu", "--cuda-graphs", "on"), "cuda-graphs='on'"),
-    ],
-)
-def test_a_step_that_is_none_is_named(cli, options: tuple[str, ...], message: str) -> None:
-    result = cli("bench", "step", *options)
-    assert result.status == 2
-    assert message in result.err

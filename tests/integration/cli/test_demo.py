@@ -29,9 +29,3 @@ def test_answers_and_compares(cli, model: str) -> None:
     table = [line.split("  ") for line in lines[header + 1 : header + 6]]
     assert [row[0] for row in table] == ROWS
     assert table[0][-1].strip() == "1.00"
-
-
-def test_bad_input_is_one_clear_line(cli) -> None:
-    result = cli("demo", "--questions", "17")
-    assert result.status == 2
-    assert result.err == "eaglegbv: --questions=17: expected an integer in [1, 16]\n"

@@ -9,7 +9,8 @@ import typer
 import eaglegbv
 from eaglegbv.cli import audit, bench, bench_results
 from eaglegbv.cli.main import app
-from eaglegbv.cli.options import VERIFIERS
+from eaglegbv.cli.options import QUESTION_SETS, VERIFIERS
+from eaglegbv.eval.questions import SUITES
 from eaglegbv.verifiers import registry
 
 
@@ -46,19 +47,6 @@ def test_help(cli, arguments: list[str], expected: list[str]) -> None:
         assert text in result.out
 
 
-@pytest.mark.parametrize("group", [[], ["bench"], ["audit"], ["train"]], ids=" ".join)
-def test_no_line_of_a_list_of_commands_breaks_off(cli, group: list[str]) -> None:
-    commands = cli(*group, "--help").out.partition("Commands:\n")[2].splitlines()
-    assert commands
-    assert not [line for line in commands if line.endswith("...")]
-
-
-def test_a_text_of_help_flows_over_its_lines(cli) -> None:
-    """Only at the width of the terminal does a line end, not where the source's does too."""
-    paragraph = cli("audit", "--help").out.partition("Enumerates")[2].partition("Block eff")[0]
-    assert all(len(line) > 50 for line in paragraph.splitlines()[:-1])
-
-
 def test_every_option_has_help() -> None:
     def silent(command: Any, name: str) -> Iterator[str]:
         for option in command.params:
@@ -69,6 +57,10 @@ def test_every_option_has_help() -> None:
 
     for one in (app, audit.app, bench.app, bench.demo_app, bench_results.view_app):
         assert list(silent(typer.main.get_command(one), "eaglegbv")) == []
+
+
+def test_help_names_every_set_of_questions() -> None:
+    assert set(QUESTION_SETS.replace(" or ", ", ").split(", ")) == set(SUITES)
 
 
 def test_help_names_the_verifiers_there_are(cli) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.fake_llm import FakeAnswer
 
 from eaglegbv.backends.sglang.launch import Launch
 from eaglegbv.config import Plan
@@ -18,23 +19,13 @@ QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", 
 
 
 @dataclass(frozen=True)
-class Answer:
-    text: str = "yes"
-    token_ids: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    finish_reason: str = "length"
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        return RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
-
-
-@dataclass(frozen=True)
 class FakeEndpoint:
     url: str
     shape: Plan
 
-    def __call__(self, *arguments: object, **named: object) -> Answer:
-        return Answer()
+    def __call__(self, *arguments: object, **named: object) -> FakeAnswer:
+        metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
+        return FakeAnswer("yes", range(6), "length", metrics)
 
 
 @pytest.fixture

@@ -1,24 +1,5 @@
 import json
 
-import pytest
-
-FIGURES = {
-    "vocab",
-    "drafts",
-    "width",
-    "solver",
-    "instances",
-    "median_ms",
-    "mean_ms",
-    "success",
-    "refused",
-    "fallbacks",
-    "late",
-    "deviation",
-    "acceptance",
-    "optimum",
-    "shortfall",
-}
 SIZES = ["--vocab", "10,100", "--drafts", "2", "--width", "all,8", "--instances", "2"]
 
 
@@ -32,7 +13,6 @@ def test_one_json_object(cli) -> None:
     rows = {(r["vocab"], r["width"], r["solver"]): r for r in report["rows"]}
     assert len(rows) == len(report["rows"]) == 4 * 5
     for (vocab, width, solver), row in rows.items():
-        assert row.keys() == FIGURES
         refused = 2 if solver in ("max_flow", "lp") and (vocab, width) == (100, 100) else 0
         assert row["refused"] == refused
         assert row["success"] == (0 if refused else 1)
@@ -47,22 +27,3 @@ def test_a_table(cli) -> None:
     lines = result.out.splitlines()
     assert lines[0].split()[:4] == ["V", "width", "n", "solver"]
     assert len(lines) == 1 + 4 * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--vocab", "10"], "drafts"),
-        (["--vocab", "10", "--drafts", "1"], "drafts"),
-        (["--solver", "simplex"], "solver"),
-        (["--width", "wide"], "width"),
-        (["--width", "0"], "width"),
-        (["--instances", "0"], "instances"),
-        (["--time-limit", "0"], "time-limit"),
-    ],
-)
-def test_bad_input_is_one_line(cli, arguments: list[str], named: str) -> None:
-    result = cli("bench", "solvers", *arguments)
-    assert result.status == 2
-    assert named in result.err
-    assert result.out == ""

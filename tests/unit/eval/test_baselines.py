@@ -39,12 +39,6 @@ def chat(library: Library, target: Path, name: str) -> ChatBaseline:
     return ChatBaseline.of(library, str(target), baseline(name))
 
 
-@pytest.mark.parametrize("name", ["", "fast", "lookup:0", "exit:3", "lookup:x"])
-def test_names_that_are_none_are_refused(name: str) -> None:
-    with pytest.raises(InvalidArgument, match="lookup:TOKENS, exit:LAYERS:TOKENS"):
-        baseline(name)
-
-
 def test_a_missing_model_is_named(library: Library, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     with pytest.raises(InvalidArgument, match="model="):

@@ -9,19 +9,8 @@ import msgspec
 import pytest
 
 from eaglegbv.config import AUTO
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import throughput
 from eaglegbv.eval.questions import PromptSource
-from eaglegbv.eval.throughput import (
-    Cell,
-    EngineWay,
-    Grid,
-    Speeds,
-    Timing,
-    choice_lines,
-    measure,
-    rate_table,
-    speeds_by_cell,
-)
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 
@@ -43,8 +32,8 @@ class Told:
         return tokens * len(prompts)
 
 
-def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> Timing:
-    return Timing(
+def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.Timing:
+    return throughput.Timing(
         way=way,
         batch=batch,
         context=0,
@@ -58,8 +47,8 @@ def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> Timing:
 def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     calls: list[tuple[str, int, int, int]] = []
     first, second, single = Told("a", calls), Told("b", calls), Told("c", calls, max_batch=1)
-    grid = Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
-    timings = list(measure([first, second, single], QUESTIONS.take, grid))
+    grid = throughput.Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
+    timings = list(throughput.measure([first, second, single], QUESTIONS.take, grid))
     order = [name for name, batch, _, tokens in calls if tokens == 40 and batch == 1]
     assert order == ["a", "b", "c", "b", "c", "a"]
     assert [name for name, batch, _, tokens in calls if tokens == 24] == list("abcab")
@@ -73,8 +62,10 @@ def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
 def test_small_batches_are_measured_on_several_prompts() -> None:
     calls: list[tuple[str, int, int, int]] = []
     first, second = Told("a", calls), Told("b", calls)
-    grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3)
-    timings = list(measure([first, second], QUESTIONS.take, grid))
+    grid = throughput.Grid(
+        batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3
+    )
+    timings = list(throughput.measure([first, second], QUESTIONS.take, grid))
     order = [(name, batch, length) for name, batch, length, tokens in calls if tokens == 40]
     alone = [("a", 1, 3), ("b", 1, 3), ("b", 1, 2), ("a", 1, 2), ("a", 1, 4), ("b", 1, 4)]
     assert order == [*alone, ("a", 2, 3), ("b", 2, 3), ("b", 2, 4), ("a", 2, 4)]
@@ -82,8 +73,8 @@ def test_small_batches_are_measured_on_several_prompts() -> None:
     assert len(set(first.seeds)) == 3 + 1
 
 
-def speeds(*timings: Timing) -> dict[str, Speeds]:
-    [found] = speeds_by_cell(timings).values()
+def speeds(*timings: throughput.Timing) -> dict[str, throughput.Speeds]:
+    [found] = throughput.speeds_by_cell(timings).values()
     return found
 
 
@@ -106,20 +97,15 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 
 def test_the_table_has_a_column_a_batch() -> None:
     calls = [timing("none", 0, 2.0), timing("auto", 0, 1.0), timing("none", 0, 1.0, batch=4)]
-    assert rate_table(calls) == [
+    assert throughput.rate_table(calls) == [
         ["tokens/s (of none)", "batch 2", "batch 4"],
         ["T=1, none", "50 (1.00)", "100 (1.00)"],
         ["T=1, auto", "100 (2.00)", "-"],
     ]
     long = [msgspec.structs.replace(one, context=n) for n, one in enumerate(calls)]
-    assert [row[0] for row in rate_table(long)[1:3]] == [
+    assert [row[0] for row in throughput.rate_table(long)[1:3]] == [
         *("T=1, own tokens, none", "T=1, 1 tokens, auto")
     ]
-
-
-def test_an_empty_grid_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="batches"):
-        Grid(batches=[0], contexts=[0], temperatures=[1.0], tokens=8, repeats=1)
 
 
 class Counting:
@@ -138,16 +124,19 @@ class Counting:
 
 def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     engine = cast("LLM", Counting())
-    watched, other = EngineWay("auto", engine, AUTO), EngineWay("3x4", engine, AUTO)
-    grid = Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
+    watched, other = (
+        throughput.EngineWay("auto", engine, AUTO),
+        throughput.EngineWay("3x4", engine, AUTO),
+    )
+    grid = throughput.Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
-    for told in measure([watched, other], lambda count, _: asked[count], grid):
+    for told in throughput.measure([watched, other], lambda count, _: asked[count], grid):
         watched.note(told)
     assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
-        Cell(1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
-        Cell(1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
+        throughput.Cell(1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
+        throughput.Cell(1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
     }
-    assert choice_lines(watched) == [
+    assert throughput.choice_lines(watched) == [
         "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
         "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
     ]

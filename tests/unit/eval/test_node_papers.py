@@ -14,15 +14,8 @@ from support.table_pairs import counted, question_set, random_texts, table_pair
 from eaglegbv.config import Plan
 from eaglegbv.eval.collect_probs import Harvest
 from eaglegbv.eval.node_acceptance import NodeProbs
-from eaglegbv.eval.papers import base, cells, mdsd
+from eaglegbv.eval.papers import base, cells, global_resolution, mdsd
 from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Options, Site
-from eaglegbv.eval.papers.global_resolution import (
-    BEST,
-    GR_SOLVERS,
-    TIMES,
-    Solved,
-    SolverPaper,
-)
 from eaglegbv.eval.papers.mdsd import (
     MDSD,
     ORDERS,
@@ -62,7 +55,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 
 def test_the_solvers_paper_end_to_end(site: Site) -> None:
-    paper = SolverPaper(
+    paper = global_resolution.SolverPaper(
         name="gr-small",
         title="t",
         temperature=1.0,
@@ -95,7 +88,7 @@ def test_the_solvers_paper_end_to_end(site: Site) -> None:
     assert len(exactly) == 2 * 4
 
 
-def solved(acceptance: float, mean_ms: float, refused: int = 0) -> Solved:
+def solved(acceptance: float, mean_ms: float, refused: int = 0) -> global_resolution.Solved:
     row = Row(
         vocab=5,
         drafts=2,
@@ -114,7 +107,7 @@ def solved(acceptance: float, mean_ms: float, refused: int = 0) -> Solved:
         shortfall=0.0,
     )
     answer = Answer(mean_ms / 1e3, np.array([acceptance]), np.array([0.0]), 0.0)
-    return Solved(row, (answer, answer))
+    return global_resolution.Solved(row, (answer, answer))
 
 
 def some_places(vocab: int = 1000) -> Harvest:
@@ -127,15 +120,17 @@ def some_places(vocab: int = 1000) -> Harvest:
 
 def test_the_paper_s_figures_stand_beside_ours_where_they_were_read() -> None:
     """Every figure belongs to a size and a solver that are measured, and is printed there."""
-    assert set(TIMES) <= set(GR_SOLVERS.sizes)
-    assert set(BEST) <= set(GR_SOLVERS.limits)
-    own = dict.fromkeys(GR_SOLVERS.sizes, dict.fromkeys(map(str, Solver), solved(0.8, 1.0)))
-    times, within, _ = GR_SOLVERS.report(own, some_places()).tables
+    assert set(global_resolution.TIMES) <= set(global_resolution.GR_SOLVERS.sizes)
+    assert set(global_resolution.BEST) <= set(global_resolution.GR_SOLVERS.limits)
+    own = dict.fromkeys(
+        global_resolution.GR_SOLVERS.sizes, dict.fromkeys(map(str, Solver), solved(0.8, 1.0))
+    )
+    times, within, _ = global_resolution.GR_SOLVERS.report(own, some_places()).tables
     printed = {(int(k), int(n), name): last for k, n, name, *_, last in times.rows[1:]}
-    for (k, n), figures in TIMES.items():
+    for (k, n), figures in global_resolution.TIMES.items():
         for name, figure in figures.items():
             assert printed[k, n, name] == figure
-    for limit, figures in BEST.items():
+    for limit, figures in global_resolution.BEST.items():
         for name, figure in figures.items():
             assert figure in [row[-1] for row in within.rows if row[:2] == [f"{limit:g}", name]]
 

@@ -34,7 +34,7 @@ from eaglegbv.eval.papers.cells import (
     measured_so_far,
 )
 from eaglegbv.eval.papers.grids import GBV
-from eaglegbv.eval.papers.registry import PAPERS, paper_named
+from eaglegbv.eval.papers.registry import PAPERS
 from eaglegbv.eval.papers.sheets import (
     NOT_AT_HAND,
     GridPaper,
@@ -179,33 +179,6 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert found.run.paper == "bv"
     assert found.run.questions_sha256 == QUESTIONS.sha256
     assert found.environment.versions["torch"]
-
-
-def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    CellStore(site(tmp_path, FakeLLM()), "bv")
-    CellStore(site(tmp_path, FakeLLM()), "bv")
-    with pytest.raises(InvalidArgument, match="holds another"):
-        CellStore(site(tmp_path, FakeLLM(), seed=1), "bv")
-    with pytest.raises(InvalidArgument, match=r"model .*, now other"):
-        CellStore(site(tmp_path, FakeLLM(model_name="other")), "bv")
-    with pytest.raises(InvalidArgument, match="cells of a paper"):
-        load_measured(tmp_path / "nothing.json")
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    here = site(tmp_path, FakeLLM())
-    CellStore(here, "bv")
-    parts = tmp_path / "parts.jsonl"
-    for strange in (b'{"sheet": 1}\n', b"no JSON\n{"):
-        parts.write_bytes(strange)
-        with pytest.raises(InvalidArgument, match=r"out=.*parts of a run"):
-            measured_so_far(tmp_path)
-        with pytest.raises(InvalidArgument, match=r"out=.*parts of a run"):
-            CellStore(here, "bv")
-        assert parts.read_bytes() == strange
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match=r"out=.*the head of a run"):
-        CellStore(here, "bv")
 
 
 @pytest.mark.parametrize(("way", "together"), [(Way.ENGINE, 16), (Way.TIMED, 1)])
@@ -388,11 +361,3 @@ def test_what_cannot_be_told_apart_is_said() -> None:
         ["x", "0.900 [0.850, 0.950]", AGAINST],
         ["x", "-", OPEN],
     ]
-
-
-def test_papers_have_names() -> None:
-    for name, paper in PAPERS.items():
-        assert paper_named(name) is paper
-        assert paper.title
-    with pytest.raises(InvalidArgument, match="bv, gbv"):
-        paper_named("nope")

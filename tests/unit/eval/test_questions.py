@@ -132,11 +132,6 @@ def test_files_without_questions_are_refused(tmp_path: Path, content: bytes | No
         read_questions(path, "test")
 
 
-def test_unknown_suite_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"questions-set='nope'.*builtin.*mt-bench"):
-        load_questions("nope")
-
-
 def test_first_spreads_over_the_file() -> None:
     found = load_questions("builtin")
     assert {q.category for q in found.first(8).questions} == CATEGORIES

@@ -1,60 +1,14 @@
 from pathlib import Path
 
-import msgspec
 import pytest
-from support.fake_llm import FakeLLM
-from support.runs import ENVIRONMENT, NONE, QUESTIONS, record, run_settings
+from support.runs import ENVIRONMENT, NONE, record, run_settings
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.records import Journal, Record, grid, read_json
-from eaglegbv.eval.runner import RunFolder, load_results, run
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.records import Journal, grid, read_json
+from eaglegbv.eval.runner import RunFolder, load_results
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling
-
-
-class Killed(Exception):
-    pass
-
-
-def test_a_killed_run_is_resumed_and_loses_nothing(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, run_settings(), ENVIRONMENT)
-
-    def die_after_three(one: Record) -> None:
-        folder.add(one)
-        if len(folder.records) == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        run(FakeLLM(), QUESTIONS, run_settings(), on_record=die_after_three)
-    with (tmp_path / "records.jsonl").open("ab") as file:
-        file.write(b'{"question_id": "q2", "cate')
-
-    again = RunFolder(tmp_path, run_settings(), msgspec.structs.replace(ENVIRONMENT, cores=9))
-    assert len(again.records) == 3
-    assert again.environment == ENVIRONMENT
-    run(
-        FakeLLM(),
-        QUESTIONS,
-        run_settings(),
-        done=[r.key for r in again.records],
-        on_record=again.add,
-    )
-    keys = [r.key for r in RunFolder(tmp_path, run_settings(), ENVIRONMENT).records]
-    assert len(set(keys)) == len(keys) == 12
-
-
-def test_a_folder_knows_what_is_measured(tmp_path: Path) -> None:
-    settings = run_settings(repeats=1)
-    folder = RunFolder(tmp_path, settings, ENVIRONMENT)
-    keys = list(settings.keys([NONE]))
-    for setting, question, repeat in keys:
-        assert not folder.has_all([NONE])
-        assert setting == NONE.name
-        folder.add(record(NONE, question, repeat, forwards=4, committed=8, decode_seconds=2.0))
-    assert folder.done == {*keys}
-    assert folder.has_all([NONE])
-    assert not folder.has_all(settings.settings)
 
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
@@ -148,12 +102,6 @@ def test_every_combination_stands_once() -> None:
     assert names(["otbv"], [2], [4], [1.0], base=base) == ["otbv K2 L4 fixed W16 D2"]
 
 
-@pytest.mark.parametrize(("paths", "depth"), [(0, 4), (2, 99)])
-def test_out_of_range_is_refused(paths: int, depth: int) -> None:
-    with pytest.raises(InvalidArgument, match="expected an integer in"):
-        names(["otbv"], [paths], [depth], [1.0])
-
-
 def test_distributions_and_draft_temperatures_are_crossed_with_the_rest() -> None:
     samplings = [None, DraftSampling.IID, DraftSampling.FIXED]
     more = {"draft_samplings": samplings, "draft_temperatures": [1.0, 2.0]}
@@ -174,8 +122,3 @@ def test_what_is_not_lossless_is_left_out_and_named() -> None:
     ]  # fmt: skip
     assert {"block K1 L3 fixed", "otbv K2 L3 hub", "spechub K1 L3 hub"} < set(found.left_out)
     assert len(found.left_out) == 9
-
-
-def test_a_verifier_without_any_of_the_distributions_is_refused() -> None:
-    with pytest.raises(SamplingMismatch, match="for verifier 'block'"):
-        names(["otbv", "block"], [2], [3], [1.0], draft_samplings=[DraftSampling.FIXED])

@@ -11,6 +11,7 @@ from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.eval import plots as picture
+from eaglegbv.eval import statistics
 from eaglegbv.eval.papers.base import Finding, Report, Table
 from eaglegbv.eval.plots import (
     PHASE_COLOURS,
@@ -33,17 +34,7 @@ from eaglegbv.eval.results import (
     read_evidence,
 )
 from eaglegbv.eval.runner import RunFolder, write_results
-from eaglegbv.eval.statistics import (
-    BLOCK_EFFICIENCY,
-    OTHER,
-    TOKENS_PER_SECOND,
-    Estimate,
-    over_plain,
-    rank_settings,
-    rank_ways,
-    summarise,
-)
-from eaglegbv.eval.throughput import Timing
+from eaglegbv.eval.throughput import Timing, over_plain
 from eaglegbv.metrics import Phase
 
 GBV = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
@@ -77,12 +68,12 @@ def timings() -> tuple[Timing, ...]:
 
 
 def test_settings_are_ranked_by_interval() -> None:
-    rank = rank_settings(measured(), BLOCK_EFFICIENCY)[1.0]
+    rank = statistics.rank_settings(measured(), statistics.BLOCK_EFFICIENCY)[1.0]
     assert (rank.leader, rank.value) == (OTBV.name, pytest.approx(2.3))
     assert rank.tied == (GBV.name,)
     assert rank.behind == (LOOKUP.name, NONE.name)
     assert rank.best == (OTBV.name, GBV.name)
-    speed = rank_settings(measured(), TOKENS_PER_SECOND)[1.0]
+    speed = statistics.rank_settings(measured(), statistics.TOKENS_PER_SECOND)[1.0]
     assert (speed.leader, speed.tied) == (OTBV.name, ())
     assert speed.behind == (GBV.name, NONE.name, LOOKUP.name)
 
@@ -90,10 +81,10 @@ def test_settings_are_ranked_by_interval() -> None:
 def test_ways_are_ranked_by_repeats() -> None:
     [(cell, ways)] = over_plain(timings()).items()
     assert (cell.temperature, cell.context, cell.batch) == (1.0, 0, 4)
-    assert ways["none"] == Estimate(1, 1, 1)
+    assert ways["none"] == statistics.Estimate(1, 1, 1)
     assert ways["auto"].value == pytest.approx((1 / 0.5 + 2 / 1.1) / 2)
     assert (ways["auto"].low, ways["auto"].high) == pytest.approx((2 / 1.1, 2))
-    rank = rank_ways(ways)
+    rank = statistics.rank_ways(ways)
     assert (rank.leader, rank.tied, rank.behind) == ("auto", ("2x3",), ("none", "slow"))
     # Without plain decoding there is nothing to rank by.
     assert over_plain([t for t in timings() if t.way != "none"]) == {}
@@ -111,16 +102,22 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
     path = add_evidence(tmp_path / "kept", "mt-bench", tmp_path / "run")
     kept = read_evidence(tmp_path / "kept")["mt-bench"]
     assert isinstance(kept, Results)
-    assert summarise(kept) == summarise(results) == summarise(compact(results))
+    assert (
+        statistics.summarise(kept)
+        == statistics.summarise(results)
+        == statistics.summarise(compact(results))
+    )
     assert b"xxx" not in path.read_bytes()
     assert b"/somewhere" not in path.read_bytes()
-    write_results(tmp_path, results, summarise(results))
+    write_results(tmp_path, results, statistics.summarise(results))
     again = add_evidence(tmp_path / "kept", "mt-bench-again", tmp_path / "results.json")
     assert again.read_bytes() == path.read_bytes()
 
 
 def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
-    finding = Finding(statement="b at least a", source="paper", ratio=Estimate(0.8, 0.7, 0.9))
+    finding = Finding(
+        statement="b at least a", source="paper", ratio=statistics.Estimate(0.8, 0.7, 0.9)
+    )
     rows = [["K", "ours"], ["1", "2.00"]]
     long = [rows[0], *[["many", "3.00"]] * MOST_ROWS]
     report = Report(
@@ -129,7 +126,10 @@ def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
             Table(title="Table 1, T = 1", rows=rows, notes=("A note.",)),
             Table(title="Table 2", rows=long),
         ),
-        findings=(finding, msgspec.structs.replace(finding, ratio=Estimate(1.2, 1.1, 1.3))),
+        findings=(
+            finding,
+            msgspec.structs.replace(finding, ratio=statistics.Estimate(1.2, 1.1, 1.3)),
+        ),
     )
     evidence = {
         "mt-bench": measured(),
@@ -291,7 +291,7 @@ def test_block_efficiency_by_paths_has_a_panel_a_temperature() -> None:
 
 
 def test_every_phase_has_a_colour() -> None:
-    assert set(PHASE_COLOURS) == {*map(str, Phase), OTHER}
+    assert set(PHASE_COLOURS) == {*map(str, Phase), statistics.OTHER}
 
 
 @drawing
@@ -331,5 +331,9 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:
-    figures = [Estimate(2.0, 1.5, 3.0), Estimate(1.0, 1.25, 1.5), Estimate(2.0, 1.0, 1.75)]
+    figures = [
+        statistics.Estimate(2.0, 1.5, 3.0),
+        statistics.Estimate(1.0, 1.25, 1.5),
+        statistics.Estimate(2.0, 1.0, 1.75),
+    ]
     assert whiskers(figures) == [[0.5, 0.0, 1.0], [1.0, 0.5, 0.0]]

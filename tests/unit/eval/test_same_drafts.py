@@ -395,16 +395,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_cells_of_a_pair_of_tables() -> None:
     """Fixed trees nest, so more nodes commit more; target_only and otbv commit as much of them."""
     pair, texts = table_pair(WORDS), random_texts(WORDS, count=12, length=9)
-    warm = study_cells("table", pair, texts, 0.8, SMALL)
-    assert {(c.paths, c.draft_temperature) for c in warm.sampled} == {
+    sampled, fixed = study_cells("table", pair, texts, 0.8, SMALL)
+    assert {(c.paths, c.draft_temperature) for c in sampled} == {
         (k, hotter) for k in (1, 2) for hotter in (1.0, 2.0)
     }
-    for cell in warm.sampled:
+    for cell in sampled:
         assert cell.nodes == 2 if cell.paths == 1 else 2 < cell.nodes <= 4
         assert cell.over_fixed.value == pytest.approx(cell.tokens.value / cell.fixed)
         if cell.draft_temperature == 1.0:
             assert cell.over_equal.value == 1.0
-    *ladder, otbv = warm.fixed
+    *ladder, otbv = fixed
     assert [cell.nodes for cell in ladder] == [1.0, 2.0, 4.0]
     for less, more in pairwise(ladder):
         assert less.tokens.value < more.tokens.value
@@ -412,10 +412,9 @@ def test_cells_of_a_pair_of_tables() -> None:
     assert otbv.verifier == "otbv"
     assert otbv.tokens.value == pytest.approx(ladder[-1].tokens.value, abs=0.1)
 
-    cold = study_cells("table", pair, texts, 0.0, SMALL)
-    [path] = cold.sampled
+    [path], cold = study_cells("table", pair, texts, 0.0, SMALL)
     assert (path.paths, path.nodes, path.over_equal.value) == (1, 2.0, 1.0)
-    assert len(cold.fixed) == 3
+    assert len(cold) == 3
 
 
 def a_cell(temperature: float, hotter: float, tokens: float, **ratios: Estimate) -> SampledCell:

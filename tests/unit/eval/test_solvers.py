@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.acceptance import alpha_iid
 
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import solvers
 from eaglegbv.eval.solvers import (
     Setting,
@@ -163,9 +162,3 @@ def test_a_width_beyond_the_vocabulary_is_the_whole_of_it() -> None:
         (10, 2, 9),
         (4, 3, 4),
     ]
-
-
-@pytest.mark.parametrize("values", [{"vocab": 1}, {"drafts": 1}, {"width": 5}], ids=str)
-def test_sizes_out_of_range_are_refused(values: dict[str, int]) -> None:
-    with pytest.raises(InvalidArgument, match=next(iter(values))):
-        Setting(**{"vocab": 4, "drafts": 2, "width": 1} | values)

@@ -125,23 +125,6 @@ def test_a_setting_with_nothing_but_errors_has_no_figures() -> None:
     assert "too long" in markdown(run, [summary])
 
 
-def test_report_names_settings_machine_and_definitions() -> None:
-    own = [
-        one
-        for s in (NONE, OTBV)
-        for r in (0, 1)
-        for one in records(s, *[(4, 8, 2.0)] * 3, repeat=r)
-    ]
-    run = results(*own)
-    text = markdown(run, summarise(run))
-    for expected in ("# test", "otbv K2 L3", "prefill", "2 cores", "Acceptance by depth"):
-        assert expected in text
-    lines = plain_text(table(summarise(run))).splitlines()
-    assert len(lines) == 3
-    assert lines[2].startswith("otbv K2 L3")
-    assert " 2.00  " in lines[2]  # all questions alike: the interval is a point
-
-
 def test_of_one_question_no_interval_is_told() -> None:
     one = [*records(OTBV, (3, 7, 1.7)), *records(OTBV, (3, 7, 1.7), repeat=1)]
     run = results(*one)
@@ -233,12 +216,6 @@ def test_only_questions_whole_on_both_sides_count() -> None:
     broken = results(b.records[1])
     with pytest.raises(InvalidArgument, match="both answered"):
         compare_runs(a, broken)
-
-
-def test_what_was_not_measured_is_refused() -> None:
-    a, _ = two_runs([1.0])
-    with pytest.raises(InvalidArgument, match=r"setting='nope'.*otbv K2 L3"):
-        side(a, "nope")
 
 
 def test_other_differences_of_the_runs_are_named() -> None:

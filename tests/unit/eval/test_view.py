@@ -10,11 +10,10 @@ import pytest
 from support.runs import ENVIRONMENT, NONE, OTBV, records, run_settings
 from support.tree_traces import LONG, NASTY, bush, step, write_trace
 
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.runner import write_results
 from eaglegbv.eval.statistics import summarise
-from eaglegbv.eval.view import content_of, page, results_content, view
+from eaglegbv.eval.view import page, results_content, view
 from eaglegbv.trace import Tracer
 
 DOM = Path(__file__).parents[2] / "support" / "page_dom.js"
@@ -131,24 +130,6 @@ def test_a_trace_is_shown_step_by_step(trace: Path) -> None:
         assert one["start"] == pytest.approx(1000 * number)
         assert one["milliseconds"] == pytest.approx(10)
         assert one["phases"] == pytest.approx({"draft": 4, "forward": 5})
-
-
-def test_a_trace_that_was_cut_is_shown_as_far_as_it_goes(trace: Path) -> None:
-    text = trace.read_text(encoding="utf-8")
-    last = text.rindex('{"pid": 1, "name": "step"')
-    trace.write_text(text[: last + 30], encoding="utf-8")
-    assert len(content_of(trace)["steps"]) == 2
-
-
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
-    for name, text in {"a.json": "{}", "b.json": "[]", "c.json": "[1]", "d.txt": "x"}.items():
-        (tmp_path / name).write_text(text)
-        with pytest.raises(InvalidArgument, match=name):
-            view(tmp_path / name)
-    with pytest.raises(InvalidArgument, match=r"nowhere.*Chrome trace"):
-        view(tmp_path / "nowhere")
-    with pytest.raises(InvalidArgument, match="path="):
-        view(tmp_path)
 
 
 def test_trees_are_shown_request_by_request(trees: Path) -> None:
