@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.unroll import (
-    AcceptanceMeter,
     Anchors,
     Depth,
     Loss,
@@ -19,6 +18,7 @@ from eaglegbv.drafters.training.unroll import (
     block_accepted,
     draw_anchors,
     feature_loss,
+    measure,
     unroll,
 )
 
@@ -201,8 +201,7 @@ def texts_of_the_target(length: int) -> Tensor:
 
 def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
     texts = texts_of_the_target(3)
-    found = AcceptanceMeter(3)
-    found.add([one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)])
+    found = measure([[one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)]])
     accepted = float(torch.minimum(P, Q).sum())
     assert found.by_depth == pytest.approx([accepted] * 3)
     # Token verification accepts d tokens of a path with probability accepted ** d.
@@ -254,8 +253,7 @@ def test_block_loss_is_what_block_verification_accepts() -> None:
 
 
 def test_tokens_outside_the_draft_vocabulary_end_a_path() -> None:
-    found = AcceptanceMeter(2)
     dist = torch.tensor([1.0])
     texts = [torch.tensor([[-1], [0]]), torch.tensor([[0], [0]])]  # -1 cannot be drafted
-    found.add([one_depth(dist, dist, token) for token in texts])
+    found = measure([[one_depth(dist, dist, token) for token in texts]])
     assert (found.token, found.block) == (pytest.approx(2.5), pytest.approx(2.5))
