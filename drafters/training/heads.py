@@ -48,6 +48,7 @@ from eaglegbv.drafters.training.unroll import (
     unroll,
 )
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import require_integer
 
 _COVERAGE = 0.95
 _NOT_IDENTITY = frozenset(
@@ -93,8 +94,7 @@ class EagleTrainingConfig:
     validation_prompts: int = 16  # held-out prompts on which a real verifier measures acceptance
 
     def __post_init__(self) -> None:
-        if self.depths < 1:
-            raise InvalidArgument("depths", self.depths, "an integer of at least 1")
+        require_integer("depths", self.depths, 1)
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]

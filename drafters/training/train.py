@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.utils import replacing, write_whole
+from eaglegbv.utils import replacing, require_integer, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -53,8 +53,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
+            require_integer(name, getattr(self, name), 1)
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
 
