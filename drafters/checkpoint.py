@@ -139,15 +139,6 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
     return Fit(replace(config, feature_layers=layers.inputs), layers, tuple(remarks))
 
 
-def read_head_config(path: Path, target_config: PreTrainedConfig) -> EagleHeadConfig:
-    """Return the configuration of the head at ``path``; its weights are inspected but not loaded.
-
-    Raises:
-        DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
-    """
-    return fit(read_checkpoint(path), target_config).config
-
-
 def load_head(
     path: Path,
     *,
@@ -251,7 +242,8 @@ def _with_vocabulary(
     members = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     remarks = []
     if MEMBERS not in named.tensors:  # NVIDIA's ModelOpt writes none
-        named = named.with_tensor(MEMBERS, members)
+        tensors, stored = named.tensors | {MEMBERS: members}, named.stored | {MEMBERS: MEMBERS}
+        named = replace(named, tensors=tensors, stored=stored)
         text = f"{MEMBERS} follows from {OFFSETS}, being absent; the EAGLE repository needs it"
         remarks.append(Remark(RemarkKind.NOTE, text))
     if not torch.equal(_check(named, MEMBERS, (config.vocab_size,), torch.bool), members):
@@ -343,15 +335,11 @@ def kind_of(folder: Path) -> Kind:
     """
     if read_json(folder / "config.json").get("model_type") == TABULAR:
         return Kind.TABLE
-    return Kind.EAGLE if _is_head(read_weights(folder).tensors) else Kind.LANGUAGE_MODEL
-
-
-def _is_head(names: Iterable[str]) -> bool:
-    """Return whether names are a head's: none else fuses features or drops ``model.``."""
-    plain = {name.removeprefix("model.") for name in names}
-    if plain & {"fc.weight", "d2t", "t2d"}:
-        return True
-    return any(name.startswith(("midlayer.", "layers.0.")) for name in names)
+    names = read_weights(folder).tensors
+    # Nothing but a head fuses features or drops ``model.``.
+    fuses = {"fc.weight", "d2t", "t2d"} & {name.removeprefix("model.") for name in names}
+    plain = any(name.startswith(("midlayer.", "layers.0.")) for name in names)
+    return Kind.EAGLE if fuses or plain else Kind.LANGUAGE_MODEL
 
 
 # What a head's files say, what was assumed, and where engines would disagree about them.

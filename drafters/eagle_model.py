@@ -6,7 +6,7 @@ EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -283,19 +283,15 @@ class EagleHead(nn.Module, ABC):
 
         Call it once, on the head's final device and in its final dtype; do not train it afterwards.
         """
-        prepare(self, self._run_once, quantization, compiled=self if compiled else None)
-
-    def _run_once(self) -> None:
-        """Run every layer once, on one row."""
-        config, kind = self.config, self.embedding
-        group = config.num_heads // config.num_kv_heads
+        kind = self.embedding
         zero = torch.zeros(1, dtype=torch.int64, device=kind.device)
-        features = kind.new_zeros((1, config.feature_size))
+        features = kind.new_zeros((1, self.config.feature_size))
 
-        def attend(_q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
-            return v.repeat_interleave(group, dim=-2)
+        def run_once() -> None:
+            attended = self(zero, self.fuse(features), zero, lambda q, *_: torch.zeros_like(q))
+            self.logits(attended)
 
-        self.logits(self(zero, self.fuse(features), zero, attend))
+        prepare(self, run_once, quantization, compiled=self if compiled else None)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -556,8 +552,11 @@ class HeadForward:
     def _warm_up(self) -> None:
         """Make the graphs for one row and for any number, from tensors of inference mode."""
         config, like = self._head.config, self._head.embedding
-        for segments in _examples():
-            count = sum(segment.num_new for segment in segments)
+        context = torch.zeros(11, dtype=torch.int64)
+        for lengths in ((1,), (3, 1)):  # one row, and a few of two requests, fewer than their keys
+            count = sum(lengths)
+            new = torch.arange(count).split(lengths)
+            segments = [Segment.causal(torch.zeros_like(own), context, own) for own in new]
             hidden = like.new_zeros((count, config.hidden_size))
             self.read(segments, like.new_zeros((count, config.feature_size)))
             if self._recorded:
@@ -567,11 +566,3 @@ class HeadForward:
             else:
                 self.go_on(segments, hidden)
                 self.logits(hidden)
-
-
-def _examples() -> Iterator[list[Segment]]:
-    """Yield rows to make graphs from: one, and a few of two requests, fewer than their keys."""
-    context = torch.zeros(11, dtype=torch.int64)
-    for lengths in ((1,), (3, 1)):
-        new = torch.arange(sum(lengths)).split(lengths)
-        yield [Segment.causal(torch.zeros_like(own), context, own) for own in new]

@@ -19,7 +19,7 @@ from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
 from eaglegbv.cuda_graphs import GraphMode, make_recorder, spare_slots
 from eaglegbv.devices import place_of
 from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafters.checkpoint import Kind, kind_of, load_head, read_head_config
+from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_checkpoint
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
@@ -135,7 +135,7 @@ def load_pair(
         raise InvalidArgument("draft_quantization", str(quantization), expected)
     features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
-        head_config = read_head_config(folder, config_of(model))
+        head_config = fit(read_checkpoint(folder), config_of(model)).config
         features = feature_spec(head_config)
         beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, dtype)
     elif folder is not None and kind is Kind.LANGUAGE_MODEL:

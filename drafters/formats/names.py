@@ -33,8 +33,8 @@ _LEFT_ASIDE = {
 class NamedTensors:
     """The tensors of a head by the names that are used inside this package."""
 
-    tensors: Mapping[str, Tensor]  # those in use
-    stored: Mapping[str, str]  # the names they have in the file
+    tensors: dict[str, Tensor]  # those in use
+    stored: dict[str, str]  # the names they have in the file
     layer_prefix: str  # what the names of the decoder layer begin with in the file
     left_aside: Mapping[str, str]  # names in the file that are known but not needed, and why
 
@@ -54,12 +54,6 @@ class NamedTensors:
             tensors={key: t for key, t in self.tensors.items() if key != name},
             stored={key: stored for key, stored in self.stored.items() if key != name},
             left_aside={**self.left_aside, self.stored[name]: reason},
-        )
-
-    def with_tensor(self, name: str, tensor: Tensor) -> "NamedTensors":
-        """Return these tensors and one more."""
-        return replace(
-            self, tensors={**self.tensors, name: tensor}, stored={**self.stored, name: name}
         )
 
     def shown(self, name: str) -> str:

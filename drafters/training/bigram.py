@@ -1,91 +1,69 @@
 """A bigram table counted on the texts that heads are trained on: the yardstick for them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array
 
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.drafters.training.data import Corpus, Texts
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import require_integer
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 _CELLS = 1 << 24  # most entries of a dense block of distributions
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Counts of two tokens in a row, the second written by the assistant."""
+def count_pairs(corpus: Corpus, vocab: int) -> csr_array:
+    """Return ``[vocab, vocab]`` float64: how often each token of a document follows each.
 
-    vocab: int  # number of tokens, V
-    keys: Tensor  # [pairs] int64, ascending: first token * V + second
-    counts: Tensor  # [pairs] float64
-
-    @property
-    def firsts(self) -> Tensor:
-        """Total count of each first token, ``[V]`` float64."""
-        return torch.bincount(self.keys // self.vocab, self.counts, self.vocab)
-
-    @property
-    def unigram(self) -> Tensor:
-        """Probabilities of second tokens, ``[V]`` float64, each counted once more than it was."""
-        counts = 1 + torch.bincount(self.keys % self.vocab, self.counts, self.vocab)
-        return counts / counts.sum()
-
-    def count_of(self, keys: Tensor) -> Tensor:
-        """Return the counts of ``keys``, 0 where there is none."""
-        place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
-        return self.counts[place].where(self.keys[place] == keys, 0.0)
-
-
-def count_pairs(corpus: Corpus, vocab: int) -> Pairs:
-    """Count the pairs within the documents of a corpus."""
-    tokens = corpus.token_ids.long()
+    Counted are those that the assistant wrote.
+    """
+    tokens = corpus.token_ids.long().cpu().numpy()
     document = torch.repeat_interleave(corpus.lengths)
-    pair = (document[1:] == document[:-1]) & corpus.is_response[1:]
-    keys = (tokens[:-1] * vocab + tokens[1:])[pair]
-    if not len(keys):
+    pair = ((document[1:] == document[:-1]) & corpus.is_response[1:]).cpu().numpy()
+    first, second = tokens[:-1][pair], tokens[1:][pair]
+    if not len(first):
         raise InvalidArgument("data", list(corpus.sources), "responses of two tokens or more")
-    unique, counts = keys.unique(return_counts=True)
-    return Pairs(vocab, unique, counts.double())
+    return coo_array((np.ones(len(first)), (first, second)), shape=(vocab, vocab)).tocsr()
 
 
-def smoothed(pairs: Pairs, prior: float, width: int) -> Table:
+def unigram(pairs: csr_array) -> NDArray[np.float64]:
+    """Return the probabilities ``[vocab]`` of second tokens, each counted once more than it was."""
+    counts: NDArray[np.float64] = 1 + pairs.sum(axis=0)
+    return counts / counts.sum()
+
+
+def smoothed(pairs: csr_array, prior: float, width: int) -> Table:
     """Return the ``width`` likeliest followers of every token.
 
     p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram distribution: MacKay
     and Peto's Dirichlet prior (1995). The last row, for a missing token, is u.
     """
-    unigram, firsts = pairs.unigram, pairs.firsts
-    width = min(width, pairs.vocab)
-    rows = max(1, _CELLS // pairs.vocab)
-    ids, probs = [], []
-    for begin in range(0, pairs.vocab, rows):
-        end = min(begin + rows, pairs.vocab)
-        own = slice(
-            *torch.searchsorted(pairs.keys, pairs.keys.new_tensor([begin, end]) * pairs.vocab)
-        )
-        dense = (prior * unigram).repeat(end - begin, 1)
-        dense.view(-1).index_add_(0, pairs.keys[own] - begin * pairs.vocab, pairs.counts[own])
-        best = (dense / (firsts[begin:end, None] + prior)).topk(width, dim=1)
-        ids.append(best.indices)
-        probs.append(best.values)
-    overall = unigram.topk(width)
+    vocab, u, firsts = pairs.shape[0], unigram(pairs), pairs.sum(axis=1)
+    rows = max(1, _CELLS // vocab)
+    best = []
+    for begin in range(0, vocab, rows):
+        own = slice(begin, begin + rows)
+        dense = (pairs[own].toarray() + prior * u) / (firsts[own, None] + prior)
+        best.append(torch.from_numpy(dense).topk(min(width, vocab), dim=1))
+    best.append(torch.from_numpy(u[None]).topk(min(width, vocab), dim=1))
     return Table(
-        vocab_size=pairs.vocab,
+        vocab_size=vocab,
         order=1,
-        ids=torch.cat((*ids, overall.indices[None])),
-        log_probs=torch.cat((*probs, overall.values[None])).log().float(),
+        ids=torch.cat([each.indices for each in best]),
+        log_probs=torch.cat([each.values for each in best]).log().float(),
     )
 
 
-def cross_entropy(pairs: Pairs, prior: float, measured: Pairs) -> float:
+def cross_entropy(pairs: csr_array, prior: float, measured: csr_array) -> float:
     """Return the mean of -log p(y | x), in nats, over the pairs of ``measured``."""
-    first, second = measured.keys // pairs.vocab, measured.keys % pairs.vocab
-    counts = pairs.count_of(measured.keys) + prior * pairs.unigram[second]
-    probs = counts / (pairs.firsts[first] + prior)
-    return float(-(measured.counts * probs.log()).sum() / measured.counts.sum())
+    first, second = measured.nonzero()
+    counts = pairs[first, second] + prior * unigram(pairs)[second]
+    probs = counts / (pairs.sum(axis=1)[first] + prior)
+    return float(-(measured[first, second] * np.log(probs)).sum() / measured.sum())
 
 
 def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int, command: str = "") -> str:
@@ -104,16 +82,15 @@ def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int, command: st
     Raises:
         InvalidArgument: There is nothing to count, or a token is none of the target's.
     """
-    if width < 1:
-        raise InvalidArgument("width", width, "an integer of at least 1")
+    require_integer("width", width, 1)
     texts.training.check_vocabulary(vocab)
     pairs, held_out = count_pairs(texts.training, vocab), count_pairs(texts.held_out, vocab)
     losses = {prior: cross_entropy(pairs, prior, held_out) for prior in _PRIORS}
     prior = min(losses, key=losses.__getitem__)
     tokens = texts.training.token_counts()
-    facts = {"prior": prior, "held_out_cross_entropy": losses[prior], "pairs": len(pairs.keys)}
+    facts = {"prior": prior, "held_out_cross_entropy": losses[prior], "pairs": pairs.nnz}
     smoothed(pairs, prior, width).save(out, **facts, tokens=tokens, command=command)
     return (
-        f"{len(pairs.keys):,} pairs of {sum(tokens.values()):,} tokens, prior {prior:g}, "
+        f"{pairs.nnz:,} pairs of {sum(tokens.values()):,} tokens, prior {prior:g}, "
         f"held-out cross-entropy {losses[prior]:.3f}; wrote {out}"
     )

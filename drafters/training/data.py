@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -227,22 +227,30 @@ def draw_documents(number: int, shape: tuple[int, int], seed: int) -> Tensor:
 _Segment = tuple[str, bool]  # a piece of a document, and whether it is response
 
 
+class Texts(NamedTuple):
+    """What a drafter is trained on, and measured on."""
+
+    training: Corpus
+    held_out: Corpus
+
+
 def build_corpora(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> tuple[Corpus, Corpus]:
+) -> Texts:
     """Tokenise the rows to train on, and those held out; see :func:`build_corpus`.
 
     Raises:
         InvalidArgument: There is nothing to learn in the ones or the others.
     """
-    split = {kept: [row for row in rows if row.held_out is kept] for kept in (False, True)}
-    corpora = {kept: build_corpus(own, tokenizer, max_tokens) for kept, own in split.items()}
-    for kept, corpus in corpora.items():
-        if not len(corpus.lengths):
-            expected = f"some with an answer to {'measure on' if kept else 'learn from'}"
+    corpora = []
+    for kept, purpose in ((False, "learn from"), (True, "measure on")):
+        own = [row for row in rows if row.held_out is kept]
+        corpora.append(build_corpus(own, tokenizer, max_tokens))
+        if not len(corpora[-1].lengths):
+            expected = f"some with an answer to {purpose}"
             expected += f" (one row in {HELD_OUT_ONE_IN} is held out, to measure on)"
-            raise InvalidArgument("data", f"{len(split[kept])} rows", expected)
-    return corpora[False], corpora[True]
+            raise InvalidArgument("data", f"{len(own)} rows", expected)
+    return Texts(*corpora)
 
 
 def build_corpus(
@@ -279,6 +287,8 @@ def build_corpus(
         tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ()
     )
     documents: list[Document] = []
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    room = max_tokens - len(bos)
     for row, segments in cut:
         ids: list[int] = []
         is_response: list[bool] = []
@@ -290,7 +300,8 @@ def build_corpus(
         if row.messages:
             documents.append(Document(source, ids[:max_tokens], is_response[:max_tokens]))
         else:
-            documents += _split(source, ids, tokenizer.bos_token_id, max_tokens)
+            pieces = [[*bos, *ids[start : start + room]] for start in range(0, len(ids), room)]
+            documents += [Document(source, piece, [True] * len(piece)) for piece in pieces]
     return join_documents([d for d in documents if any(d.is_response)], sources)
 
 
@@ -331,14 +342,6 @@ def _render(
     )
 
 
-def _split(source: int, ids: list[int], bos: int | None, max_tokens: int) -> Iterator[Document]:
-    begin = [] if bos is None else [bos]
-    step = max_tokens - len(begin)
-    for start in range(0, len(ids), step):
-        piece = [*begin, *ids[start : start + step]]
-        yield Document(source, piece, [True] * len(piece))
-
-
 # The texts that drafters are trained and measured on: the data's, or the target's own answers.
 
 
@@ -367,14 +370,6 @@ Answer = Callable[[Sequence[list[int]]], list[list[int]]]
 """The target's answers to prompts, all token ids, with the tokens that end them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """What a drafter is trained on, and measured on."""
-
-    training: Corpus
-    held_out: Corpus
-
-
 def gather_texts(
     settings: TextSettings, tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> Texts:
@@ -389,11 +384,18 @@ def gather_texts(
         InvalidArgument: The data or the kept answers cannot be read, or there is nothing to learn.
     """
     if settings.regenerate and settings.samples.exists():
-        return _kept_answers(settings.samples)
+        try:
+            kept = torch.load(settings.samples, weights_only=True)
+            return Texts(Corpus(**kept["training"]), Corpus(**kept["held_out"]))
+        except (
+            OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError,
+        ) as error:  # fmt: skip
+            expected = f"a file of the target's answers ({type(error).__name__})"
+            raise InvalidArgument("samples", str(settings.samples), expected) from error
     rows = list(read_rows(find_files(settings.data), ROWS_PER_SOURCE))
     corpora = build_corpora(rows, tokenizer, settings.window)
     if not settings.regenerate:
-        return Texts(*corpora)
+        return corpora
     few = max(1, settings.regenerate // _ANSWERS_HELD_OUT_ONE_IN)
     numbers = settings.regenerate, min(settings.held_out, few)
     longest = settings.window - settings.max_new_tokens
@@ -402,26 +404,13 @@ def gather_texts(
         for corpus, number in zip(corpora, numbers, strict=True)
     ]
     answers = iter(answer([prompt.token_ids for own in prompts for prompt in own]))
-    answered = [
-        join_documents([_continued(prompt, next(answers)) for prompt in own], corpus.sources)
-        for own, corpus in zip(prompts, corpora, strict=True)
-    ]
-    texts = Texts(*answered)
+    answered = [[_continued(prompt, next(answers)) for prompt in own] for own in prompts]
+    sources = [corpus.sources for corpus in corpora]
+    texts = Texts(*map(join_documents, answered, sources))
     # Whole or not at all, for a run may be killed at any time.
     with replacing(settings.samples) as partial:
-        kept = {each.name: asdict(getattr(texts, each.name)) for each in fields(texts)}
-        torch.save(kept, partial)
+        torch.save({name: asdict(corpus) for name, corpus in texts._asdict().items()}, partial)
     return texts
-
-
-def _kept_answers(samples: Path) -> Texts:
-    broken = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
-    try:
-        kept = torch.load(samples, weights_only=True)
-        return Texts(Corpus(**kept["training"]), Corpus(**kept["held_out"]))
-    except broken as error:
-        expected = f"a file of the target's answers ({type(error).__name__})"
-        raise InvalidArgument("samples", str(samples), expected) from error
 
 
 def draw_prompts(corpus: Corpus, number: int, longest: int, seed: int) -> list[Document]:

@@ -38,16 +38,17 @@ from eaglegbv.drafters.training.train import (
     write_report,
 )
 from eaglegbv.drafters.training.unroll import (
-    AcceptanceMeter,
     FrozenTarget,
     KeptRuns,
     Loss,
     TargetRun,
     draw_anchors,
     feature_loss,
+    measure,
     unroll,
 )
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import require_integer
 
 _COVERAGE = 0.95
 _NOT_IDENTITY = frozenset(
@@ -93,8 +94,7 @@ class EagleTrainingConfig:
     validation_prompts: int = 16  # held-out prompts on which a real verifier measures acceptance
 
     def __post_init__(self) -> None:
-        if self.depths < 1:
-            raise InvalidArgument("depths", self.depths, "an integer of at least 1")
+        require_integer("depths", self.depths, 1)
 
 
 Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
@@ -221,25 +221,26 @@ class _Run:
 
     def evaluate(self, head: EagleHead) -> Evaluation:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
-        meter = AcceptanceMeter(self.config.depths)
-        for run in tqdm(self.held_out(), desc="evaluation", leave=False, disable=None):
-            anchors = draw_anchors(run.is_response, self.config.anchors, seed=0)
-            meter.add(list(unroll(head, run, anchors, self.config.depths)))
-        values = {f"acceptance at depth {d + 1}": a for d, a in enumerate(meter.by_depth)}
-        name = f"block efficiency, one path of depth {self.config.depths}"
-        values |= {f"{name}, token verification": meter.token}
-        values |= {f"{name}, block verification": meter.block}
+        depths, number = self.config.depths, self.config.anchors
+        runs = tqdm(self.held_out(), desc="evaluation", leave=False, disable=None)
+        found = measure(
+            list(unroll(head, run, draw_anchors(run.is_response, number, seed=0), depths))
+            for run in runs
+        )
+        values = {f"acceptance at depth {d}": a for d, a in enumerate(found.by_depth, start=1)}
+        name = f"block efficiency, one path of depth {depths}"
+        values |= {f"{name}, token verification": found.token}
+        values |= {f"{name}, block verification": found.block}
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
         # The estimate chooses the weights to keep, as results on a few prompts are noisy.
-        return Evaluation(-meter.block, values)
+        return Evaluation(-found.block, values)
 
 
-Drawn = Callable[[int], TargetRun]  # the batch of a seed
-HeldOut = Callable[[], Iterator[TargetRun]]  # the batches that acceptance is measured on
-
-
-def _runs(config: EagleTrainingConfig, target: FrozenTarget, texts: Texts) -> tuple[Drawn, HeldOut]:
+def _runs(
+    config: EagleTrainingConfig, target: FrozenTarget, texts: Texts
+) -> tuple[Callable[[int], TargetRun], Callable[[], Iterator[TargetRun]]]:
+    """Return what draws the batch of a seed, and the batches that acceptance is measured on."""
     device = torch.device(config.device)
     batch, folder, seed = config.batch, config.keep_runs, config.texts.seed
     training = texts.training.to(device)
@@ -289,7 +290,13 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
         raise InvalidArgument("arch", str(config.arch), expected)
     initial = None if config.initial is None else _loaded(config.initial, model)
     if initial is not None:
-        _check_same(config, initial.config)
+        for name, asked, there in (
+            ("arch", config.arch, initial.config.arch),
+            ("intermediate", config.intermediate, initial.config.intermediate_size),
+        ):
+            if asked not in (None, there):
+                expected = f"a head whose {name} is {asked}, not {there}"
+                raise InvalidArgument("initial", str(config.initial), expected)
         if not eagle3 or config.draft_vocab in (None, initial.config.draft_vocab_size):
             return initial.requires_grad_()
     chosen = torch.arange(target.vocab_size)
@@ -306,31 +313,14 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
     head = Eagle3Head(head_config, embedding, chosen.to(embedding.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[chosen])
-        if initial is not None:
-            _take_over(initial, head)
+        if initial is not None:  # its output layer gives the rows of the tokens that both have
+            weights = initial.state_dict()
+            rows = weights.pop("lm_head.weight")
+            head.load_state_dict(weights, strict=False)
+            shared = torch.isin(head.draft_to_target, initial.draft_to_target)
+            places = torch.searchsorted(initial.draft_to_target, head.draft_to_target[shared])
+            head.lm_head.weight[shared] = rows[places]
     return head
-
-
-def _check_same(config: EagleTrainingConfig, initial: EagleHeadConfig) -> None:
-    """Raise :class:`InvalidArgument` where another head is asked for than the one to start from."""
-    asked = {
-        "arch": (config.arch, initial.arch),
-        "intermediate": (config.intermediate, initial.intermediate_size),
-    }
-    for name, (wanted, found) in asked.items():
-        if wanted not in (None, found):
-            expected = f"a head whose {name} is {wanted}, not {found}"
-            raise InvalidArgument("initial", str(config.initial), expected)
-
-
-def _take_over(initial: EagleHead, head: Eagle3Head) -> None:
-    """Give ``head`` the weights of one with other draft tokens: its output layer's shared rows."""
-    weights = initial.state_dict()
-    rows = weights.pop("lm_head.weight")
-    head.load_state_dict(weights, strict=False)
-    shared = torch.isin(head.draft_to_target, initial.draft_to_target)
-    places = torch.searchsorted(initial.draft_to_target, head.draft_to_target[shared])
-    head.lm_head.weight[shared] = rows[places]
 
 
 def head_config_of(

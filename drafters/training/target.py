@@ -91,7 +91,11 @@ def train_target(config: TargetTrainingConfig, *, command: str = "", resume: boo
     """
     device = torch.device(config.device)
     rows = list(read_rows(find_files(config.data), ROWS_PER_SOURCE))
-    tokenizer = _tokenizer(config, rows, resume=resume)
+    if resume and (config.out / CHECKPOINT).exists():
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(config.out)
+    else:
+        tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, _CONTEXT)
+        tokenizer.save_pretrained(config.out)
     training, held_out = (c.to(device) for c in build_corpora(rows, tokenizer, config.window))
     torch.manual_seed(config.schedule.seed)
     with device:
@@ -160,18 +164,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreT
         model_max_length=context,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def _tokenizer(
-    config: TargetTrainingConfig, rows: list[Row], *, resume: bool
-) -> PreTrainedTokenizerFast:
-    """Take the tokenizer of the run resumed, or train one; save it with the model."""
-    if resume and (config.out / CHECKPOINT).exists():
-        kept: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(config.out)
-        return kept
-    tokenizer = train_tokenizer(_tokenizer_texts(rows), config.vocab_size, _CONTEXT)
-    tokenizer.save_pretrained(config.out)
     return tokenizer
 
 

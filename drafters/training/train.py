@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import compress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import tokenizers
 import torch
@@ -19,11 +20,11 @@ from tqdm import tqdm
 
 from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.utils import replacing, write_whole
+from eaglegbv.utils import replacing, require_integer, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
-_SECONDS_BETWEEN_LINES = 20.0
+_SECONDS_BETWEEN_LINES = 20.0  # of progress, where there is no terminal
 _LOG_EVERY = 10  # steps between two lines of the log
 _WARM_UP = 0.05  # fraction of the budget in which the learning rate rises linearly
 _LARGEST_GRADIENT = 1.0  # norm to which a step's gradient is clipped
@@ -52,8 +53,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, getattr(self, name), "an integer of at least 1")
+            require_integer(name, getattr(self, name), 1)
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
 
@@ -133,29 +133,41 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
     _drop_repeated(log, progress.step, schedule.evaluate_every)
-    bar = tqdm(initial=progress.step, unit="step", smoothing=0.1, disable=None)
-    with log.open("a") as lines, bar:
-        journal = _Journal(lines, bar, task.tokens_per_step, progress.step)
+    tokens = task.tokens_per_step
+    interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    bar = tqdm(initial=progress.step * tokens, unit="token", unit_scale=True, mininterval=interval)
+    with log.open("a", buffering=1) as lines, bar:
+
+        def write(**facts: object) -> None:
+            lines.write(json.dumps({"step": progress.step, **facts}) + "\n")
+
+        def evaluate() -> None:
+            found = _evaluate(task, schedule, progress)
+            write(held_out=dict(found.values), score=found.score)
+            tqdm.write(f"step {progress.step:,}: score {found.score:.4f}", file=sys.stderr)
+
         while (spent := schedule.progress(progress)) < 1:
             began = time.monotonic()
             torch.manual_seed(schedule.step_seed(progress.step))
             loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
-            bar.update()
+            bar.update(tokens)
             if progress.step % _LOG_EVERY == 0:
                 if not math.isfinite(value := loss.item()):
-                    expected = (
-                        f"a rate at which the loss is finite: step {progress.step} has {value}"
-                    )
+                    expected = f"a rate with a finite loss: step {progress.step} has {value}"
                     raise InvalidArgument("learning_rate", schedule.learning_rate, expected)
-                journal.write_loss(progress, value, schedule.progress(progress))
+                # Estimated, as the budget may be in minutes.
+                bar.total = round(progress.step / schedule.progress(progress)) * tokens
+                bar.set_postfix(loss=value, refresh=False)
+                seconds = round(progress.seconds, 1)
+                write(tokens=progress.step * tokens, seconds=seconds, loss=value)
             if progress.step % schedule.evaluate_every == 0:
-                journal.write_evaluation(progress.step, _evaluate(task, schedule, progress))
+                evaluate()
             progress.seconds += time.monotonic() - began
             if progress.step % schedule.checkpoint_every == 0:
                 _save(checkpoint, task, optimizer, progress)
         if progress.step % schedule.evaluate_every:
-            journal.write_evaluation(progress.step, _evaluate(task, schedule, progress))
+            evaluate()
     _save(checkpoint, task, optimizer, progress)
     task.module.load_state_dict(progress.best_weights)
     return progress
@@ -216,59 +228,17 @@ def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
     return found
 
 
-@dataclass(slots=True)
-class _Journal:
-    """The output of a run: a progress bar, or lines where there is no terminal; and the log.
-
-    ``first`` is the step at which this part of the run began, and ``shown`` when a line of progress
-    was last printed.
-    """
-
-    lines: TextIO
-    bar: "tqdm[Any]"
-    tokens_per_step: int
-    first: int
-    began: float = field(default_factory=time.monotonic)
-    shown: float = 0.0
-
-    def write_loss(self, progress: Progress, loss: float, spent: float) -> None:
-        now = time.monotonic()
-        speed = self.tokens_per_step * (progress.step - self.first) / (now - self.began)
-        facts = f"loss {loss:.3f}, {speed:,.0f} tokens/s"
-        self.bar.total = round(progress.step / spent)  # estimated, as the budget may be in minutes
-        self.bar.set_postfix_str(facts)
-        if self.bar.disable and now - self.shown > _SECONDS_BETWEEN_LINES:
-            self.shown = now
-            left = progress.seconds * (1 - spent) / spent / 60
-            where = f"step {progress.step:,} of about {self.bar.total:,}"
-            tqdm.write(f"{where}, {facts}, {left:.0f} min left", file=sys.stderr)
-        tokens, seconds = progress.step * self.tokens_per_step, round(progress.seconds, 1)
-        self._write({"step": progress.step, "tokens": tokens, "seconds": seconds, "loss": loss})
-
-    def write_evaluation(self, step: int, found: Evaluation) -> None:
-        self._write({"step": step, "held_out": dict(found.values), "score": found.score})
-        tqdm.write(f"step {step:,}: held-out score {found.score:.4f}", file=sys.stderr)
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        self.lines.write(json.dumps(entry) + "\n")
-        self.lines.flush()
-
-
 def _drop_repeated(log: Path, step: int, evaluate_every: int) -> None:
     """Drop what was logged after the checkpoint, and the evaluation at the end: they come again."""
     if not log.exists():
         return
-
-    def stays(line: str) -> bool:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:  # the line being written when the run was killed
-            return False
-        at_end = "score" in entry and entry["step"] % evaluate_every != 0
-        return bool(0 < entry["step"] <= step and not at_end)
-
-    kept = filter(stays, log.read_text().splitlines(keepends=True))
-    write_whole(log, "".join(kept).encode())
+    # The last line may have been cut off as the run was killed.
+    lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    entries = [json.loads(line) for line in lines]
+    kept = [
+        0 < e["step"] <= step and not ("score" in e and e["step"] % evaluate_every) for e in entries
+    ]
+    write_whole(log, "".join(compress(lines, kept)).encode())
 
 
 def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:
@@ -317,15 +287,8 @@ def write_report(
 ) -> str:
     """Write ``training_report.json``, and ``TRAINING.md``, which is returned.
 
-    Args:
-        folder: Folder to write into.
-        task: What was trained.
-        progress: Where the run ended.
-        final: The last evaluation, of the weights as saved.
-        title: What was trained, in words.
-        command: Command line that was run.
-        data: Files and folders of the data.
-        corpus: What was trained on.
+    ``final`` evaluates the weights as saved, ``title`` says what was trained, ``command`` is the
+    command line that was run, ``data`` its files and folders, and ``corpus`` what it trained on.
 
     Returns:
         A section of a model card, in Markdown.
@@ -335,36 +298,32 @@ def write_report(
         device = torch.cuda.get_device_name(place)
     versions = {"Python": platform.python_version()}
     versions |= {m.__name__: str(m.__version__) for m in (torch, transformers, tokenizers)}
-    held_out, sources = dict(final.values), corpus.token_counts()
-    weights = sum(p.numel() for p in task.module.parameters())
-    tokens, seconds = progress.step * task.tokens_per_step, round(progress.seconds, 1)
-    report = {
+    report: dict[str, Any] = {
         "title": title,
         "command": command,
         "config": {**task.identity, "data": [str(path) for path in data]},
-        "parameters": weights,
-        "data": sources,
+        "parameters": sum(p.numel() for p in task.module.parameters()),
+        "data": corpus.token_counts(),
         "steps": progress.step,
         "best_step": progress.best_step,
-        "tokens": tokens,
-        "seconds": seconds,
-        "held_out": held_out,
+        "tokens": progress.step * task.tokens_per_step,
+        "seconds": round(progress.seconds, 1),
+        "held_out": dict(final.values),
         "device": device,
         "versions": versions,
     }
+    counts = {source: f"{count:,}" for source, count in report["data"].items()}
+    values = {name: f"{value:.3f}" for name, value in final.values.items()}
     card = (
-        f"## Training of the {title}\n\n"
-        f"{weights:,} weights; {tokens:,} tokens in {progress.step:,} steps (weights of step "
-        f"{progress.best_step:,} kept), {seconds:,.0f} s on {device}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
-        f"```\n{command}\n```\n\n"
-        + _table("source", "tokens", {name: f"{count:,}" for name, count in sources.items()})
-        + "\n"
-        + _table("held out", "value", {name: f"{value:.3f}" for name, value in held_out.items()})
-    )
-    write_whole(
-        folder / "training_report.json", f"{json.dumps(report, indent=2, default=str)}\n".encode()
-    )
+        "## Training of the {title}\n\n"
+        "{parameters:,} weights; {tokens:,} tokens in {steps:,} steps (weights of step "
+        "{best_step:,} kept), {seconds:,.0f} s on {device}; "
+    ).format(**report)
+    card += f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
+    card += f"```\n{command}\n```\n\n"
+    card += _table("source", "tokens", counts) + "\n" + _table("held out", "value", values)
+    report_json = json.dumps(report, indent=2, default=str)
+    write_whole(folder / "training_report.json", f"{report_json}\n".encode())
     write_whole(folder / "TRAINING.md", card.encode())
     return card
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -109,17 +109,6 @@ class FrozenTarget:
         sums = [functional.linear(part, self.output).float().logsumexp(dim=-1) for part in rows]
         return torch.cat(sums).view(final_hidden.shape[:-1])
 
-    def check_output_layer(self, run: TargetRun) -> None:
-        """Check that the logits of ``run`` are the output layer's product.
-
-        Raises:
-            InvalidArgument: They are capped or scaled.
-        """
-        again = functional.linear(run.final_hidden, self.output)
-        if run.logits is None or not torch.allclose(again, run.logits, rtol=1e-2, atol=1e-2):
-            expected = "a target whose logits are its output layer's product, not capped"
-            raise InvalidArgument("keep_runs", True, expected)
-
 
 @dataclass(frozen=True, slots=True)
 class KeptRuns:
@@ -154,7 +143,10 @@ class KeptRuns:
         """
         rows = fill_rows(corpus.lengths, target.window, seed)
         first = target.run(corpus, rows[:1])
-        target.check_output_layer(first)
+        again = functional.linear(first.final_hidden, target.output)
+        if first.logits is None or not torch.allclose(again, first.logits, rtol=1e-2, atol=1e-2):
+            expected = "a target whose logits are its output layer's product, not capped or scaled"
+            raise InvalidArgument("keep_runs", True, expected)
         folder.mkdir(parents=True, exist_ok=True)
         _claim(folder / "of.json", target, corpus, rows)
         shape = (len(rows), target.window)
@@ -180,7 +172,15 @@ class KeptRuns:
 
     def of(self, rows: Tensor) -> TargetRun:
         """Return the runs of ``rows`` ``[batch]`` int64, after making those not kept yet."""
-        self.keep(rows[self.done[rows] == 0])
+        if len(new := rows[self.done[rows] == 0]):
+            documents = self.rows[new.to(self.rows.device)]
+            run = self.target.run(self.corpus, documents, logits=False)
+            columns = slice(run.token_ids.shape[1])
+            final_hidden = run.final_hidden.bfloat16()
+            self.features[new, columns] = run.features.bfloat16().cpu()
+            self.final_hidden[new, columns] = final_hidden.cpu()
+            self.log_z[new, columns] = self.target.log_z(final_hidden).cpu()
+            self.done[new] = 1
         device = self.corpus.lengths.device
         packed = pack(self.corpus, self.rows[rows.to(device)], self.target.window)
         return TargetRun(
@@ -191,19 +191,6 @@ class KeptRuns:
             output=self.target.output,
             log_z=self.log_z[rows].to(device),
         )
-
-    def keep(self, rows: Tensor) -> None:
-        """Run the target over ``rows`` ``[number]`` int64, and keep the results."""
-        if not len(rows):
-            return
-        documents = self.rows[rows.to(self.rows.device)]
-        run = self.target.run(self.corpus, documents, logits=False)
-        columns = slice(run.token_ids.shape[1])
-        final_hidden = run.final_hidden.bfloat16()
-        self.features[rows, columns] = run.features.bfloat16().cpu()
-        self.final_hidden[rows, columns] = final_hidden.cpu()
-        self.log_z[rows, columns] = self.target.log_z(final_hidden).cpu()
-        self.done[rows] = 1
 
 
 def _claim(path: Path, target: FrozenTarget, corpus: Corpus, rows: Tensor) -> None:
@@ -317,15 +304,13 @@ class Loss(StrEnum):
         if self is Loss.BLOCK:
             accepted = [_mean(a, depths[0].used) for a in block_accepted(depths)]
             return 1 - torch.stack(accepted).sum() / len(depths)
-        losses = [_mean(self._of_depth(depth, spent), depth.used) for depth in depths]
+        share = {Loss.CE: 0.0, Loss.TV: 1.0}.get(self, spent)  # of total variation
+        losses = []
+        for depth in depths:
+            entropy = -(depth.target_probs * depth.logits.log_softmax(dim=-1)).sum(dim=-1)
+            mixed = (1 - share) * entropy + share * (1 - acceptance(depth))
+            losses.append(_mean(mixed, depth.used))
         return _decayed(losses, decay)
-
-    def _of_depth(self, depth: Depth, spent: float) -> Tensor:
-        if self is Loss.CE:
-            return _cross_entropy(depth)
-        if self is Loss.TV:
-            return 1 - acceptance(depth)
-        return (1 - spent) * _cross_entropy(depth) + spent * (1 - acceptance(depth))
 
 
 def block_accepted(depths: Iterable[Depth]) -> Iterator[Tensor]:
@@ -369,45 +354,34 @@ def acceptance(depth: Depth) -> Tensor:
     return torch.minimum(depth.target_probs, depth.logits.softmax(dim=-1)).sum(dim=-1)
 
 
-class AcceptanceMeter:
+class Accepted(NamedTuple):
     """What verification of a single path would accept, on texts the target sampled.
 
     Expectations over drafted paths are taken over the text, and are exact where it is the target's
     own.
     """
 
-    def __init__(self, depths: int) -> None:
-        """Measure ``depths`` depths."""
-        self._accepted = torch.zeros(depths, dtype=torch.float64)
-        self._count = torch.zeros(depths, dtype=torch.float64)
-        self._token = self._block = 0.0
+    by_depth: list[float]  # mean of sum min(p, q), the earlier tokens being the text's
+    token: float  # block efficiency of token verification: each token weighs min(1, q / p)
+    block: float  # block efficiency of block verification; see `block_accepted`
 
-    def add(self, depths: Sequence[Depth]) -> None:
-        """Take an unrolled batch."""
+
+def measure(batches: Iterable[Sequence[Depth]]) -> Accepted:
+    """Measure unrolled batches, of the same depths."""
+    by_depth = count = torch.zeros((), dtype=torch.float64)
+    token = block = 0.0
+    for depths in batches:
+        accepted = [acceptance(depth).double() * depth.used for depth in depths]
+        by_depth = by_depth + torch.stack(accepted).sum(dim=(1, 2))
+        count = count + torch.stack([depth.used for depth in depths]).sum(dim=(1, 2))
         reached: Tensor | float = 1.0
-        for i, depth in enumerate(depths):
-            accepted = acceptance(depth).double() * depth.used
-            self._accepted[i] += float(accepted.sum())
-            self._count[i] += float(depth.used.sum())
-            self._token += float((reached * accepted).sum())
+        for depth, own in zip(depths, accepted, strict=True):
+            token += float((reached * own).sum())
             reached = reached * depth.used * _ratio(depth).clamp(max=1.0)
-        self._block += sum(float(a.double().sum()) for a in block_accepted(depths))
-
-    @property
-    def by_depth(self) -> list[float]:
-        """Mean of sum min(p, q) at each depth, the earlier tokens being the text's."""
-        means: list[float] = (self._accepted / self._count.clamp(min=1)).tolist()
-        return means
-
-    @property
-    def token(self) -> float:
-        """Block efficiency of token verification: each of a text's tokens weighs min(1, q / p)."""
-        return 1.0 + self._token / max(1.0, float(self._count[0]))
-
-    @property
-    def block(self) -> float:
-        """Block efficiency of block verification; see :func:`block_accepted`."""
-        return 1.0 + self._block / max(1.0, float(self._count[0]))
+        block += sum(float(own.double().sum()) for own in block_accepted(depths))
+    count = count.clamp(min=1)
+    first = float(count[0])
+    return Accepted((by_depth / count).tolist(), 1 + token / first, 1 + block / first)
 
 
 def _ratio(depth: Depth) -> Tensor:
@@ -417,10 +391,6 @@ def _ratio(depth: Depth) -> Tensor:
     # One in e^10 tokens at most has a larger ratio, which is hardly ever the least of its path.
     log_ratio = (depth.logits.log_softmax(dim=-1).gather(-1, place) - p.log()).clamp(max=10.0)
     return log_ratio.squeeze(-1).exp() * (depth.chosen >= 0)
-
-
-def _cross_entropy(depth: Depth) -> Tensor:
-    return -(depth.target_probs * depth.logits.log_softmax(dim=-1)).sum(dim=-1)
 
 
 def _decayed(losses: Sequence[Tensor], decay: float) -> Tensor:

@@ -29,10 +29,11 @@ from eaglegbv.attention.base import (
     BranchShape,
     PackedBatch,
     PagedAttention,
+    Segment,
+    joined,
     offsets_of,
 )
 from eaglegbv.attention.kv_cache import KVPool
-from eaglegbv.attention.masks import PackedMasks
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import MAX_DEPTH
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable
@@ -274,6 +275,46 @@ def _mask_of_context(length: int, drafted: int, branches: int) -> NDArray[np.uin
 def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return where parts of ``sizes`` begin, and where the last ends."""
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+
+
+# Masks of one bit per (query, key), as FlashInfer's kernels read them (``variants.cuh``).
+#
+# A request's bits lie row by row over *all* of its keys, query q and key k at bit ``q * keys + k``,
+# little-endian. Rows are not aligned, but each request begins on a byte. A window is applied in the
+# mask, because the kernel's own window counts packed indices, not positions.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMasks:
+    """Consecutive masks of several requests."""
+
+    bits: Tensor  # [bytes] uint8
+    byte_offsets: Tensor  # [requests + 1] int32, on the host
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[Segment], window: int | None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Pack what each new token sees, for ``device``, without reading from there."""
+        packed = []
+        for segment in segments:
+            # A prompt's mask is large, and quickly made where it is needed; masks of trees are
+            # small and many.
+            mask = segment.key_mask(window, device if segment.visible is None else None)
+            if mask is None:
+                shape = (segment.num_new, segment.num_keys)
+                mask = torch.ones(shape, dtype=torch.bool, device=segment.token_ids.device)
+            packed.append(pack_bits(mask.flatten()))
+        offsets = offsets_of(map(len, packed))
+        return cls(joined(packed, device), torch.tensor(offsets, dtype=torch.int32))
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack ``[n]`` bool into ``[ceil(n / 8)]`` uint8, with the first bit lowest."""
+    padding = -bits.shape[0] % 8
+    octets = torch.nn.functional.pad(bits, (0, padding)).view(-1, 8).to(torch.uint8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (octets * weights).sum(dim=1, dtype=torch.uint8)
 
 
 # FlashInfer's wrappers: what is used of them, the memory they are planned into, their factory.

@@ -31,9 +31,11 @@ from eaglegbv.attention.base import AttentionCall, BranchShape, Segment, pack
 from eaglegbv.attention.flashinfer import (
     FlashInferKernels,
     FlashInferPagedAttention,
+    PackedMasks,
     PlannedWrapper,
     StaticTreeAttention,
     check_pool,
+    pack_bits,
     paged_attention,
     workspace_bytes,
 )
@@ -339,3 +341,44 @@ def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:
     assert workspace_bytes(32, 2, 128, processors=132, rows=8, requests=2) >= 266 << 20
     assert workspace_bytes(32, 8, 128, processors=132, rows=160, requests=129) >= 268 << 20
     assert workspace_bytes(64, 8, 128, processors=132, rows=80, requests=65) >= 278 << 20
+
+
+# --- masks lie where the kernels read them
+
+
+def test_bits_are_packed_first_lowest() -> None:
+    bits = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], dtype=torch.bool)
+    assert pack_bits(bits).tolist() == [1, 6]
+    assert pack_bits(torch.ones(16, dtype=torch.bool)).tolist() == [255, 255]
+    assert pack_bits(torch.zeros(0, dtype=torch.bool)).tolist() == []
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(
+    name: str, window: int | None
+) -> None:
+    segments = BATCHES[name]
+    masks = PackedMasks.of(segments, window)
+    assert masks.bits.dtype == torch.uint8
+    assert masks.byte_offsets.dtype == torch.int32
+    assert len(masks.bits) == masks.byte_offsets[-1]
+    for segment, first in zip(segments, masks.byte_offsets.tolist(), strict=False):
+        dense = segment.key_mask(window)
+        for q in range(segment.num_new):
+            for k in range(segment.num_keys):
+                bit = q * segment.num_keys + k
+                found = int(masks.bits[first + bit // 8]) >> bit % 8 & 1
+                assert found == (1 if dense is None else int(dense[q, k]))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_masks_of_prompts_are_made_where_they_are_read(window: int | None) -> None:
+    expected = PackedMasks.of(BATCHES["trees and a prompt"], window).bits
+    with PretendDevice() as device:
+        # The bits of a prompt alone: nothing of its size is copied there.
+        found = PackedMasks.of(BATCHES["trees and a prompt"], window, "cuda")
+        assert found.bits.device.type == "cuda"
+        assert not device.reads
+        assert not device.blocking
+        assert torch.equal(found.bits.cpu(), expected)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ragged_batches import tree_segment
+from support.ragged_batches import SHUFFLED, SLOTS, Sizes, new_rows, pools, tree_segment
 from torch import Tensor
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, offsets_of, pack
@@ -13,7 +13,8 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument
 
-HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 256
+HEADS, KV_HEADS = 4, 2
+SIZES = Sizes(HEADS, KV_HEADS, 8, torch.float32)
 SCALE = 0.37
 
 
@@ -66,7 +67,6 @@ def prompt(slots: Tensor, context: int, count: int) -> Segment:
 
 BUSHY = [0, 0, 0, 1, 1, 2, 3]
 SEQUENTIAL = torch.arange(SLOTS)
-SHUFFLED = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(0))
 PERMUTED = torch.cat((torch.randperm(40, generator=torch.Generator().manual_seed(1)), SEQUENTIAL))
 
 BATCHES = {
@@ -110,33 +110,18 @@ EXTRAS = {
 }
 
 
-def tensors(rows: int, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    q, k, v = (torch.randn((rows, h, DIM), generator=generator) for h in heads)
-    return q, k, v
-
-
-def filled_pool() -> KVPool:
-    pool = KVPool(1, SLOTS, KV_HEADS, DIM, torch.float32)
-    generator = torch.Generator().manual_seed(6)
-    pool.keys.normal_(generator=generator)
-    pool.values.normal_(generator=generator)
-    return pool
-
-
 def attend(attention: TorchPagedAttention, batch: PackedBatch, extras: Extras) -> Tensor:
-    q, k, v = tensors(batch.rows)
+    q, k, v = new_rows(batch.rows, sizes=SIZES)
     return attention.attend(AttentionCall(0, SCALE, **vars(extras)), q, k, v, batch)
 
 
 @pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
 @pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
 def test_equals_its_definition(segments: list[Segment], extras: Extras) -> None:
-    pool = filled_pool()
+    pool = pools(sizes=SIZES)[0]
     batch = pack(segments)
     out = attend(TorchPagedAttention(pool), batch, extras)
-    q, k, v = tensors(batch.rows)
+    q, k, v = new_rows(batch.rows, sizes=SIZES)
     assert torch.equal(pool.keys[0, batch.slots], k)
     assert torch.equal(pool.values[0, batch.slots], v)
     torch.testing.assert_close(out.double(), define(q, pool, batch, extras), atol=1e-5, rtol=1e-5)
@@ -144,7 +129,7 @@ def test_equals_its_definition(segments: list[Segment], extras: Extras) -> None:
 
 @pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
 def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> None:
-    pool = filled_pool()
+    pool = pools(sizes=SIZES)[0]
     owned = torch.cat([s.key_slots() for s in segments]).unique()
     foreign = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, owned, value=False)
     pool.keys[0, foreign] = torch.nan
@@ -153,7 +138,7 @@ def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> 
 
 
 def test_a_broken_request_stays_alone() -> None:
-    pool = filled_pool()
+    pool = pools(sizes=SIZES)[0]
     broken, sound = tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 30, [0, 0])
     pool.keys[0, broken.context_slots] = torch.nan
     pool.values[0, broken.context_slots] = torch.nan
@@ -185,7 +170,7 @@ class Counting(TorchPagedAttention):
     ],
 )
 def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: int) -> None:
-    attention = Counting(KVPool(1, sum(contexts) + len(contexts), KV_HEADS, DIM, torch.float32))
+    attention = Counting(KVPool(1, sum(contexts) + len(contexts), KV_HEADS, 8, torch.float32))
     ends = torch.tensor(contexts).add(1).cumsum(0).tolist()
     batch = pack(
         [

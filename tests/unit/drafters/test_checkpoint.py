@@ -1,61 +1,40 @@
 """Saving and strict loading of heads."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.small_heads import config_of
+from support.small_heads import config_of, make_head
 from torch import Tensor
 from transformers import LlamaConfig
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead
 from eaglegbv.errors import DrafterMismatch
-
-VOCAB = 30
-EMBEDDING = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(1))
-LM_HEAD = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(2))
 
 
 def target_config(**changes: Any) -> LlamaConfig:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 24,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-    }
+    sizes = {"vocab_size": 30, "hidden_size": 24, "num_hidden_layers": 8, "num_attention_heads": 4}
     return LlamaConfig(**(sizes | changes))
 
 
-def saved_head(
-    arch: Arch, folder: Path, *, draft_vocab: int = 12, target_hidden: int = 24
-) -> EagleHead:
-    eagle3 = arch is Arch.EAGLE3
-    config = config_of(arch, target_hidden_size=target_hidden, fc_bias=not eagle3)
-    if eagle3:
-        config = replace(config, draft_vocab_size=draft_vocab)
-    torch.manual_seed(0)
-    head: EagleHead = (
-        Eagle3Head(config, EMBEDDING, 2 * torch.arange(draft_vocab) + 1)
-        if eagle3 and draft_vocab < VOCAB
-        else Eagle3Head(config, EMBEDDING)
-        if eagle3
-        else Eagle1Head(config, EMBEDDING, LM_HEAD)
-    )
+def saved_head(arch: Arch, folder: Path, *, target_hidden: int = 24) -> EagleHead:
+    config = config_of(arch, target_hidden_size=target_hidden, fc_bias=arch is Arch.EAGLE1)
+    head = make_head(config).float()
     save_head(head, folder, torch.float32)
     return head
 
 
-def load(folder: Path, config: LlamaConfig | None = None) -> EagleHead:
+def load(folder: Path, saved: EagleHead, config: LlamaConfig | None = None) -> EagleHead:
+    """Load a head for the target of the one that was saved."""
     return load_head(
         folder,
         target_config=config or target_config(),
-        target_embedding=EMBEDDING,
-        target_lm_head=LM_HEAD,
+        target_embedding=saved.embedding,
+        target_lm_head=saved.target_lm_head if isinstance(saved, Eagle1Head) else saved.embedding,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -77,7 +56,7 @@ def pass_through(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_a_saved_head_computes_the_same(arch: Arch, tmp_path: Path) -> None:
     head = saved_head(arch, tmp_path)
 
-    loaded = load(tmp_path)
+    loaded = load(tmp_path, head)
 
     assert loaded.config == head.config
     assert torch.equal(loaded.draft_to_target, head.draft_to_target)
@@ -93,33 +72,33 @@ def test_a_saved_head_computes_the_same(arch: Arch, tmp_path: Path) -> None:
 
 def test_embedding_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
     head = saved_head(Arch.EAGLE3, tmp_path, target_hidden=32)
-    loaded = load(tmp_path, target_config(hidden_size=32))
+    loaded = load(tmp_path, head, target_config(hidden_size=32))
     assert loaded.config.feature_size == 3 * 32
     assert torch.equal(loaded.embedding, head.embedding)
     edit(tmp_path, {"embed_tokens.weight": None})
     with pytest.raises(DrafterMismatch, match=r"^embed_tokens\.weight="):
-        load(tmp_path, target_config(hidden_size=32))
+        load(tmp_path, head, target_config(hidden_size=32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_copy_of_the_target_embedding_is_shared(
     dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved_head(Arch.EAGLE1, tmp_path)
-    edit(tmp_path, {"embed_tokens.weight": EMBEDDING.to(dtype)})
+    head = saved_head(Arch.EAGLE1, tmp_path)
+    edit(tmp_path, {"embed_tokens.weight": head.embedding.to(dtype)})
     with caplog.at_level(logging.INFO):
-        loaded = load(tmp_path)
-    assert loaded.embedding is EMBEDDING
+        loaded = load(tmp_path, head)
+    assert loaded.embedding is head.embedding
     assert "embed_tokens.weight is the target's" in caplog.text
 
 
 def test_an_embedding_of_its_own_is_kept_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved_head(Arch.EAGLE3, tmp_path)
-    own = EMBEDDING + 0.1
+    head = saved_head(Arch.EAGLE3, tmp_path)
+    own = head.embedding + 0.1
     edit(tmp_path, {"embed_tokens.weight": own})
-    loaded = load(tmp_path)
+    loaded = load(tmp_path, head)
     assert torch.equal(loaded.embedding, own)
     [record] = caplog.records
     assert record.levelno == logging.WARNING

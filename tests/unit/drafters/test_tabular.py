@@ -1,4 +1,4 @@
-"""The table drafter: its distributions are the table's, on disk and in memory."""
+"""Tables on disk, and what is refused of them."""
 
 import json
 
@@ -6,61 +6,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.token_drafting import (
-    TokenSession,
-    full_probs,
-    inner_nodes,
-    prefix_of,
-    random_table,
-    text_of,
-)
-from support.tree_check import check_tree
+from support.token_drafting import TokenSession
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch
-from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
 
 VOCAB = 6
-
-
-@pytest.mark.parametrize("order", [1, 2, 3])
-@pytest.mark.parametrize(
-    "draft_sampling", [DraftSampling.IID, DraftSampling.WOR, DraftSampling.HUB]
-)
-def test_trees_carry_the_tables_distributions(order, draft_sampling):
-    logits = random_table(VOCAB, order=order)
-    session = TokenSession(TabularDrafter(Table.of_logits(logits, order=order)))
-    plan = Plan(paths=2, depth=3, draft_width=VOCAB)
-    requests = [
-        session.start([1], 4, plan, seed=1, params=SamplingParams(temperature=0.6)),
-        session.start([5, 0, 2, 2], 3, plan, seed=2, params=SamplingParams(temperature=0.6)),
-    ]
-    tree = session.draft(requests, draft_sampling)
-    check_tree(tree)
-    for b, request in enumerate(requests):
-        for node in inner_nodes(tree, b):
-            tokens = [VOCAB] * order + text_of(request) + prefix_of(tree, b, node)
-            state = 0
-            for token in tokens[-order:]:
-                state = state * (VOCAB + 1) + token
-            expected = (logits[state].double() / 0.6).softmax(0).numpy()
-            found = full_probs(tree, b, node, VOCAB)
-            np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
-
-
-def test_a_distribution_recalled_is_the_one_at_other_tokens():
-    table = Table.of_logits(random_table(VOCAB, order=2), order=2)
-    session = TokenSession(TabularDrafter(table))
-    request = session.start([1, 2], 4, Plan(paths=2, depth=2, draft_width=VOCAB))
-    root = session.drafter.snapshot(request)
-    [later] = session.drafter.advance([request], [root], torch.tensor([5]), torch.tensor([9]))
-    found = session.drafter.probs_at([root, later])
-    for row, state in ((0, (2, 4)), (1, (4, 5))):
-        dist = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, found.ids[row], found.probs[row])
-        expected = table.logits([table.state(state)])[0].double().softmax(0)
-        torch.testing.assert_close(dist, expected, atol=1e-6, rtol=0)
 
 
 def sparse(tmp_path):

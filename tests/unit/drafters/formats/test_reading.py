@@ -22,9 +22,9 @@ from support.published_heads import (
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import export_head, fit, load_head, read_checkpoint
-from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, EagleHead
 from eaglegbv.drafters.formats.names import RemarkKind
-from eaglegbv.drafters.formats.read import VARIANTS, FormatName
+from eaglegbv.drafters.formats.read import LAYER_SECTION, VARIANTS, FormatName
 from eaglegbv.errors import DrafterMismatch
 
 TABLE = torch.zeros(VOCAB, HIDDEN)
@@ -106,10 +106,6 @@ def test_format_head_and_variants(
     found = read_checkpoint(PUBLISHED[head]().write(tmp_path))
     assert (found.format, found.config.arch) == (form, arch)
     assert {name for name in VARIANTS if getattr(found.config, name)} == variants
-
-
-def config(head: Published, folder: Path) -> EagleHeadConfig:
-    return fit(read_checkpoint(head.write(folder)), TARGETS[head.target]()).config
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -228,91 +224,78 @@ def test_a_head_of_another_target_is_refused(name: str, tmp_path: Path) -> None:
             fit(checkpoint, target)
 
 
-FLAT = {
-    "hidden_size": (None, "hidden_size"),
-    "vocab_size": ("40", "vocab_size"),
-    "draft_vocab_size": (VOCAB + 1, f"^draft_vocab_size={VOCAB + 1}"),
-    "hidden_act": ("gelu", "hidden_act"),
-    "bias": ("yes", "bias"),
-    "eagle_config": ([2], "eagle_config"),
-    "num_aux_hidden_states": (4, "num_aux_hidden_states"),
-    "layer_types": (["sliding_attention"], "layer_types"),
-    "mlp_bias": (True, "mlp_bias"),
-    "rope_scaling": ({"rope_type": "linear"}, "rope_scaling"),
-    "rope_parameters": ({"full_attention": {"rope_theta": 1e6}}, "kinds of layers"),
-    "rope_theta": ("10000", "rope_theta"),
-    "rms_norm_eps": (True, "rms_norm_eps"),
-    "architectures": ("LlamaForCausalLM", "architectures"),
-}
+REFUSED = [
+    # a head, changes to its configuration, what the message names
+    *(
+        ("sglang_eagle3", {key: value}, shown)
+        for key, value, shown in (
+            ("hidden_size", None, "hidden_size"),
+            ("vocab_size", "40", "vocab_size"),
+            ("draft_vocab_size", VOCAB + 1, f"^draft_vocab_size={VOCAB + 1}"),
+            ("hidden_act", "gelu", "hidden_act"),
+            ("bias", "yes", "bias"),
+            ("eagle_config", [2], "eagle_config"),
+            ("eagle_config", {"use_aux_hidden_state": False}, "use_aux_hidden_state"),
+            ("num_aux_hidden_states", 4, "num_aux_hidden_states"),
+            ("layer_types", ["sliding_attention"], "layer_types"),
+            ("mlp_bias", True, "mlp_bias"),
+            ("rope_scaling", {"rope_type": "linear"}, "rope_scaling"),
+            ("rope_parameters", {"full_attention": {"rope_theta": 1e6}}, "kinds of layers"),
+            ("rope_theta", "10000", "rope_theta"),
+            ("rms_norm_eps", True, "rms_norm_eps"),
+            ("architectures", "LlamaForCausalLM", "architectures"),
+            ("eagle_aux_hidden_state_layer_ids", INPUTS, "eagle_aux_hidden_state_layer_ids"),
+            ("fc_norm", True, "fc_norm.0.weight"),
+        )
+    ),
+    # Keys and tensors that contradict each other.
+    ("eagle1_llama3", {"bias": True}, "fc.bias"),
+    ("eagle1_llama3", {"bias": None}, "fc.bias"),
+    ("eagle1_vicuna", {"bias": False}, "fc.bias"),
+    ("eagle1_qwen2", {"qkv_bias": False}, "layers.0.self_attn.k_proj.bias"),
+    ("eagle1_llama3", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
+    ("sglang_eagle31", {"fc_norm": False}, "fc_norm.0.weight"),
+    ("speculators_norm_before_fc", {"norm_before_fc": False}, "input_norm.weight"),
+    ("speculators_plain", {"norm_before_fc": True}, "input_norm.weight"),
+    *(
+        ("speculators_plain", {"transformer_layer_config": layer}, shown)
+        for layer, shown in (
+            ({"model_type": "qwen3"}, "q_norm"),
+            ({"model_type": "qwen3_next"}, "transformer_layer_config.model_type"),
+            ({"attention_bias": True}, "proj.bias"),
+            ({"hidden_size": None}, "transformer_layer_config.hidden_size"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("key", sorted(FLAT))
-def test_wrong_keys_are_named(key: str, tmp_path: Path) -> None:
-    value, shown = FLAT[key]
-    head = PUBLISHED["sglang_eagle3"]()
-    head.config[key] = value
-    with pytest.raises(DrafterMismatch, match=shown):
-        read_checkpoint(head.write(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("head", "changes", "shown"),
-    [
-        ("eagle1_llama3", {"bias": True}, "fc.bias"),
-        ("eagle1_llama3", {"bias": None}, "fc.bias"),
-        ("eagle1_vicuna", {"bias": False}, "fc.bias"),
-        ("eagle1_qwen2", {"qkv_bias": False}, "layers.0.self_attn.k_proj.bias"),
-        ("eagle1_llama3", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
-        ("sglang_eagle31", {"fc_norm": False}, "fc_norm.0.weight"),
-        ("sglang_eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
-        ("speculators_norm_before_fc", {"norm_before_fc": False}, "input_norm.weight"),
-        ("speculators_plain", {"norm_before_fc": True}, "input_norm.weight"),
-        (
-            "sglang_eagle3",
-            {"eagle_config": {"use_aux_hidden_state": False}},
-            "use_aux_hidden_state",
-        ),
-    ],
-)
-def test_keys_and_tensors_agree(
+@pytest.mark.parametrize(("head", "changes", "shown"), REFUSED)
+def test_wrong_keys_are_named(
     head: str, changes: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
     published = PUBLISHED[head]()
-    published.config |= changes
+    for key, value in changes.items():
+        inner = published.config.get(key) if key == LAYER_SECTION else None
+        published.config[key] = value if inner is None else inner | value
     with pytest.raises(DrafterMismatch, match=shown):
         read_checkpoint(published.write(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("layer", "shown"),
+    ("name", "changes", "shown"),
     [
-        ({"model_type": "qwen3"}, "q_norm"),
-        ({"model_type": "qwen3_next"}, "transformer_layer_config.model_type"),
-        ({"attention_bias": True}, "proj.bias"),
-        ({"hidden_size": None}, "transformer_layer_config.hidden_size"),
+        ("sglang_aux_norms", {"fc_norm.0.weight": torch.ones(HIDDEN)}, r"fc_norm\.0|aux_norm_low"),
+        # of a whole model
+        ("sglang_eagle3", None, "an EAGLE head"),
     ],
 )
-def test_speculators_layer_settings_and_tensors_agree(
-    layer: dict[str, Any], shown: str, tmp_path: Path
+def test_tensors_of_something_else_are_refused(
+    name: str, changes: dict[str, Tensor] | None, shown: str, tmp_path: Path
 ) -> None:
-    head = PUBLISHED["speculators_plain"]()
-    head.config["transformer_layer_config"] |= layer
+    head = PUBLISHED[name]()
+    whole = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
+    head.tensors = whole if changes is None else head.tensors | changes
     with pytest.raises(DrafterMismatch, match=shown):
-        read_checkpoint(head.write(tmp_path))
-
-
-def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
-    head = PUBLISHED["sglang_aux_norms"]()
-    head.tensors["fc_norm.0.weight"] = head.tensors["aux_norm_low.weight"].clone()
-    with pytest.raises(DrafterMismatch, match=r"fc_norm\.0|aux_norm_low"):
-        read_checkpoint(head.write(tmp_path))
-
-
-def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
-    head = PUBLISHED["eagle3_llama31"]()
-    head.pickled = False
-    head.tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
-    with pytest.raises(DrafterMismatch, match="an EAGLE head"):
         read_checkpoint(head.write(tmp_path))
 
 
@@ -373,13 +356,6 @@ def test_impossible_layer_ids_are_refused(ids: object, shown: str, tmp_path: Pat
     head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
     with pytest.raises(DrafterMismatch, match=shown):
         fit(read_checkpoint(head.write(tmp_path)), TARGETS["llama"]())
-
-
-def test_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    head = PUBLISHED["sglang_eagle3"]()
-    head.config["eagle_aux_hidden_state_layer_ids"] = INPUTS
-    with pytest.raises(DrafterMismatch, match="eagle_aux_hidden_state_layer_ids"):
-        read_checkpoint(head.write(tmp_path))
 
 
 def test_left_out_norm_before_residual_is_said(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
 from eaglegbv.drafters.training.target import train_tokenizer
-from eaglegbv.drafters.training.train import CHECKPOINT
 
 ANIMALS = ("cat", "dog", "bird", "fish", "horse")
 Run = Callable[[list[str]], str]
@@ -87,34 +86,22 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def kill_midway() -> Callable[..., None]:
-    """Run ``eaglegbv train`` in its own process and kill it.
+def kill_after() -> Callable[..., None]:
+    """Run ``eaglegbv train`` in its own process and kill it, some time after it is seen at work."""
 
-    ``seconds`` after it is seen at work, or, with None, when it has written a new checkpoint.
-    """
-
-    def run(arguments: list[str], out: Path, *, seconds: float | None = None) -> None:
+    def run(arguments: list[str], out: Path, seconds: float) -> None:
         command = [sys.executable, "-m", "eaglegbv.cli.train", *arguments]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        checkpoint = out / CHECKPOINT
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-        def done() -> bool:
-            if seconds is not None:
-                # Imports take longer than the run: the clock starts at its first trace.
-                return out.exists()
-            return checkpoint.exists() and checkpoint.stat().st_mtime_ns > before
-
-        while process.poll() is None and not done():
+        # Imports take longer than the run: the clock starts at its first trace.
+        while process.poll() is None and not out.exists():
             time.sleep(0.01)
         try:
-            process.wait(seconds or 0)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         _, errors = process.communicate()
-        # One killed at a certain time, or once before, may have been over by then.
-        over = {0} if before or seconds is not None else set()
-        assert process.returncode in {-signal.SIGKILL, *over}, errors
+        # It may have been over by then.
+        assert process.returncode in {-signal.SIGKILL, 0}, errors
 
     return run

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy.sparse import csr_array
 
 from eaglegbv.drafters.tabular import Table
-from eaglegbv.drafters.training.bigram import Pairs, count_pairs, cross_entropy, smoothed
+from eaglegbv.drafters.training.bigram import count_pairs, cross_entropy, smoothed
 from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.target import BOS, CHAT_TEMPLATE, END
 from eaglegbv.errors import InvalidArgument
@@ -18,7 +19,7 @@ Run = Callable[[list[str]], str]
 VOCAB = 5
 
 
-def pairs() -> Pairs:
+def pairs() -> csr_array:
     chat = Document(0, [0, 1, 1, 2, 1, 2], [False, False, True, True, True, True])
     prose = Document(1, [3, 1, 2], [True] * 3)
     corpus = join_documents([chat, prose], ("a", "b"))
@@ -26,23 +27,17 @@ def pairs() -> Pairs:
 
 
 def test_pairs_are_those_the_assistant_continued() -> None:
-    found = pairs()
-    keys = [(int(k) // VOCAB, int(k) % VOCAB) for k in found.keys]
+    counts = pairs().todok()
     # None across documents.
-    assert dict(zip(keys, found.counts.tolist(), strict=True)) == {
-        (1, 1): 1, (1, 2): 3, (2, 1): 1, (3, 1): 1,
-    }  # fmt: skip
-    assert found.count_of(torch.tensor([7, 6, 24, 0])).tolist() == [3, 1, 0, 0]
+    assert dict(counts.items()) == {(1, 1): 1, (1, 2): 3, (2, 1): 1, (3, 1): 1}
 
 
 @pytest.mark.parametrize("width", [2, VOCAB, 9])
 def test_a_table_is_the_smoothed_distribution_cut_to_the_likeliest(width: int) -> None:
     found, prior = pairs(), 2.0
     table = smoothed(found, prior, width)
-    unigram = (1 + torch.bincount(found.keys % VOCAB, found.counts, VOCAB)).double()
-    unigram /= unigram.sum()
-    dense = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    dense.view(-1)[found.keys] = found.counts
+    dense = torch.from_numpy(found.toarray())
+    unigram = (1 + dense.sum(0)) / (1 + dense.sum(0)).sum()
     expected = (dense + prior * unigram) / (dense.sum(1, keepdim=True) + prior)
     rows = [*expected, unigram]
     for state, dist in enumerate(rows):
@@ -58,9 +53,9 @@ def test_a_table_is_the_smoothed_distribution_cut_to_the_likeliest(width: int) -
 def test_cross_entropy_is_that_of_the_smoothed_distribution() -> None:
     found, prior = pairs(), 2.0
     whole = smoothed(found, prior, VOCAB)
-    first, second = found.keys // VOCAB, found.keys % VOCAB
-    logs = whole.logits(first.tolist())[range(len(first)), second].double()
-    expected = float(-(found.counts * logs).sum() / found.counts.sum())
+    dense = torch.from_numpy(found.toarray())
+    logs = whole.logits(range(VOCAB)).double()
+    expected = float(-(dense * logs).sum() / dense.sum())
     assert cross_entropy(found, prior, found) == pytest.approx(expected, rel=1e-6)
 
 
@@ -79,9 +74,7 @@ def test_the_command_writes_a_table_of_the_targets_vocabulary(
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
 
 
-def test_a_tokenizer_of_older_files_and_one_that_cannot_be_read(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_a_tokenizer_of_older_files(target: Path, chats: Path, tmp_path: Path, train: Run) -> None:
     folder = shutil.copytree(target, tmp_path / "target")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
@@ -92,10 +85,6 @@ def test_a_tokenizer_of_older_files_and_one_that_cannot_be_read(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     run = ["bigram", "--target", str(folder), "--data", str(chats), "--out", str(tmp_path)]
     assert "held-out cross-entropy" in train(run)
-    (folder / "tokenizer.json").write_text('{"model": {"type": "none"}}')
-    (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(InvalidArgument, match=r"^model=.*a tokenizer"):
-        train(run)
 
 
 def test_a_table_without_data_or_width_is_refused(

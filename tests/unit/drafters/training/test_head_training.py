@@ -96,11 +96,7 @@ def test_a_head_learns_and_loads(
 
 
 def test_a_run_killed_at_any_time_ends_as_an_undisturbed_one(
-    target: Path,
-    chats: Path,
-    tmp_path: Path,
-    train: Run,
-    kill_midway: Callable[..., None],
+    target: Path, chats: Path, tmp_path: Path, train: Run, kill_after: Callable[..., None]
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     short = ("--steps", "9", "--validate", "0")
@@ -110,29 +106,23 @@ def test_a_run_killed_at_any_time_ends_as_an_undisturbed_one(
     # Killed while it reads, answers, trains or saves.
     moment = random.SystemRandom().uniform(0, seconds)
     print(f"killed after {moment:.2f} s of about {seconds:.2f}")  # noqa: T201  shown on failure
-    kill_midway(arguments("eagle3", target, chats, killed, *short), killed, seconds=moment)
+    kill_after(arguments("eagle3", target, chats, killed, *short), killed, moment)
     train(arguments("eagle3", target, chats, killed, *short, "--resume"))
     assert scores(killed) == scores(whole)
     weights = "model.safetensors"
     assert (killed / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_training_without_the_targets_answers(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
-    train(arguments("eagle1", target, chats, tmp_path, "--regenerate", "0", "--steps", "2"))
-    assert not (tmp_path / "samples.pt").exists()
-    report = json.loads((tmp_path / "training_report.json").read_text())
-    assert set(report["data"]) == {"counting", "prose"}
-
-
-def test_a_run_with_kept_runs_is_the_same_on_files_that_are_there(
+def test_without_the_targets_answers_a_run_with_kept_runs_is_the_same_on_files_that_are_there(
     target: Path, chats: Path, tmp_path: Path, train: Run
 ) -> None:
     for out in ("first", "second"):
         kept = ("--keep-runs", str(tmp_path / "runs"), "--regenerate", "0", "--loss", "block")
         kept += ("--steps", "4", "--evaluate-every", "2", "--validate", "0")
         train(arguments("eagle3", target, chats, tmp_path / out, *kept))
+        assert not (tmp_path / out / "samples.pt").exists()
+        report = json.loads((tmp_path / out / "training_report.json").read_text())
+        assert set(report["data"]) == {"counting", "prose"}
     assert scores(tmp_path / "first") == scores(tmp_path / "second")
     assert (tmp_path / "runs" / "held_out" / "features").exists()
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
-from eaglegbv.drafters.training.train import LOG
+from eaglegbv.drafters.training import train as loop
 from eaglegbv.errors import InvalidArgument
 
 Run = Callable[[list[str]], str]
@@ -27,8 +28,12 @@ def arguments(data: Path, out: Path, *extra: str) -> list[str]:
     return [*command.split(), *extra]
 
 
+class Killed(Exception):
+    pass
+
+
 def losses(out: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / loop.LOG).read_text().splitlines()]
     return [(line["step"], line.get("loss", line.get("score"))) for line in lines]
 
 
@@ -69,14 +74,18 @@ def test_it_loads_in_transformers(finished: Path) -> None:
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(
-    chats: Path,
-    finished: Path,
-    tmp_path: Path,
-    train: Run,
-    kill_midway: Callable[[list[str], Path], None],
+    chats: Path, finished: Path, tmp_path: Path, train: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    kill_midway(arguments(chats, out), out)
+    out, save = tmp_path / "out", loop._save
+
+    def save_and_die(*what: Any) -> None:
+        save(*what)
+        raise Killed
+
+    monkeypatch.setattr(loop, "_save", save_and_die)
+    with pytest.raises(Killed):
+        train(arguments(chats, out))
+    monkeypatch.setattr(loop, "_save", save)
     train(arguments(chats, out, "--resume"))
     for name in ("model.safetensors", "tokenizer.json"):
         assert (out / name).read_bytes() == (finished / name).read_bytes()
