@@ -42,18 +42,18 @@ def named_device(device: torch.device | str) -> torch.device:
     PyTorch makes a device of any known name, and fails only when a tensor is moved there.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    names, expected = ["cpu"], "cpu, as PyTorch finds no other device here"
+    others: list[str] = []
+    expected = "cpu, as PyTorch finds no other device here"
     if accelerator is not None:
-        names += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
-        expected = " or ".join(names)
+        others = [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
+        expected = " or ".join(("cpu", *others))
     elif not torch.backends.cuda.is_built():
         expected += " (this PyTorch was built without CUDA)"
     try:
         wanted = torch.device(device)
     except RuntimeError:  # PyTorch does not know this kind of device
         raise InvalidArgument("device", str(device), expected) from None
-    index = "" if wanted.type == "cpu" else f":{wanted.index or 0}"
-    if f"{wanted.type}{index}" not in names:
+    if f"{wanted.type}:{wanted.index or 0}" not in ("cpu:0", *others):
         raise InvalidArgument("device", str(device), expected)
     return wanted
 
