@@ -82,7 +82,6 @@ def audit_pair(
     *,
     samples: int,
     exact: bool = True,
-    level: float = g_test.LEVEL,
     progress: bool = False,
 ) -> Iterator[PairResult]:
     """Generate the same few tokens many times by each plan; yield how they compare.
@@ -97,7 +96,6 @@ def audit_pair(
         plans: Fixed plans; no two texts have the same seed.
         samples: Number of texts to generate by each plan.
         exact: Compare with the exact distribution, in float32; otherwise with plain decoding.
-        level: Probability of rejecting a right engine.
         progress: Whether to show progress bars.
 
     Raises:
@@ -126,9 +124,9 @@ def audit_pair(
     for turn, plan in enumerate(plans):
         found = drawn(plan, turn)
         if exact:
-            test = g_test.g_test_texts(texts(found), probs, level=level, smallest=smallest)
+            test = g_test.g_test_texts(texts(found), probs, smallest=smallest)
         else:
-            test = g_test.g_test_two(texts(found), plain, level=level, smallest=smallest)
+            test = g_test.g_test_two(texts(found), plain, smallest=smallest)
         forwards = sum(c.metrics.target_forwards for c in found)
         yield PairResult(
             verifier=plan.verifier,
@@ -141,8 +139,8 @@ def audit_pair(
             cells=test.cells,
             statistic=test.statistic,
             p_value=test.p_value,
-            level=level,
-            detectable_shift=g_test.detectable_shift(test.samples, test.cells, level=level),
+            level=g_test.LEVEL,
+            detectable_shift=g_test.detectable_shift(test.samples, test.cells, level=g_test.LEVEL),
             block_efficiency=sum(c.metrics.committed_tokens for c in found) / max(1, forwards),
             seconds=perf_counter() - start,
         )

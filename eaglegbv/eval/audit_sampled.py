@@ -348,7 +348,6 @@ class SampledSubject(Subject):
 
     write: Writer  # writes texts with the batched implementation
     samples: int  # number of texts for each problem
-    level: float = LEVEL  # probability of rejecting a right verifier
 
     @torch.inference_mode()
     def audit(
@@ -373,7 +372,7 @@ class SampledSubject(Subject):
             joint = target_joint(problems[0].target_probs, sizes.depth + 1)
             test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
             smallest = min(smallest, test.p_value)
-            level = self.level / sizes.instances
+            level = LEVEL / sizes.instances
             if test.cells > 1:
                 shift = detectable_shift(self.samples, test.cells, level=level)
                 blindest = max(blindest, shift)
@@ -386,7 +385,7 @@ class SampledSubject(Subject):
             instances=sizes.instances,
             samples=self.samples,
             min_p_value=smallest,
-            level=self.level,
+            level=LEVEL,
             detectable_shift=blindest,
             block_efficiency=committed / (sizes.instances * self.samples),
             seconds=perf_counter() - start,

@@ -13,9 +13,6 @@ from eaglegbv.errors import InvalidArgument
 SMALLEST_EXPECTED = 5.0
 """Expected count from which G is distributed as chi-square (Cochran's rule of thumb)."""
 
-SHIFT = 0.04
-"""Total variation at which power is stated; some thousands of samples in fifty cells notice it."""
-
 LEVEL = 1e-4
 """A right distribution is rejected once in ten thousand tests: many seldom fail by chance."""
 
@@ -33,16 +30,12 @@ class GTest:
     samples: float
     cells: int  # number of cells compared, after merging
     p_value: float  # probability of a G at least as large if the distribution is right
-    # Probability of rejecting, at the given level, a distribution at the total variation `SHIFT`
-    # from the expected one, spread evenly over all cells: the spread that is hardest to see.
-    power: float
 
 
 def g_test(
     observed: ArrayLike,
     expected: NDArray[np.float64],
     *,
-    level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
     """Compare samples with their exact distribution.
@@ -50,7 +43,6 @@ def g_test(
     Args:
         observed: Cell indices, ``[samples]``.
         expected: Probabilities ``[cells]``.
-        level: Probability of rejecting a right distribution, for the power.
         smallest: Cells with a smaller expected count are merged with their neighbours: the
             chi-square distribution of G needs filled cells, and with fewer cells a small shift is
             easier to see.
@@ -58,17 +50,16 @@ def g_test(
     counts = np.bincount(np.asarray(observed, dtype=np.int64), minlength=len(expected))
     samples = int(counts.sum())
     if counts[expected == 0].any():
-        return GTest(np.inf, samples, len(expected), 0.0, 1.0)
+        return GTest(np.inf, samples, len(expected), 0.0)
     means = expected / expected.sum() * samples
     bins = _merge(means, smallest)
-    return _outcome(np.bincount(bins, counts), np.bincount(bins, means), samples, level)
+    return _outcome(np.bincount(bins, counts), np.bincount(bins, means), samples)
 
 
 def g_test_two(
     first: Sequence[Text],
     second: Sequence[Text],
     *,
-    level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
     """Compare two samples of texts; rare texts are merged with others that begin alike.
@@ -76,7 +67,6 @@ def g_test_two(
     Args:
         first: Texts.
         second: Other texts, as many or not.
-        level: Probability of rejecting equal distributions, for the power.
         smallest: Least count that is expected of a cell in the smaller sample.
     """
     cells = {text: i for i, text in enumerate(sorted({*first, *second}))}
@@ -87,17 +77,15 @@ def g_test_two(
     means = np.outer(sizes / sizes.sum(), counts.sum(axis=0))
     bins = _merge(means.min(axis=0), smallest)
     merged = [np.stack([np.bincount(bins, row) for row in table]) for table in (counts, means)]
-    return _outcome(merged[0], merged[1], sizes.prod() / sizes.sum(), level)
+    return _outcome(merged[0], merged[1], sizes.prod() / sizes.sum())
 
 
-def _outcome(counts: NDArray[Any], means: NDArray[Any], samples: float, level: float) -> GTest:
+def _outcome(counts: NDArray[Any], means: NDArray[Any], samples: float) -> GTest:
     """Return the test of counts ``[..., cells]`` whose expectations are ``means``."""
     seen, cells = counts > 0, counts.shape[-1]
     statistic = float(2 * (counts[seen] * np.log(counts[seen] / means[seen])).sum())
     p_value = float(stats.chi2.sf(statistic, cells - 1)) if cells > 1 else 1.0
-    return GTest(
-        statistic, samples, cells, p_value, power(samples, cells, shift=SHIFT, level=level)
-    )
+    return GTest(statistic, samples, cells, p_value)
 
 
 def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
@@ -133,13 +121,11 @@ def power(samples: float, cells: int, *, shift: float, level: float) -> float:
     return float(stats.ncx2.sf(critical, cells - 1, samples * (2 * shift) ** 2))
 
 
-def detectable_shift(
-    samples: float, cells: int, *, level: float, power_wanted: float = POWER
-) -> float:
-    """Return the total variation noticed with probability ``power_wanted``; 1 if there is none."""
+def detectable_shift(samples: float, cells: int, *, level: float) -> float:
+    """Return the total variation noticed with probability :data:`POWER`; 1 if there is none."""
 
     def missing(shift: float) -> float:
-        return power(samples, cells, shift=shift, level=level) - power_wanted
+        return power(samples, cells, shift=shift, level=level) - POWER
 
     if missing(0.5) < 0:  # no cell can move by more than its mean
         return 1.0
@@ -150,7 +136,6 @@ def g_test_texts(
     texts: Sequence[Sequence[int]],
     probs: Mapping[Text, float],
     *,
-    level: float = LEVEL,
     smallest: float = SMALLEST_EXPECTED,
 ) -> GTest:
     """Compare texts with their exact distribution; a text that it lacks has probability 0.
@@ -162,7 +147,7 @@ def g_test_texts(
     impossible = len(probs)
     observed = [cells.get(tuple(text), impossible) for text in texts]
     expected = np.append(np.array(list(probs.values()), dtype=np.float64), 0.0)
-    return g_test(observed, expected, level=level, smallest=smallest)
+    return g_test(observed, expected, smallest=smallest)
 
 
 def joint_probs(

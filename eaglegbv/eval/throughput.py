@@ -145,6 +145,7 @@ class TransformersWay:
 
 
 BASELINE = "none"  # the way that others are compared with: the engine's plain decoding
+AUTOMATIC = "auto"  # the way whose plans the engine chooses
 WARM_UP_TOKENS = 24
 
 
@@ -324,8 +325,8 @@ def choice_lines(way: EngineWay) -> list[str]:
     ]
 
 
-def paired_lines(timings: Iterable[Timing], way: str = "auto") -> list[str]:
-    """Return one line for each cell: how many times as fast as the best other way a way is.
+def paired_lines(timings: Iterable[Timing]) -> list[str]:
+    """Return one line for each cell: how many times as fast as the best other way auto is.
 
     The best is the one with the most tokens a second over all calls; plain decoding follows. Calls
     are paired by repeat and prompts, and the 95% intervals are those of the mean logarithm.
@@ -335,17 +336,17 @@ def paired_lines(timings: Iterable[Timing], way: str = "auto") -> list[str]:
         cells.setdefault(t.cell, {}).setdefault(t.way, {})[t.repeat, t.first] = t
     lines = []
     for cell, ways in cells.items():
-        others = [name for name in ways if name != way]
-        if way not in ways or not others:
+        others = [name for name in ways if name != AUTOMATIC]
+        if AUTOMATIC not in ways or not others:
             continue
         best = max(others, key=lambda name: _rate(list(ways[name].values())))
         for other in dict.fromkeys((best, BASELINE)):
-            both = ways[way].keys() & ways.get(other, {}).keys()
-            logs = [math.log(ways[way][call].rate / ways[other][call].rate) for call in both]
+            both = ways[AUTOMATIC].keys() & ways.get(other, {}).keys()
+            logs = [math.log(ways[AUTOMATIC][call].rate / ways[other][call].rate) for call in both]
             if len(logs) > 1:
                 half = 1.96 * stdev(logs) / math.sqrt(len(logs))
                 low, middle, high = (math.exp(mean(logs) + d) for d in (-half, 0, half))
-                label = _label(cell, way, lengths=bool(cell.context))
+                label = _label(cell, AUTOMATIC, lengths=bool(cell.context))
                 lines.append(
                     f"{label} / {other}, batch {cell.batch}: {middle:.3f} [{low:.3f}, {high:.3f}]"
                 )

@@ -132,15 +132,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     sheets: dict[str, list[Cell]]  # cells by the name of their sheet
 
 
-def load_measured(path: Path) -> Measured:
-    """Read ``cells.json``, by any name.
-
-    Raises:
-        InvalidArgument: It cannot be read, or is something else.
-    """
-    return records.read_json(path, Measured, argument="cells", expected="cells of a paper")
-
-
 def measured_so_far(folder: Path) -> Measured:
     """Return what a run has measured, finished or not: cells of as many questions as were done.
 

@@ -244,12 +244,12 @@ def test_g_test_accepts_right_samples_and_rejects_others() -> None:
 def test_stated_power_is_met() -> None:
     rng = np.random.default_rng(1)
     dist = np.full(20, 1 / 20)
-    shift = detectable_shift(3000, 20, level=0.01, power_wanted=0.9)
+    shift = detectable_shift(3000, 20, level=0.01)
     assert power(3000, 20, shift=shift, level=0.01) == pytest.approx(0.9, abs=1e-3)
     moved = dist * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
     tests = [g_test(rng.choice(20, size=3000, p=moved), dist).p_value < 0.01 for _ in range(400)]
     assert 0.84 < np.mean(tests) < 0.96
-    assert detectable_shift(10, 20, level=1e-6, power_wanted=0.9) == 1.0
+    assert detectable_shift(10, 20, level=1e-6) == 1.0
 
 
 def test_rare_cells_are_merged_and_impossible_ones_reject() -> None:
@@ -282,7 +282,7 @@ def test_stated_power_of_two_samples_is_met() -> None:
     rng = np.random.default_rng(3)
     dist = np.full(20, 1 / 20)
     samples = 3000 * 6000 / 9000  # as many, compared with an exact distribution
-    shift = detectable_shift(samples, 20, level=0.01, power_wanted=0.9)
+    shift = detectable_shift(samples, 20, level=0.01)
     moved = dist * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
 
     def rejected() -> bool:

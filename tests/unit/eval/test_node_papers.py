@@ -169,7 +169,11 @@ def test_the_draft_distributions_paper_end_to_end(site: Site) -> None:
     exact_orders = [f for f in report.findings if f.source.startswith("a theorem")]
     assert len(exact_orders) == 3 * 3
     assert all(f.ratio is not None and f.ratio.value >= 0.99 for f in exact_orders)
-    assert cells.load_measured(site.folder / "cells.json").sheets["trees"][0].tokens
+    assert (
+        msgspec.json.decode((site.folder / "cells.json").read_bytes(), type=cells.Measured)
+        .sheets["trees"][0]
+        .tokens
+    )
     by_temperature, by_drafts, trees = report.tables
     assert [len(t.rows) for t in (by_temperature, by_drafts)] == [1 + len(mdsd.RULES)] * 2
     assert trees.rows[1][:4] == ["greedy_draft", "greedy", "2", "2"]

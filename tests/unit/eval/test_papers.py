@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support.table_pairs import counted, question_set
@@ -27,9 +28,9 @@ from eaglegbv.eval.papers.cells import (
     Cell,
     CellStore,
     Figure,
+    Measured,
     Run,
     Way,
-    load_measured,
     measure_cells,
     measured_so_far,
 )
@@ -174,7 +175,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert measure() == cells
     assert len(drafts) == 9
     assert measured_so_far(tmp_path).sheets == {"sheet": cells}
-    found = load_measured(tmp_path / "cells.json")
+    found = msgspec.json.decode((tmp_path / "cells.json").read_bytes(), type=Measured)
     assert found.sheets == {"sheet": cells}
     assert found.run.paper == "bv"
     assert found.run.questions_sha256 == QUESTIONS.sha256
