@@ -32,8 +32,8 @@ def count_pairs(corpus: Corpus, vocab: int) -> csr_array:
 
 def unigram(pairs: csr_array) -> NDArray[np.float64]:
     """Return the probabilities ``[vocab]`` of second tokens, each counted once more than it was."""
-    counts: NDArray[np.float64] = 1 + pairs.sum(axis=0)
-    return counts / counts.sum()
+    counts = 1 + pairs.sum(axis=0)
+    return np.asarray(counts / counts.sum(), dtype=np.float64)
 
 
 def smoothed(pairs: csr_array, prior: float, width: int) -> Table:

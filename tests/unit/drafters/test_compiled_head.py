@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.drafting import HEAD_DIM, HIDDEN, KV_HEADS, Pair, random_pair
+from support.drafting import HEAD_DIM, KV_HEADS, Pair, random_pair
 from support.eight_bits import needs_int8
 from torch import Tensor
 from torch._dynamo.config import patch
@@ -72,12 +72,3 @@ def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) 
         ours = results(compiled, pair, lengths=(6, 1050))
     for own, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(own, expected)
-
-
-@pytest.mark.parametrize("arch", Arch)
-def test_products_that_will_be_compiled_compute_the_same(arch: Arch) -> None:
-    head = copy.deepcopy(random_pair(arch).head)
-    hidden = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(2))
-    expected = head.logits(hidden)
-    head.prepare_products(Quantization.NONE, compiled=True)
-    torch.testing.assert_close(head.logits(hidden), expected)
