@@ -79,19 +79,13 @@ def audit(
     Exit status: 0 if all is well; 1 if an error exceeds the tolerance or, with samples, the G-test
     rejects; 2 for bad input.
     """
+    given = locals()
     if context.invoked_subcommand is not None:
         _refuse_own_options(context)
         return
     if not tolerance >= 0:
         raise InvalidArgument("tolerance", tolerance, "a number of at least 0")
-    sizes = Sizes(
-        vocab=vocab,
-        depth=depth,
-        paths=PATHS if paths is None else paths,
-        instances=instances,
-        iterations=iterations,
-        seed=seed,
-    )
+    sizes = opts.made_of(given, Sizes, paths=PATHS if paths is None else paths)
     subjects = _subjects(module, samples)
     if every:
         if verifier is not None or draft_sampling is not None:
@@ -274,11 +268,9 @@ def picture(
     target's plus normal noise. Verifiers that leave a modified target need a whole text, so they
     are left out.
     """
+    settings = opts.made_of(locals(), SyntheticSettings)
     if out is not None:
         check_matplotlib()
-    settings = SyntheticSettings(
-        vocab=vocab, depth=depth, sharpness=sharpness, noise=noise, trees=trees, seed=seed
-    )
     chosen = opts.entries("verifiers", verifiers, str)
     ks, ts = opts.entries("paths", paths, int), opts.entries("temperatures", temperatures, float)
     # Both check their arguments before either measures.

@@ -150,18 +150,8 @@ def mt_bench(
         draft_temperatures=opts.entries("draft-temperature", draft_temperature, float),
         baselines=_baseline_names(kind, baselines),
     )
-    settings = _settings(
-        chosen,
-        models,
-        wanted.settings,
-        max_tokens=max_tokens,
-        seed=seed,
-        repeats=repeats,
-        system=system,
-        backend=backend,
-        backend_arguments=_arguments(backend_arguments),
-        compile_backend=compile_backend or "",
-    )
+    arguments = _arguments(backend_arguments)
+    settings = _settings(given, chosen, models, wanted.settings, backend_arguments=arguments)
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     serving = _serving(kind, models, settings)
@@ -206,14 +196,17 @@ def _arguments(text: str | None) -> dict[str, Scalar]:
 
 
 def _settings(
+    given: Mapping[str, Any],
     questions: QuestionSet,
     models: opts.Models,
     settings: tuple[Setting, ...],
-    **more: Any,  # noqa: ANN401  of fields of several types
+    **more: object,
 ) -> RunSettings:
-    """Return the settings of a run, of one repeat by this engine unless ``more`` says otherwise."""
+    """Return the settings of a run by a command's options, of one repeat unless they say more."""
     named = models.named
-    return RunSettings(
+    return opts.made_of(
+        {"system": None, "repeats": 1, **given},
+        RunSettings,
         suite=questions.suite,
         origin=questions.origin,
         question_ids=tuple(question.id for question in questions.questions),
@@ -221,7 +214,8 @@ def _settings(
         model=named.name,
         drafter=named.drafter_name,
         settings=settings,
-        **{"system": None, "repeats": 1} | more,
+        compile_backend=given.get("compile_backend") or "",
+        **more,
     )
 
 
@@ -489,6 +483,7 @@ def served(
     Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
+    given = locals()
     from eaglegbv.backends.sglang.client import Endpoint
     from eaglegbv.backends.sglang.launch import check_ready, running
 
@@ -505,15 +500,9 @@ def served(
         for hot in (() if eagle is None else opts.entries("eagle", eagle, float))
     )
     models = opts.Models(model=model, drafter=drafter)
-    settings = _settings(
-        chosen,
-        models,
-        sampled + own,
-        max_tokens=max_tokens,
-        seed=seed,
-        backend="sglang server",
-        backend_arguments={"arguments": " ".join(context.args), "at_once": at_once},
-    )
+    arguments = {"arguments": " ".join(context.args), "at_once": at_once}
+    told = {"backend": "sglang server", "backend_arguments": arguments}
+    settings = _settings(given, chosen, models, sampled + own, **told)
     folder = RunFolder(
         out or Path("runs") / f"served-{chosen.suite}",
         settings,
@@ -572,12 +561,12 @@ def demo(
     seed: opts.Seed = 0,
 ) -> None:
     """Answer a prompt with a small model, then compare verifiers on a few questions."""
-    name = model or (SMOLLM2 if smollm2_at_hand() else "tiny")
+    given, name = locals(), model or (SMOLLM2 if smollm2_at_hand() else "tiny")
     plan, models = Plan(), opts.Models(model=None if name == "tiny" else name)
     chosen = load_questions("builtin").first(questions)
     verifiers = ("none", "token", "block", "gbv", "otbv")
     wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
-    settings = _settings(chosen, models, wanted, max_tokens=max_tokens, seed=seed)
+    settings = _settings(given, chosen, models, wanted)
     llm = models.load(plan)
     typer.echo(f"> {prompt}")
     params = SamplingParams(temperature=0.7, max_tokens=2 * max_tokens, seed=seed)

@@ -16,7 +16,6 @@ from eaglegbv.eval.results import (
     draw,
     other_files,
     page,
-    picture_names,
     read_evidence,
 )
 from eaglegbv.eval.runner import load_results
@@ -118,12 +117,8 @@ def results(
     evidence = read_evidence(folder)
     written = draw(evidence, folder) if pictures else []
     target = to or folder.with_name(folder.name + ".md")
-    links = {
-        name: [f"{folder.name}/{one}.svg" for one in names]
-        for name, names in picture_names(evidence).items()
-    }
     others = [path.name for path in other_files(folder)]
-    target.write_text(page(evidence, links, others), encoding="utf-8")
+    target.write_text(page(evidence, others, folder=folder.name), encoding="utf-8")
     typer.echo("\n".join(f"wrote {path}" for path in [*written, target]), err=True)
 
 

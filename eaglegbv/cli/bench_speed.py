@@ -84,14 +84,12 @@ def batch(
     nothing, but they are drafted and verified as any others.
     """
     given = locals()
-    grid = throughput.Grid(
+    grid = opts.made_of(
+        given,
+        throughput.Grid,
         batches=opts.entries("batches", batches, int),
         contexts=opts.entries("contexts", contexts, int),
         temperatures=opts.entries("temperature", temperature, float),
-        tokens=tokens,
-        repeats=repeats,
-        prompts=prompts,
-        seed=seed,
     )
     # Check before loading models, which may take minutes.
     opts.check_verifier(verifier)

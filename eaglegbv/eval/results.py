@@ -518,11 +518,6 @@ def _defaults(runs: Mapping[str, Results]) -> str:
 # Pictures for the page, as small SVG files.
 
 
-def picture_names(evidence: Mapping[str, Evidence]) -> dict[str, list[str]]:
-    """Return the names of the pictures of each file, without suffix."""
-    return {name: [f"{name}_{part}" for part in _parts(e)] for name, e in evidence.items()}
-
-
 def draw(evidence: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Draw every picture into ``folder``, and return the paths.
 
@@ -613,21 +608,19 @@ _INTRODUCTION = (
 
 
 def page(
-    evidence: Mapping[str, Evidence],
-    pictures: Mapping[str, Sequence[str]],
-    others: Sequence[str] = (),
+    evidence: Mapping[str, Evidence], others: Sequence[str] = (), *, folder: str = "results"
 ) -> str:
     """Return the page.
 
     Args:
         evidence: Measured files by name.
-        pictures: Links to the pictures of each file, by the same names.
         others: Names of files in the same folder that are not shown.
+        folder: Name of the folder, beside the page, that has the pictures too.
     """
     order = sorted(sorted(evidence), key=_position)
     sections = [
         _when_section(evidence, order),
-        *(_section(name, evidence[name], pictures.get(name, ())) for name in order),
+        *(_section(name, evidence[name], folder) for name in order),
     ]
     parts = [
         "# Results",
@@ -648,8 +641,9 @@ _SECTIONS: Mapping[type[Evidence], Callable[[str, Any, str], Section]] = {
 }
 
 
-def _section(name: str, content: Evidence, pictures: Sequence[str]) -> Section:
-    drawn = "\n".join(f"![{link.rpartition('/')[2]}]({link})" for link in pictures)
+def _section(name: str, content: Evidence, folder: str) -> Section:
+    pictures = [f"{name}_{part}.svg" for part in _parts(content)]
+    drawn = "\n".join(f"![{picture}]({folder}/{picture})" for picture in pictures)
     return _SECTIONS[type(content)](name, content, drawn)
 
 

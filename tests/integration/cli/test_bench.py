@@ -68,6 +68,12 @@ def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
     assert again.status == 0, again.err
     assert {path.name for path in (tmp_path / "plots").iterdir()} == pictures
 
+    kept = cli("bench", "results", str(tmp_path / "kept"), "--add", f"mt-bench={out}")
+    assert kept.status == 0, kept.err
+    page = (tmp_path / "kept.md").read_text(encoding="utf-8")
+    assert "](kept/mt-bench_tokens_per_second.svg)" in page
+    assert (tmp_path / "kept" / "mt-bench_tokens_per_second.svg").is_file()
+
     both = cli("bench", "compare", str(out), str(out), "--out", str(tmp_path / "c.json"))
     assert both.status == 0, both.err
     assert "A: otbv K2 L2   B: otbv K2 L2   questions: 2" in both.out
