@@ -18,7 +18,6 @@ from eaglegbv.drafters.tree_growth import (
     ProbsSettings,
     draft_trees,
 )
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -45,7 +44,6 @@ class Drafter(ABC):
     draft_samplings: ClassVar[frozenset[DraftSampling]]
     skips: ClassVar[bool] = False
     """Whether it may start after positions that it has not run; see :meth:`skip`."""
-    quantization: Quantization = Quantization.NONE  # how its weights are stored; never `auto`
     graph_counts: Mapping[str, int] = MappingProxyType({})
     """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
     max_context: int | None = None

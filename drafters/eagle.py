@@ -38,7 +38,6 @@ from eaglegbv.drafters.tree_growth import (
     draft_trees,
     replayed_probs,
 )
-from eaglegbv.fused_linears import Quantization, resolve
 from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -71,7 +70,6 @@ class EagleDrafter(RowDrafter):
         head: EagleHead,
         attention: PagedAttention,
         *,
-        quantization: Quantization = Quantization.NONE,
         graphs: GraphMode | Recorder = GraphMode.OFF,
         max_context: int | None = None,
         compile_backend: str | None = None,
@@ -82,7 +80,6 @@ class EagleDrafter(RowDrafter):
             head: The head, sharing the target's embedding.
             attention: Paged attention over a one-layer pool, whose slots are numbered like the
                 target's. With ``graphs`` the pool has one more, which padding writes to.
-            quantization: Quantization of the head's weights.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
             compile_backend: A backend of ``torch.compile``, which compiles the head's forwards now;
@@ -90,11 +87,9 @@ class EagleDrafter(RowDrafter):
                 compiled.
 
         Raises:
-            InvalidArgument: Weights are not quantised here, graphs cannot be recorded, or there is
-                no such backend.
+            InvalidArgument: Graphs cannot be recorded, or there is no such backend.
         """
         kind = head.embedding
-        self.quantization = resolve(quantization, dtype=kind.dtype, device=kind.device)
         self._rounds = kind.dtype.itemsize < torch.float32.itemsize
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
@@ -102,7 +97,6 @@ class EagleDrafter(RowDrafter):
         self._forward = HeadForward(
             head,
             attention,
-            quantization=self.quantization,
             compile_backend=compile_backend,
             recorded=recorder is not None,
         )

@@ -28,7 +28,7 @@ from eaglegbv.attention.base import (
 )
 from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.errors import DrafterMismatch, one_of
-from eaglegbv.fused_linears import Product, Quantization, prepare, product_of
+from eaglegbv.fused_linears import Product, prepare, product_of
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -278,7 +278,7 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(self, quantization: Quantization, *, compiled: bool = False) -> None:
+    def prepare_products(self, *, compiled: bool = False) -> None:
         """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
 
         Call it once, on the head's final device and in its final dtype; do not train it afterwards.
@@ -291,7 +291,7 @@ class EagleHead(nn.Module, ABC):
             attended = self(zero, self.fuse(features), zero, lambda q, *_: torch.zeros_like(q))
             self.logits(attended)
 
-        prepare(self, run_once, quantization, compiled=self if compiled else None)
+        prepare(self, run_once, compiled=self if compiled else None)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -348,10 +348,10 @@ class Eagle1Head(EagleHead):
             return self._output(hidden)
         return functional.linear(hidden, self.target_lm_head)
 
-    def prepare_products(self, quantization: Quantization, *, compiled: bool = False) -> None:
+    def prepare_products(self, *, compiled: bool = False) -> None:
         """See :meth:`EagleHead.prepare_products`."""
-        super().prepare_products(quantization, compiled=compiled)
-        self._output = product_of(self.target_lm_head, None, quantization, compiled=compiled)
+        super().prepare_products(compiled=compiled)
+        self._output = product_of(self.target_lm_head, None, compiled=compiled)
 
 
 class Eagle3Head(EagleHead):
@@ -466,7 +466,6 @@ class HeadForward:
         head: EagleHead,
         attention: PagedAttention,
         *,
-        quantization: Quantization,
         compile_backend: str | None = None,
         recorded: bool = False,
     ) -> None:
@@ -475,12 +474,11 @@ class HeadForward:
         Args:
             head: The head; its products are made ready for few rows.
             attention: Paged attention over its pool, of four slots or more, none of them in use.
-            quantization: Quantization of its weights; not ``auto``.
             compile_backend: A known backend of ``torch.compile``; None for no compilation.
             recorded: Whether drafts come from a recorded loop over :meth:`level`.
         """
         backend, like = compile_backend, head.embedding
-        head.prepare_products(quantization, compiled=backend is not None)
+        head.prepare_products(compiled=backend is not None)
         self._head = head
         self.attention = attention
         self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer

@@ -10,7 +10,6 @@ import msgspec
 
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_number
 
@@ -192,11 +191,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         cuda_graphs: Whether forwards of draft trees, and drafting, are recorded and replayed:
             ``auto`` on CUDA devices with FlashInfer, ``on`` (refused elsewhere), ``off``, or
             ``eager``: the same padded work without recording, on any device, for debugging.
-        draft_quantization: How the weights of an EAGLE head are held: ``int8``, ``none``, or
-            ``auto``, which is ``int8`` for automatic plans on a CPU with AVX2 or AVX-512. In every
-            case the text has the target's distribution. With ``int8``, drafts are faster, but
-            slightly further from the target, and rounded so coarsely that the text of a seed
-            depends on the batch it is in. So verifiers that keep state over steps require ``none``.
         seed: Seed from which the seeds of requests without one are derived.
         calibrate: Whether an engine that chooses plans itself first measures for some seconds what
             steps cost; the costs are kept in the user's cache for later runs. Otherwise the engine
@@ -210,7 +204,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     check_slots: bool = False
     cuda_graphs: GraphMode = GraphMode.AUTO
-    draft_quantization: Quantization = Quantization.AUTO
     seed: int = 0
     calibrate: bool = True
 
@@ -230,7 +223,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
         _make_member(self, "cuda_graphs", GraphMode)
-        _make_member(self, "draft_quantization", Quantization)
 
 
 def _require_integers(settings: msgspec.Struct, **limits: tuple[int, int]) -> None:

@@ -1,55 +1,18 @@
-"""Linear layers that cost less: fused where they read the same tensor, packed, or held in 8 bits.
-
-Weights of 8 bits change a drafter's distributions, and the verifier gets exactly those.
-"""
+"""Linear layers that cost less: fused where they read the same tensor, and packed."""
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eaglegbv.errors import InvalidArgument
-
-_FAST_INT8 = frozenset({"AVX2", "AVX512"})
-"""CPU capabilities for which PyTorch has fast kernels for 8-bit weights."""
-
-
-class Quantization(StrEnum):
-    """How a drafter's weights are held."""
-
-    AUTO = "auto"  # as `int8` where that is fast, otherwise as `none`
-    INT8 = "int8"
-    """8-bit integers with a scale for each row; rows to multiply are rounded to bfloat16."""
-    NONE = "none"  # unchanged
-
-
-def resolve(
-    quantization: Quantization, *, dtype: torch.dtype, device: torch.device
-) -> Quantization:
-    """Resolve ``auto`` for weights of a dtype on a device; return other values unchanged.
-
-    InvalidArgument if it is ``int8`` where 8 bits would be slower or are not supported.
-    """
-    fast = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _FAST_INT8
-    able = fast and dtype in (torch.float32, torch.bfloat16)
-    if quantization is Quantization.INT8 and not able:
-        expected = "none, or auto: 8 bits take float32 or bfloat16 and a CPU with AVX2 or AVX-512"
-        raise InvalidArgument("draft_quantization", str(quantization), expected)
-    if quantization is Quantization.AUTO:
-        return Quantization.INT8 if able else Quantization.NONE
-    return quantization
-
-
 # Products of a few rows with a matrix of weights, which take most of the time of a decoding step.
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
 # every call: seven rows of a draft tree then cost little more than one. A packed product takes
 # longer to start, so small matrices are not packed, and larger ones are kept in both forms: one row
-# takes the unpacked one. This changes nothing but rounding. *Quantised* weights of 8 bits are read
-# from memory in a quarter of the time, and change the numbers.
+# takes the unpacked one. This changes nothing but rounding.
 
 
 _PACKED_FOR = 16  # number of rows for which packed weights are laid out; kernels take any number
@@ -58,11 +21,6 @@ _PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 20
 at 331,776 entries 4 rows take 0.97 of the time, 8 rows 0.81, 1 row 1.5; at 1,769,472 0.54, 0.42
 and 1.07)."""
 
-_INT8 = torch.iinfo(torch.int8)
-_BLOCK = 16
-"""Columns that the kernel takes at once; with fewer, it would read past the end of the matrix."""
-
-_LEAST_SCALE = 1e-30  # scale for a row of zeros
 Product = Callable[[Tensor], Tensor]  # maps `[..., in_features]` to `[..., out_features]`
 
 
@@ -72,18 +30,12 @@ def _constant(weight: Tensor) -> nn.Parameter:
 
 
 def product_of(
-    weight: Tensor,
-    bias: Tensor | None,
-    quantization: Quantization,
-    *,
-    compiled: bool = False,
-) -> "DenseProduct | PackedProduct | QuantisedProduct":
+    weight: Tensor, bias: Tensor | None, *, compiled: bool = False
+) -> "DenseProduct | PackedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
-    ``quantization`` is any but ``auto``; a ``compiled`` graph cannot hold packed weights.
+    A ``compiled`` graph cannot hold packed weights.
     """
-    if quantization is Quantization.INT8:
-        return QuantisedProduct(weight, bias)
     if compiled:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
     if can_pack(weight) and weight.numel() >= _PACKED_FROM:
@@ -131,34 +83,6 @@ class PackedProduct:
         return product
 
 
-class QuantisedProduct:
-    """A product with a matrix of 8-bit integers and a scale for each of its rows.
-
-    A row's result does not depend on the rows beside it: the kernel reads the weights once for a
-    few rows, but sums each row separately.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantise ``weight`` ``[out_features, in_features]``, floats on a CPU."""
-        largest = weight.abs().amax(dim=1).float()
-        scales = (largest / _INT8.max).clamp(min=_LEAST_SCALE).bfloat16()
-        steps = (weight.float() / scales.float().unsqueeze(1)).round()
-        self._padding = -weight.shape[1] % _BLOCK
-        padded = functional.pad(steps.clamp(_INT8.min, _INT8.max), (0, self._padding))
-        self._scales, self._weight = _constant(scales), _constant(padded.to(torch.int8))
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the product with ``x`` ``[..., in_features]``."""
-        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        if self._padding:
-            rows = functional.pad(rows, (0, self._padding))
-        out = torch._weight_int8pack_mm(rows, self._weight, self._scales).to(x.dtype)
-        if self._bias is not None:
-            out = out + self._bias
-        return out.view(*x.shape[:-1], len(self._weight))
-
-
 # Fused linears: layers that read the same tensor become one product.
 #
 # The first of them to run (of queries, keys and values; of gate and up) computes the product for
@@ -167,11 +91,7 @@ class QuantisedProduct:
 
 
 def prepare(
-    module: nn.Module,
-    run: Callable[[], object],
-    quantization: Quantization = Quantization.NONE,
-    *,
-    compiled: nn.Module | None = None,
+    module: nn.Module, run: Callable[[], object], *, compiled: nn.Module | None = None
 ) -> None:
     """Join and pack the linear layers of ``module``, on its last device and in its last dtype.
 
@@ -179,7 +99,7 @@ def prepare(
     (the products hold them), except those that an embedding shares and those of the last layer.
 
     ``run`` runs the module once, on any input, calling each layer as often as a real forward does.
-    ``quantization`` is any but ``auto``; the part ``compiled`` later is joined but not packed.
+    The part ``compiled`` later is joined but not packed.
     """
     groups = _groups(module, run)[::-1]
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
@@ -196,7 +116,7 @@ def prepare(
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        product = product_of(joint, bias, quantization, compiled=id(group[0]) in of_graph)
+        product = product_of(joint, bias, compiled=id(group[0]) in of_graph)
         del weights, joint
         if isinstance(product, DenseProduct) and len(group) == 1:
             continue

@@ -30,7 +30,6 @@ from eaglegbv.config import (
 )
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.loading import check_model, drafter_class, load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
@@ -304,8 +303,7 @@ class LLM(TextGenerator):
         if compile_backend is not None:
             check_backend(compile_backend)
         check_model(models.target)
-        quantization = _quantization(config, planning)
-        check_plan(planning, drafter_class(models.drafter), quantization)
+        check_plan(planning, drafter_class(models.drafter))
         tokenizer = load_tokenizer(models.target, trust_remote_code=trust_remote_code)
         size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
         self.pair = load_pair(
@@ -314,7 +312,6 @@ class LLM(TextGenerator):
             slots=size,
             dtype=dtype,
             device=device,
-            quantization=quantization,
             compile_backend=compile_backend,
             graphs=config.cuda_graphs,
             trust_remote_code=trust_remote_code,
@@ -422,12 +419,6 @@ class LLM(TextGenerator):
         """Counters and gauges of the engine; ``metrics.exposition()`` is Prometheus' text."""
         return self._engine.metrics
 
-    @property
-    def draft_quantization(self) -> Quantization:
-        """How the drafter's weights are held: ``int8`` or ``none``."""
-        drafter = self.pair.drafter
-        return Quantization.NONE if drafter is None else drafter.quantization
-
     def observe(self, observer: StepObserver, *, trees: bool = False) -> None:
         """Give every further step's record to ``observer``, such as :class:`eaglegbv.trace.Tracer`.
 
@@ -467,7 +458,6 @@ class LLM(TextGenerator):
             plan,
             compile_backend,
             config.cuda_graphs,
-            self.draft_quantization,
             min(config.max_batch, LARGEST),
             device=self.device,
             dtype=self.dtype,
@@ -578,10 +568,3 @@ class LLM(TextGenerator):
 
 def _unfinished(answers: Sequence[Answer | EagleGBVError]) -> list[Answer]:
     return [a for a in answers if isinstance(a, Answer) and not a.request.finished]
-
-
-def _quantization(config: EngineConfig, planning: Planning) -> Quantization:
-    """Return how to hold a head's weights: as they are where a seed is to reproduce a text."""
-    if config.draft_quantization is Quantization.AUTO and not isinstance(planning, AutoPlan):
-        return Quantization.NONE
-    return config.draft_quantization

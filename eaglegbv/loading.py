@@ -26,7 +26,6 @@ from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.registry import drafter_names, make_drafter, registered_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import SMOLLM2, find_model
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FeatureSpec, Target
@@ -104,7 +103,6 @@ def load_pair(
     slots: int | PoolSize,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
     trust_remote_code: bool = False,
@@ -115,8 +113,7 @@ def load_pair(
     from; ``graphs`` says whether tree forwards and drafting are recorded and replayed.
 
     Raises:
-        InvalidArgument: There is no such model or drafter, its weights are not quantised here, or
-            graphs cannot be recorded.
+        InvalidArgument: There is no such model or drafter, or graphs cannot be recorded.
         ModelNotSupported: The engine cannot drive the model.
         DrafterMismatch: The drafter does not fit the target.
     """
@@ -130,9 +127,6 @@ def load_pair(
 
     folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
-    if drafter and quantization is Quantization.INT8 and kind is not Kind.EAGLE:
-        expected = f"auto or none, {str(drafter)!r} being no EAGLE head"
-        raise InvalidArgument("draft_quantization", str(quantization), expected)
     features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
         head_config = fit(read_checkpoint(folder), config_of(model)).config
@@ -159,7 +153,6 @@ def load_pair(
         drafting = head_drafter(
             head,
             slots=target.max_slots,
-            quantization=quantization,
             graphs=graphs,
             max_context=target.max_context,
             compile_backend=compile_backend,

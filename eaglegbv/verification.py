@@ -25,7 +25,6 @@ from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
@@ -90,10 +89,7 @@ class Verification:
         if plan in self._sound_plans:
             return
         drafter = self._drafting.drafter
-        if drafter is None:
-            check_plan(plan, None)
-        else:
-            check_plan(plan, type(drafter), drafter.quantization)
+        check_plan(plan, None if drafter is None else type(drafter))
         for own in plans_of(plan, greedy=False):
             verifier = self._verifier(own.verifier) if own.speculative else None
             if isinstance(verifier, Verifier):
@@ -175,14 +171,10 @@ def check_verifier(plan: Plan) -> None:
             verifier.check_sampling(plan.draft_sampling, plan.paths)
 
 
-def check_plan(
-    planning: Planning,
-    drafter: type[Drafter] | None,
-    quantization: Quantization = Quantization.NONE,
-) -> None:
+def check_plan(planning: Planning, drafter: type[Drafter] | None) -> None:
     """Raise unless an engine can run ``planning``, any plan or limits within which it chooses.
 
-    Its ``drafter`` is of this class, None without one, its weights held in this way.
+    Its ``drafter`` is of this class, None without one.
 
     Raises:
         InvalidArgument: There is no such verifier, nobody drafts, or not as the plan asks.
@@ -190,18 +182,16 @@ def check_plan(
     """
     if isinstance(planning, AutoPlan):
         for candidate in planning.candidates:  # lookups are greedy: no verifier is asked
-            check_plan(candidate, drafter, quantization)
+            check_plan(candidate, drafter)
         if isinstance(make_any_verifier(planning.verifier), StatefulVerifier):
             expected = "one without state over steps, where the engine chooses plans"
             raise InvalidArgument("verifier", planning.verifier, expected)
     elif planning.speculative:
         kind = NgramDrafter if planning.source is Source.LOOKUP else drafter
-        _check_speculation(planning, kind, quantization)
+        _check_speculation(planning, kind)
 
 
-def _check_speculation(
-    plan: Plan, drafter: type[Drafter] | None, quantization: Quantization
-) -> None:
+def _check_speculation(plan: Plan, drafter: type[Drafter] | None) -> None:
     if drafter is None:
         raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
     verifier = make_any_verifier(plan.verifier)
@@ -211,22 +201,18 @@ def _check_speculation(
         expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
         raise InvalidArgument("paths", plan.paths, expected)
     if isinstance(verifier, StatefulVerifier):
-        _check_state(plan, drafter, quantization)
+        _check_state(plan, drafter)
     for needed in (sampling, DraftSampling.FIXED):
         if needed not in drafter.draft_samplings:
             expected = f"one the drafter draws: {', '.join(sorted(drafter.draft_samplings))}"
             raise InvalidArgument("draft_sampling", str(needed), expected)
 
 
-def _check_state(plan: Plan, drafter: type[Drafter], quantization: Quantization) -> None:
+def _check_state(plan: Plan, drafter: type[Drafter]) -> None:
     """Raise unless a stateful verifier can ask for the draft distributions of earlier steps."""
     if not issubclass(drafter, ReplayingDrafter):
         expected = f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}"
         raise InvalidArgument("drafter", drafter.__name__, expected)
-    if quantization is Quantization.INT8:
-        # Recomputed in another batch, q would differ from what was drawn from.
-        expected = f"none, verifier {plan.verifier!r} going by draft distributions of earlier steps"
-        raise InvalidArgument("draft_quantization", str(quantization), expected)
     if plan.min_confidence > 0:
         expected = f"0 for verifier {plan.verifier!r}, whose state needs the full depth"
         raise InvalidArgument("min_confidence", plan.min_confidence, expected)

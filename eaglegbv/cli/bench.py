@@ -28,7 +28,6 @@ from eaglegbv.eval.questions import Question, QuestionSet, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
 from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
@@ -110,7 +109,6 @@ def mt_bench(
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
-    draft_quantization: opts.DraftQuantization = "auto",
     out: Annotated[
         Path | None,
         opt(
@@ -133,8 +131,7 @@ def mt_bench(
         check_matplotlib()
     chosen = load_questions(questions_set, data).first(questions)
     kind = opts.member("backend", backend, BackendName)
-    held = opts.member("draft-quantization", draft_quantization, Quantization)
-    models = opts.made_of(given, opts.Models, draft_quantization=held)
+    models = opts.made_of(given, opts.Models)
     if kind is BackendName.LOCAL and verifiers != PLAIN.verifier:
         models = models.or_lookup(AUTO)
     wanted = grid(
@@ -327,7 +324,6 @@ class Backend:
     tokenizer: PreTrainedTokenizerBase  # the target's tokenizer
     dtype: str  # dtype in which the target computes
     device: str  # device on which the target runs
-    draft_quantization: str = ""  # how a drafter's weights are held, if this engine answers
     packages: tuple[str, ...] = ()  # further packages whose versions matter
 
 
@@ -337,9 +333,6 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> B
         raise InvalidArgument("backend-arguments", arguments, "none but with --backend sglang")
     if kind is BackendName.LOCAL:
         return _local(models, settings.settings)
-    if models.draft_quantization == Quantization.INT8:
-        expected = f"auto or none: --backend {kind} holds weights its own way"
-        raise InvalidArgument("draft-quantization", str(models.draft_quantization), expected)
     if models.compile_backend is not None:
         expected = f"none: --backend {kind} compiles its own way"
         raise InvalidArgument("compile", models.compile_backend, expected)
@@ -355,8 +348,7 @@ def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
     # Every setting and repeat answers the same prompts, and must read them itself.
     llm = models.load(widest, EngineConfig(prefix_cache=False))
     sitting = Sitting(settings, lambda: nullcontext(llm.generate), _baselines(models, settings))
-    held = llm.draft_quantization
-    return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device), held)
+    return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device))
 
 
 def _transformers(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
@@ -438,7 +430,6 @@ def _as_served(settings: RunSettings, serving: Backend) -> RunSettings:
         # Some tokenizers have several templates, by name.
         template=template if isinstance(template, str) else template["default"],
         dtype=serving.dtype,
-        draft_quantization=serving.draft_quantization,
     )
 
 

@@ -25,7 +25,6 @@ from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.records import describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import BatchResults
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair, load_pair
 
@@ -71,7 +70,6 @@ def batch(
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
-    draft_quantization: opts.DraftQuantization = "auto",
     explain: Annotated[
         bool, opt("Also print which plans auto used for each batch size, and why.", "--explain")
     ] = False,
@@ -97,8 +95,7 @@ def batch(
     where, precision = place_of(device, dtype)
     names = opts.entries("ways", ways, str)
     most = max(count * grid.calls(count) for count in grid.batches)
-    held = opts.member("draft-quantization", draft_quantization, Quantization)
-    models = opts.made_of(given, opts.Models, draft_quantization=held)
+    models = opts.made_of(given, opts.Models)
     if shape is None:
         known = load_questions(questions_set, data)
         questions = known.first(min(most, len(known.questions))).questions
@@ -137,7 +134,6 @@ def batch(
             suite=questions_set if shape is None else "random tokens",
             compile_backend=compile_backend or "",
             dtype=dtype_name(precision),
-            draft_quantization=engines.draft_quantization,
         )
         opts.write_json(out, results)
 
@@ -149,7 +145,6 @@ class _Engines:
     plain: LLM | PairEngine  # decodes plainly, and need not keep anything for a drafter
     drafting: LLM | PairEngine | None  # with a drafter; None where no way drafts
     names: tuple[str, str]  # of target and drafter
-    draft_quantization: str  # how the drafter's weights are held; empty if nothing is drafted
     told: str = ""  # what a reader has to know
 
     @cached_property
@@ -168,7 +163,7 @@ def _loaded(models: opts.Models, ways: list[str], verifier: str) -> _Engines:
     config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
     plain, drafting = models.load(PLAIN, config), models.load(AUTO, config) if drafts else None
     names = models.named.name, models.named.drafter_name or ""
-    return _Engines(plain, drafting, names, drafting.draft_quantization if drafting else "")
+    return _Engines(plain, drafting, names)
 
 
 def _made(
@@ -212,7 +207,6 @@ def _made(
         PairEngine(Engine(target, None, config)),
         PairEngine(drafting),
         (shape, f"made for block efficiency {reached:.2f}"),
-        str(Quantization.NONE),
         f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
         f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {efficiency:g}).",
     )

@@ -75,7 +75,6 @@ def generate(
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
     cuda_graphs: opts.CudaGraphs = "auto",
-    draft_quantization: opts.DraftQuantization = "auto",
     trust_remote_code: opts.TrustRemoteCode = False,
 ) -> None:
     """Answer a prompt; the text follows the target's distribution, whatever drafts and verifies.

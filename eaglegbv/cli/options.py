@@ -96,13 +96,6 @@ CudaGraphs = Annotated[
         "padding without recording, on any device)."
     ),
 ]
-DraftQuantization = Annotated[
-    str,
-    opt(
-        "How an EAGLE head's weights are held: int8, none, or auto (int8 for automatic plans "
-        "on a CPU that is fast with it)."
-    ),
-]
 TrustRemoteCode = Annotated[
     bool, opt("Run code that the model brings, if it needs any.", "--trust-remote-code")
 ]
@@ -136,7 +129,6 @@ class Models:
     device: str | None = None
     dtype: str | None = None
     compile_backend: str | None = None
-    draft_quantization: str = "auto"
     trust_remote_code: bool = False
 
     @property
@@ -161,13 +153,10 @@ class Models:
         """Load them into an engine; print what is measured first, if anything is."""
         from transformers.utils.logging import disable_progress_bar
 
-        from eaglegbv.config import EngineConfig
-        from eaglegbv.fused_linears import Quantization
         from eaglegbv.llm import LLM
 
         drafter = self.or_lookup(plan).drafter
         disable_progress_bar()
-        held = member("draft-quantization", self.draft_quantization, Quantization)
         with _telling("eaglegbv.calibration"):
             return LLM(
                 self.model,
@@ -175,7 +164,7 @@ class Models:
                 plan=plan,
                 device=self.device,
                 dtype=self.dtype,
-                engine=msgspec.structs.replace(engine or EngineConfig(), draft_quantization=held),
+                engine=engine,
                 compile_backend=self.compile_backend,
                 trust_remote_code=self.trust_remote_code,
             )

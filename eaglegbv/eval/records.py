@@ -164,7 +164,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     template: str | None = None
     questions_sha256: str = ""  # hash of the questions
     dtype: str = ""  # dtype in which the target computes
-    draft_quantization: str = ""  # how the drafter's weights are held
     # What runs the plans: `local` or `sglang`; `transformers` if there are only baselines.
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}

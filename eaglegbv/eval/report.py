@@ -6,7 +6,6 @@ from math import isclose
 
 from eaglegbv.eval import statistics
 from eaglegbv.eval.records import Record, Results, RunSettings
-from eaglegbv.fused_linears import Quantization
 
 
 def table(summaries: Sequence[statistics.Summary], *, intervals: bool = True) -> list[list[str]]:
@@ -125,7 +124,7 @@ def facts(results: Results) -> dict[str, str]:
     return {
         "Questions": f"{len(settings.question_ids)} from {settings.origin}",
         "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
-        "Drafter": drafter_name(settings.drafter, settings.draft_quantization),
+        "Drafter": settings.drafter or "none",
         "Backend": f"{settings.backend}{compiled}{arguments}",
         "Chat template": _template(settings.template),
         "System prompt": settings.system or "none",
@@ -136,14 +135,6 @@ def facts(results: Results) -> dict[str, str]:
         "Versions": ", ".join(f"{package} {own}" for package, own in where.versions.items()),
         "Started": where.started,
     }
-
-
-def drafter_name(drafter: str | None, quantization: str) -> str:
-    """Return the name of a drafter, with how its weights are held if that is unusual."""
-    if not drafter:
-        return "none"
-    held = "" if quantization in ("", Quantization.NONE) else f" (weights in {quantization})"
-    return f"{drafter}{held}"
 
 
 def _template(template: str | None) -> str:

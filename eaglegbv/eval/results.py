@@ -22,7 +22,6 @@ from eaglegbv.eval.papers.registry import PAPERS
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
 from eaglegbv.eval.report import (
     acceptance_text,
-    drafter_name,
     facts,
     markdown_table,
     pivot,
@@ -68,8 +67,6 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     suite: str = ""  # source of the prompts
     compile_backend: str = ""  # backend with which the engine was compiled; empty if it was not
     dtype: str = ""  # dtype in which all models computed; empty in files older than this field
-    # How the drafter's weights were held; empty in files older than this field.
-    draft_quantization: str = ""
 
     @property
     def variant(self) -> str:
@@ -379,8 +376,7 @@ def _study_section(_: str, study: Study, pictures: str) -> Section:
 
 
 def _batch_section(name: str, content: BatchResults, pictures: str) -> Section:
-    drafter = content.drafter and drafter_name(content.drafter, content.draft_quantization)
-    about = ", ".join(filter(None, (content.model, drafter, content.suite)))
+    about = ", ".join(filter(None, (content.model, content.drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`. " if content.verifier else ""
     backend = content.compile_backend
     compiled = f"The engine is compiled (`--compile {backend}`); " if backend else ""

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.eight_bits import needs_int8
 from support.g_test import GTest, g_test
 from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 
@@ -23,8 +22,7 @@ from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, InvalidProbabilities
-from eaglegbv.fused_linears import Quantization
+from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.metrics import Phase
 from eaglegbv.models.target import TargetOutput
 from eaglegbv.request import FinishReason, Request
@@ -69,15 +67,6 @@ def check_sampling(tiny: TinyEngine, plan: Plan, params: SamplingParams = FREE) 
     accepted = np.array([r.metrics.accepted_by_depth for r in requests if r.metrics.drafted_nodes])
     assert accepted.shape[1] == plan.depth
     assert accepted.sum(axis=0).min() > 0
-
-
-@needs_int8
-def test_a_quantised_head_leaves_the_distribution_alone() -> None:
-    sizes = {"vocab": VOCAB, "slots": 16_384, "max_batch": 512}
-    quantised = tiny_engine(sharpness=3.0, quantization=Quantization.INT8, **sizes)
-    check_sampling(quantised, PLANS["otbv"])
-    with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*'spectr_gbv' going by"):
-        quantised.engine.check_plan(Plan(verifier="spectr_gbv", paths=2, depth=2))
 
 
 @pytest.mark.parametrize(

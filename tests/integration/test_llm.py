@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.eight_bits import needs_int8
 from support.saved_pair import CONTEXT, save_pair
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
@@ -197,8 +196,6 @@ def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(
 def test_what_loading_finds_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"dtype='half'.*bfloat16"):
         LLM(pair[0], plan=PLAIN, dtype="half")
-    with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*'ngram' being no EAGLE"):
-        LLM(pair[0], "ngram", engine=EngineConfig(draft_quantization="int8"))
     (tmp_path / "config.json").write_text((pair[0] / "config.json").read_text())
     with pytest.raises(InvalidArgument, match=r"model='.*': expected a model with a tokenizer"):
         LLM(tmp_path, "ngram")
@@ -212,23 +209,6 @@ def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
     assert [len(answer.token_ids) for answer in answers] == [5, 5, 5]
     with pytest.raises(EagleGBVError, match="drafter=None"):
         llm.generate("a", PARAMS, plan=Plan())
-
-
-@needs_int8
-def test_weights_of_8_bits_are_for_automatic_plans_or_on_demand(
-    llm: LLM, pair: tuple[Path, Path]
-) -> None:
-    asked = EngineConfig(draft_quantization="int8", calibrate=False)
-    fixed = LLM(*pair, paths=2, depth=3, engine=asked)
-    auto = LLM(*pair, engine=EngineConfig(calibrate=False))
-    refused = LLM(*pair, engine=EngineConfig(draft_quantization="none", calibrate=False))
-    held = [one.draft_quantization for one in (llm, fixed, auto, refused)]
-    assert held == ["none", "int8", "int8", "none"]
-    # A greedy text is the target's alone.
-    params = SamplingParams(temperature=0.0, max_tokens=20)
-    texts = {tuple(one.generate("ab", params).token_ids) for one in (llm, fixed, auto)}
-    assert len(texts) == 1
-    assert fixed.generate("ab", params).metrics.drafted_nodes > 0
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations

@@ -106,7 +106,6 @@ def test_sizes_become_sglangs_arguments(engine: Engine) -> None:
     [
         ({"kv_bytes": 2**30}, "kv_bytes=1073741824: expected None with SGLang: .*kv_slots"),
         ({"check_slots": True}, "check_slots=True: expected False with SGLang"),
-        ({"draft_quantization": "int8"}, "draft_quantization=.*int8.*: expected auto with SGLang"),
         ({"cuda_graphs": "eager"}, "cuda_graphs='eager': expected 'auto', 'on' or 'off'"),
     ],
 )

@@ -24,7 +24,6 @@ from eaglegbv.drafters.eagle_model import (
     default_feature_layers,
 )
 from eaglegbv.engine import Engine
-from eaglegbv.fused_linears import Quantization
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FeatureSpec
 from eaglegbv.request import Request
@@ -112,7 +111,6 @@ def tiny_engine(
     device: str = "cpu",
     graphs: GraphMode | Recorder = GraphMode.OFF,
     attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
-    quantization: Quantization = Quantization.NONE,
     compile_backend: str | None = None,
     models_by: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -143,7 +141,6 @@ def tiny_engine(
     drafter = EagleDrafter(
         head,
         attention(pool),
-        quantization=quantization,
         graphs=graphs,
         max_context=256,
         compile_backend=models_by,

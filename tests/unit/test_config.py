@@ -57,7 +57,6 @@ BAD_ENGINES = [
     ("prefix_cache", 1, "true or false"),
     ("check_slots", None, "true or false"),
     ("cuda_graphs", "yes", "one of auto, on, off, eager"),
-    ("draft_quantization", "int4", "int8, perhaps; one of auto, int8, none"),
     ("seed", -1, "an integer in [0, 18446744073709551615]"),
 ]
 BAD_AUTO_PLANS = [

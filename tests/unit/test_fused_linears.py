@@ -1,27 +1,22 @@
-"""Linear layers, joined, packed or of 8 bits: the same numbers, from the same names."""
+"""Linear layers, joined and packed: the same numbers, from the same names."""
 
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from support.eight_bits import HAS_INT8, needs_int8
 from support.packing import needs_packing
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
 
 from eaglegbv import fused_linears
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.fused_linears import (
     DenseProduct,
     PackedProduct,
     Product,
-    QuantisedProduct,
-    Quantization,
     can_pack,
     prepare,
     product_of,
-    resolve,
 )
 from eaglegbv.models.hf import HFTarget
 
@@ -55,13 +50,12 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bias", "pays", "quantization"),
+    ("dtype", "bias", "pays"),
     [
-        (torch.float32, True, True, Quantization.NONE),
-        (torch.bfloat16, False, True, Quantization.NONE),
-        (torch.float64, True, True, Quantization.NONE),
-        (torch.float32, False, False, Quantization.NONE),
-        pytest.param(torch.float32, True, True, Quantization.INT8, marks=needs_int8),
+        (torch.float32, True, True),
+        (torch.bfloat16, False, True),
+        (torch.float64, True, True),
+        (torch.float32, False, False),
     ],
 )
 @torch.no_grad()
@@ -69,25 +63,22 @@ def test_prepared_modules_compute_the_same(
     dtype: torch.dtype,
     bias: bool,
     pays: bool,
-    quantization: Quantization,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0 if pays else 1 << 20)
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
     expected, names, before = module(TOKENS), list(module.state_dict()), torch.get_rng_state()
-    prepare(module, lambda: module(TOKENS[:, :1]), quantization)
+    prepare(module, lambda: module(TOKENS[:, :1]))
     assert torch.equal(torch.get_rng_state(), before)  # preparing draws no random numbers
-    quantised = quantization is Quantization.INT8
     # bfloat16: a bit of a result's last place, of eight.
-    rounded = 0.05 if quantised else 0.02 if dtype is torch.bfloat16 else None
+    rounded = 0.02 if dtype is torch.bfloat16 else None
     torch.testing.assert_close(module(TOKENS), expected, atol=rounded, rtol=rounded)
-    assert not (quantised and torch.equal(module(TOKENS), expected))
     assert list(module.state_dict()) == names
     # q, k and v are one product; what is not packed is joined all the same.
     packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
     assert module.q.weight.is_meta
-    assert module.o.weight.is_meta == (packs or quantised)
+    assert module.o.weight.is_meta == packs
     assert not module.idle.weight.is_meta
     assert not module.output.weight.is_meta
 
@@ -193,62 +184,9 @@ def test_one_row_of_a_small_matrix_is_multiplied_unpacked(monkeypatch: pytest.Mo
     monkeypatch.setattr(DenseProduct, "__call__", noted)
     torch.manual_seed(0)
     weight, bias = torch.randn(19, 31), torch.randn(19)
-    product = product_of(weight, bias, Quantization.NONE)
+    product = product_of(weight, bias)
     assert isinstance(product, PackedProduct)
     for shape in ((1, 31), (1, 1, 31), (31,), (3, 31), (1, 2, 31), (0, 31)):
         x = torch.randn(shape)
         torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
     assert ran == [1, 1, 1]
-
-
-@needs_int8
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "bias"),
-    [
-        (torch.float32, (64, 96), True),
-        (torch.bfloat16, (12, 11), True),
-        (torch.float32, (1, 1), False),
-    ],
-)
-def test_quantised_products_err_by_no_more_than_rounding(
-    dtype: torch.dtype, sizes: tuple[int, int], bias: bool
-) -> None:
-    torch.manual_seed(0)
-    inputs, outputs = sizes
-    weight = torch.randn(outputs, inputs).to(dtype)
-    offset = torch.randn(outputs).to(dtype) if bias else None
-    x = torch.randn(2, 3, inputs).to(dtype)
-    found = QuantisedProduct(weight, offset)(x)
-    assert (found.dtype, found.shape) == (dtype, (2, 3, outputs))
-    expected = torch.nn.functional.linear(
-        x.double(), weight.double(), None if offset is None else offset.double()
-    )
-    # Half a step of 127 of the row's largest weight, and its scale in bfloat16; bfloat16 of what
-    # is multiplied and of the result.
-    size = x.double().abs().sum(dim=-1, keepdim=True) * weight.double().abs().amax(dim=1)
-    bound = size * (0.5 / 127 + 2 * 2**-8) + (expected.abs() + 1) * 2**-7
-    assert ((found.double() - expected).abs() <= bound).all()
-
-
-@needs_int8
-def test_a_row_of_a_quantised_product_does_not_depend_on_the_others() -> None:
-    torch.manual_seed(0)
-    product, x = QuantisedProduct(torch.randn(96, 64), None), torch.randn(70, 64)
-    whole = product(x)
-    for rows in (1, 2, 3, 4, 5, 7, 16, 33):
-        assert torch.equal(product(x[:rows]), whole[:rows])
-        assert torch.equal(product(x[-rows:]), whole[-rows:])
-    assert product(x[:0]).shape == (0, 96)
-    strided = torch.randn(5, 128)[:, ::2]
-    assert torch.equal(product(strided), product(strided.contiguous()))
-
-
-def test_what_quantisation_comes_to() -> None:
-    cpu = torch.device("cpu")
-    usual = Quantization.INT8 if HAS_INT8 else Quantization.NONE
-    assert resolve(Quantization.AUTO, dtype=torch.float32, device=cpu) is usual
-    for dtype, device in ((torch.float64, cpu), (torch.bfloat16, torch.device("cuda"))):
-        assert resolve(Quantization.AUTO, dtype=dtype, device=device) is Quantization.NONE
-        assert resolve(Quantization.NONE, dtype=dtype, device=device) is Quantization.NONE
-        with pytest.raises(InvalidArgument, match=r"draft_quantization='int8'.*AVX"):
-            resolve(Quantization.INT8, dtype=dtype, device=device)

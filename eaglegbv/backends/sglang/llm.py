@@ -31,7 +31,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
     {
         "dtype": "SGLang chooses it",
-        "draft_quantization": "SGLang holds the weights",
         "generate_async": "SGLang has an event loop of its own",
         "explain_plans": "one plan serves every request",
         "metrics": "SGLang counts for itself, see its /metrics",
@@ -47,7 +46,6 @@ UNUSED_SIZES: Mapping[str, str] = MappingProxyType(
     {
         "kv_bytes": "give it mem_fraction_static, or kv_slots",
         "check_slots": "it checks its pools by variables of its own",
-        "draft_quantization": "it holds the weights, see its speculative_draft_model_quantization",
     }
 )
 """Fields of :class:`EngineConfig` that SGLang does not use, and what to do instead. ``calibrate``

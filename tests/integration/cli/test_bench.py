@@ -131,7 +131,6 @@ def test_any_set_runs_and_what_determines_it_is_recorded(
     assert (settings.suite, settings.origin) == ("gsm8k", str(data))
     assert (settings.model, settings.drafter) == (pair[1], pair[3])
     assert (settings.system, settings.max_tokens, settings.dtype) == ("Be brief.", 4, "float32")
-    assert settings.draft_quantization == "none"
     assert settings.template == (Path(pair[1]) / "chat_template.jinja").read_text(encoding="utf-8")
     assert len(settings.questions_sha256) == 64
     [record] = results.records

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from support.drafting import HEAD_DIM, KV_HEADS, Pair, random_pair
-from support.eight_bits import needs_int8
 from torch import Tensor
 from torch._dynamo.config import patch
 
@@ -17,7 +16,6 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.drafters.eagle_model import Arch, HeadForward
-from eaglegbv.fused_linears import Quantization
 
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
@@ -27,10 +25,10 @@ def pool() -> KVPool:
     return KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
 
 
-def forward(pair: Pair, quantization: Quantization, backend: str | None) -> HeadForward:
+def forward(pair: Pair, backend: str | None) -> HeadForward:
     head = copy.deepcopy(pair.head)
     attention = TorchPagedAttention(pool())
-    return HeadForward(head, attention, quantization=quantization, compile_backend=backend)
+    return HeadForward(head, attention, compile_backend=backend)
 
 
 def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Tensor]:
@@ -59,15 +57,12 @@ def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Te
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize(
-    "quantization", [Quantization.NONE, pytest.param(Quantization.INT8, marks=needs_int8)]
-)
 @pytest.mark.parametrize("arch", Arch)
 @torch.inference_mode()
-def test_compiled_rows_equal_plain_ones(arch: Arch, quantization: Quantization) -> None:
+def test_compiled_rows_equal_plain_ones(arch: Arch) -> None:
     pair = random_pair(arch)
-    plain = results(forward(pair, quantization, None), pair, lengths=(6, 1050))
-    compiled = forward(pair, quantization, "eager")
+    plain = results(forward(pair, None), pair, lengths=(6, 1050))
+    compiled = forward(pair, "eager")
     with patch(error_on_recompile=True):  # one row and any number: all there is, from the start
         ours = results(compiled, pair, lengths=(6, 1050))
     for own, expected in zip(ours, plain, strict=True):
