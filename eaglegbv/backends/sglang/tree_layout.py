@@ -161,10 +161,7 @@ class TreeGrowth:
 
 
 def greedy_rows(sampling: Any) -> Tensor | None:
-    """Return ``[batch]`` bool, whether each request is greedy, or None if none is.
-
-    ``sampling`` is SGLang's SamplingBatchInfo.
-    """
+    """Return ``[batch]`` bool: who is greedy in a SamplingBatchInfo of SGLang's; None if nobody."""
     return sampling.top_ks == 1 if sampling.is_any_greedy else None
 
 
@@ -204,10 +201,7 @@ class RoundBuffers:
         self._roots = torch.zeros((slots, 2, width), dtype=torch.float64, device=device)
 
     def load(self, uniforms: Tensor, sampling: Any) -> None:
-        """Write the numbers of a round's requests: ``[batch, numbers]`` float64, on the host.
-
-        ``sampling`` is SGLang's SamplingBatchInfo.
-        """
+        """Write a round's numbers ``[batch, numbers]`` float64, and SGLang's SamplingBatchInfo."""
         batch, greedy = len(uniforms), greedy_rows(sampling)
         self.uniforms[:batch].copy_(send(uniforms, self.uniforms.device))
         torch.mul(sampling.temperatures, self._draft_temperature, out=self._temperatures[:batch])

@@ -52,13 +52,10 @@ class RequestBook:
     """
 
     def __init__(self, plan: Plan, seed: int, *, replica: int | None = None) -> None:
-        """Start without records.
+        """Start without records; ``seed`` is for requests without one, ``plan`` for all.
 
-        Args:
-            plan: How all requests speculate.
-            seed: Seed for the requests without a seed.
-            replica: Number of the data-parallel replica that serves them, if there are several:
-                each counts requests from 0, and copies of one prompt must not get the same numbers.
+        ``replica`` is the number of the data-parallel replica, if there are several: each counts
+        requests from 0, and copies of one prompt must not get the same numbers.
         """
         self._plan = plan
         # Of a round: one for each drafted token, and for each of these three to verify, and one.
@@ -131,13 +128,7 @@ class GraphJudge:
     """
 
     def __init__(self, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
-        """Allocate what is not given.
-
-        Args:
-            plan: How the trees are drafted and judged.
-            buffers: Those of the drafts.
-            probs: ``[rows * nodes, vocab]`` float32, to which SGLang's distributions are written.
-        """
+        """Allocate the rest; to ``probs`` ``[rows * nodes, vocab]`` float32 SGLang writes its own."""
         self._verifier, self._plan, self._buffers = make_verifier(plan.verifier), plan, buffers
         paths, length = plan.paths, plan.depth
         self._nodes = 1 + paths * length
