@@ -128,7 +128,7 @@ class GraphJudge:
     """
 
     def __init__(self, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
-        """Allocate the rest; to ``probs`` ``[rows * nodes, vocab]`` float32 SGLang writes its own."""
+        """Allocate the rest; SGLang writes to ``probs`` ``[rows * nodes, vocab]`` float32."""
         self._verifier, self._plan, self._buffers = make_verifier(plan.verifier), plan, buffers
         paths, length = plan.paths, plan.depth
         self._nodes = 1 + paths * length
