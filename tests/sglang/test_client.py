@@ -114,13 +114,17 @@ def test_a_server_runs_as_long_as_it_is_needed(tmp_path: Path) -> None:
         urllib.request.urlopen(f"{url}/here")
 
 
-@pytest.mark.parametrize("code", ["raise SystemExit('no memory')", "import time; time.sleep(60)"])
-def test_a_server_that_does_not_start(code: str, tmp_path: Path) -> None:
-    launch = Launch([sys.executable, "-c", code], {})
-    within = 60.0 if "SystemExit" in code else 2.0
-    said = "ended with code 1; .*\n*no memory" if "SystemExit" in code else "did not answer"
+@pytest.mark.parametrize(
+    ("code", "within", "said"),
+    [
+        ("raise SystemExit('no memory')", 60.0, "ended with code 1; .*\n*no memory"),
+        ("import time; time.sleep(60)", 2.0, "did not answer"),
+    ],
+)
+def test_a_server_that_does_not_start(code: str, within: float, said: str, tmp_path: Path) -> None:
+    start = Launch([sys.executable, "-c", code], {})
     with (
         pytest.raises(ServerFailed, match=said),
-        running(launch, tmp_path / "log", starts_within=within),
+        running(start, tmp_path / "log", starts_within=within),
     ):
         pass

@@ -1,31 +1,21 @@
 """SGLang's own EAGLE with the stand-in kernel samples the same distribution as ours."""
 
-from pathlib import Path
-
-import pytest
 from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
+    NEEDS_SGLANG,
     PROMPT,
     PROMPTS,
-    missing_sglang,
     pair_arguments,
-    plain_greedy_texts,
     sglang_engine,
     token_ids,
 )
-from support.sglang_pair import VOCAB, save_sglang_pair
+from support.sglang_pair import VOCAB, SGLangPair
 
-pytestmark = [
-    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
-    pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
-]
+pytestmark = NEEDS_SGLANG
 
 
-def test_distribution_of_three_tokens(tmp_path: Path) -> None:
-    pair = save_sglang_pair(tmp_path)
-    plain_greedy = plain_greedy_texts(pair)
+def test_distribution_of_three_tokens(pair: SGLangPair, plain_greedy: list[list[int]]) -> None:
     own = pair_arguments(pair, "eagle1", 3, 3)
     own |= {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 10}
     params = {"temperature": 1.0, "max_new_tokens": 5, "ignore_eos": True}

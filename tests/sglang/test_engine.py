@@ -13,34 +13,19 @@ import pytest
 from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
+    NEEDS_SGLANG,
     PROMPT,
     PROMPTS,
     SAMPLED,
-    missing_sglang,
     pair_arguments,
-    plain_greedy_texts,
     token_ids,
 )
 from support.sglang_engine import sglang_engine as start
-from support.sglang_pair import EOS, VOCAB, SGLangPair, save_sglang_pair
+from support.sglang_pair import EOS, VOCAB, SGLangPair
 
-pytestmark = [
-    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
-    pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
-]
+pytestmark = NEEDS_SGLANG
 
 LAW_SAMPLES = int(os.environ.get("EAGLEGBV_SGLANG_SAMPLES", "480"))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> SGLangPair:
-    return save_sglang_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def plain_greedy(pair: SGLangPair) -> list[list[int]]:
-    return plain_greedy_texts(pair)
 
 
 @pytest.fixture(
@@ -49,6 +34,7 @@ def plain_greedy(pair: SGLangPair) -> list[list[int]]:
         ("otbv", "eagle1", 3, 3),
         ("gbv", "eagle3", 2, 2),
         ("block", "eagle1", 1, 3),
+        ("greedy_block", "eagle1", 1, 3),
         ("spectr_gbv", "eagle3", 2, 3),
     ],
     ids=lambda config: "-".join(map(str, config)),

@@ -1,28 +1,22 @@
 """SGLang's engine under pressure: memory taken away, prompts in parts, requests that leave."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
+    NEEDS_SGLANG,
     PROMPT,
     PROMPTS,
     SAMPLED,
-    missing_sglang,
     pair_arguments,
-    plain_greedy_texts,
     token_ids,
 )
 from support.sglang_engine import sglang_engine as start
-from support.sglang_pair import VOCAB, save_sglang_pair
+from support.sglang_pair import VOCAB, SGLangPair
 
-pytestmark = [
-    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
-    pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
-]
+pytestmark = NEEDS_SGLANG
 
 
 @pytest.mark.parametrize(
@@ -35,11 +29,9 @@ pytestmark = [
     ],
 )
 def test_retracted_chunked_and_aborted_requests(
-    verifier: str, head: str, K: int, L: int, tmp_path: Path
+    verifier: str, head: str, K: int, L: int, pair: SGLangPair, plain_greedy: list[list[int]]
 ) -> None:
     """Every few steps requests lose their memory and read all again, prompts come in parts."""
-    pair = save_sglang_pair(tmp_path)
-    plain_greedy = plain_greedy_texts(pair)
     settings = {
         "EAGLEGBV_VERIFIER": verifier,
         "SGLANG_TEST_RETRACT": "1",

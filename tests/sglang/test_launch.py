@@ -1,41 +1,50 @@
 """``eaglegbv serve`` says to SGLang what was asked for."""
 
+import os
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support.cli import run
+from support.cli import documented, documented_commands, run
 from support.saved_pair import save_pair
-from support.sglang_pair import save_sglang_pair
+from support.sglang_pair import SGLangPair
 
-from eaglegbv.backends.sglang.launch import (
-    check_ready,
-    launch,
-    server_arguments,
-)
-from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.backends.sglang.launch import check_ready, launch, server_arguments
+from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.models.hf import load_config
 
 
-def test_flags_and_environment(tmp_path: Path) -> None:
-    pair = save_sglang_pair(tmp_path)
-    settings = Settings(verifier="gbv", seed=5)
-    start = launch(
-        pair.target, pair.eagle3, paths=2, depth=5, settings=settings, others=["--port", "31000"]
-    )
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
+        (Settings(verifier="gbv", seed=5), {"--speculative-algorithm": "EAGLEGBV3"}),
+        # SGLang's own EAGLE has as many nodes.
+        (
+            None,
+            {"--speculative-algorithm": "EAGLE3", "--speculative-num-draft-tokens": "11"},
+        ),
+    ],
+)
+def test_flags_and_environment(
+    pair: SGLangPair, settings: Settings | None, own: dict[str, str]
+) -> None:
+    others = ["--port", "31000"]
+    start = launch(pair.target, pair.eagle3, paths=2, depth=5, settings=settings, others=others)
     assert start.command[1:3] == ["-m", "sglang.launch_server"]
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=True))
-    assert flags == {
+    assert flags == own | {
         "--model-path": str(pair.target),
-        "--speculative-algorithm": "EAGLEGBV3",
         "--speculative-draft-model-path": str(pair.eagle3),
         "--speculative-eagle-topk": "2",
         "--speculative-num-steps": "5",
         "--port": "31000",
     }
-    assert Settings.from_environment(start.environment) == settings
+    assert bool(start.environment) == (settings is not None)
+    assert Settings.from_environment(start.environment) == (settings or Settings())
 
 
 def test_heads_of_other_formats_are_written_anew(tmp_path: Path) -> None:
@@ -48,17 +57,15 @@ def test_heads_of_other_formats_are_written_anew(tmp_path: Path) -> None:
     assert server_arguments(target, head, paths=3, depth=4) == named
 
 
-def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
-    target, _ = save_pair(tmp_path / "one")
-    other = save_sglang_pair(tmp_path / "two")
+def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path)
     with pytest.raises(DrafterMismatch):
-        server_arguments(target, other.eagle1, paths=3, depth=4)
+        server_arguments(target, pair.eagle1, paths=3, depth=4)
 
 
 def test_the_targets_configuration_is_read_as_sglang_is_told_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: SGLangPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = save_sglang_pair(tmp_path)
     asked: list[dict[str, Any]] = []
 
     def load(model: Path, **options: Any) -> Any:
@@ -74,12 +81,11 @@ def test_the_targets_configuration_is_read_as_sglang_is_told_to(
     ]
 
 
-def test_without_a_drafter_nothing_is_drafted(tmp_path: Path) -> None:
+def test_without_a_drafter_nothing_is_drafted() -> None:
     assert server_arguments("some/model", None, paths=3, depth=4) == {"model_path": "some/model"}
 
 
-def test_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = save_sglang_pair(tmp_path)
+def test_dry_run_prints_the_command(pair: SGLangPair, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--drafter", str(pair.eagle1), "--dry-run", "--tp", "2")
     words = shlex.split(run(capsys, "serve", str(pair.target), *options).out)
     assert words[0].startswith("EAGLEGBV_SETTINGS=")
@@ -87,21 +93,37 @@ def test_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "EAGLEGBV" in words
 
 
-def test_sglangs_own_eagle_has_as_many_nodes(tmp_path: Path) -> None:
-    pair = save_sglang_pair(tmp_path)
-    shape = {"paths": 2, "depth": 5}
-    start = launch(pair.target, pair.eagle3, **shape, settings=None, others=["--tp", "2"])
-    flags = dict(zip(start.command[3::2], start.command[4::2], strict=True))
-    assert flags == {
-        "--model-path": str(pair.target),
-        "--speculative-algorithm": "EAGLE3",
-        "--speculative-draft-model-path": str(pair.eagle3),
-        "--speculative-eagle-topk": "2",
-        "--speculative-num-steps": "5",
-        "--speculative-num-draft-tokens": "11",
-        "--tp": "2",
-    }
-    assert start.environment == {}
+def test_documented_commands_and_calls_start_what_they_say(
+    pair: SGLangPair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install, serve, _, by_hand, _ = documented_commands(
+        "sglang.md",
+        **{
+            "meta-llama/Llama-3.1-8B-Instruct": pair.target,
+            "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": pair.eagle3,
+            "MODEL": pair.target,
+            "HEAD": pair.eagle3,
+        },
+    )
+    assert install == ["pip", "install", "-e", ".[sglang]"]
+    started = shlex.split(run(capsys, *serve[1:], "--dry-run").out)
+    assert started[-2:] == ["--port", "30000"]
+    # SGLang's own command starts the same; its trees and verifier are the defaults of `serve`.
+    assert Settings.from_environment(dict([by_hand[0].split("=")])) == Settings()
+    assert by_hand[2:4] == started[2:4]
+    pairs = zip(*[iter(started[4:-2])] * 2, strict=True)
+    assert set(pairs) == set(zip(*[iter(by_hand[4:])] * 2, strict=True))
+
+    sglang, asked = ModuleType("sglang"), dict[str, Any]()
+    engine = SimpleNamespace(generate=lambda *prompts: prompts)
+    vars(sglang)["Engine"] = lambda **named: asked.update(named, **os.environ) or engine
+    monkeypatch.setitem(sys.modules, "sglang", sglang)
+    monkeypatch.setattr("eaglegbv.backends.sglang.launch.check_ready", lambda **_: None)
+    code = documented("sglang.md", "python")[0]
+    exec(code.replace("MODEL", str(pair.target)).replace("HEAD", str(pair.eagle1)), {})
+    assert (asked["speculative_eagle_topk"], asked["tp_size"]) == (3, 2)
+    assert Settings.from_environment(asked) == Settings(verifier="gbv")
+    assert JSON_VARIABLE not in os.environ
 
 
 def test_without_an_accelerator_a_device_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

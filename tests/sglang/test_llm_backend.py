@@ -9,19 +9,19 @@ import pytest
 from support.saved_pair import save_pair
 from support.sglang_engine import (
     CPU_ARGUMENTS,
+    NEEDS_SGLANG,
     STAND_IN,
     cpu_environment,
     environment,
-    missing_sglang,
     pair_arguments,
 )
-from support.sglang_pair import save_sglang_pair
+from support.sglang_pair import SGLangPair
+from transformers import DeepseekV3Config
 
-pytestmark = [
-    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
-    pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
-]
+from eaglegbv import LLM, InvalidArgument, SamplingParams
+from eaglegbv.errors import DrafterMismatch, EagleGBVError, SamplingMismatch
+
+pytestmark = NEEDS_SGLANG
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_llm_serves_through_sglang(verifier: str, paths: int, tmp_path: Path) -> None:
     """Text: the Python API, a head in another format, grammars, stop strings, streams."""
-    from eaglegbv import LLM, InvalidArgument, SamplingParams
-
     target, head = save_pair(tmp_path)
     with environment(cpu_environment()):
         cpu = {k: v for k, v in CPU_ARGUMENTS.items() if k not in ("dtype", "device")}
@@ -69,21 +67,6 @@ def test_llm_serves_through_sglang(verifier: str, paths: int, tmp_path: Path) ->
         llm.shutdown()
 
 
-def test_plans_that_sglang_cannot_draw_are_refused() -> None:
-    from eaglegbv import LLM, InvalidArgument, Plan
-    from eaglegbv.config import Source
-    from eaglegbv.tree import DraftSampling
-
-    with pytest.raises(InvalidArgument, match=r"^source='lookup': expected 'drafter'"):
-        LLM(backend="sglang", plan=Plan(paths=1, depth=4, source=Source.LOOKUP))
-    with pytest.raises(InvalidArgument, match=r"^draft_sampling='wor': expected 'iid'"):
-        LLM(backend="sglang", plan=Plan(draft_sampling=DraftSampling.WOR))
-    with pytest.raises(InvalidArgument, match=r"^whole_vocab=4096: expected 0"):
-        LLM(backend="sglang", plan=Plan(paths=1, whole_vocab=4096))
-    with pytest.raises(InvalidArgument, match=r"^min_confidence=0.1: expected 0"):
-        LLM(backend="sglang", plan=Plan(min_confidence=0.1))
-
-
 def _check_grammar(engine: Any) -> None:
     schema = {
         "type": "object",
@@ -98,58 +81,41 @@ def _check_grammar(engine: Any) -> None:
     assert all(set(json.loads(text)) == {"n", "ok"} for text in whole)
 
 
-def test_what_cannot_be_served_is_refused_at_start(tmp_path: Path) -> None:
-    """Through SGLang's own arguments: its start ends with our message."""
-    pair = save_sglang_pair(tmp_path)
+def resolve(pair: SGLangPair, changes: dict[str, Any], verifier: str = "otbv") -> None:
+    """Let SGLang check its own arguments, as at its start."""
     import sglang.srt.server_args as sglang_arguments
     from sglang.srt.plugins import load_plugins
 
-    from eaglegbv.errors import EagleGBVError
-
     load_plugins()
-    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
-    refused = {
-        "speculative_eagle_topk": 99,
-        "speculative_num_draft_tokens": 7,
-        "enable_custom_logit_processor": True,
-        "page_size": 16,
-        "speculative_algorithm": "EAGLEGBV3",
-    }
-    for name, value in refused.items():
-        with environment(cpu_environment()), pytest.raises(EagleGBVError) as caught:
-            sglang_arguments.ServerArgs(**(own | {name: value})).resolve_once()
-        assert name.replace("_", "-") in str(caught.value).replace("_", "-")
+    arguments = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3) | changes
+    with environment(cpu_environment({"EAGLEGBV_VERIFIER": verifier})):
+        sglang_arguments.ServerArgs(**arguments).resolve_once()
 
 
 @pytest.mark.parametrize(
-    "spelling", [{"enable_dp_attention": True, "dp_size": 2}, {"attn_dp_size": 2}]
+    ("changes", "said"),
+    [
+        ({"speculative_eagle_topk": 99}, "speculative_eagle_topk"),
+        ({"speculative_num_draft_tokens": 7}, "speculative_num_draft_tokens"),
+        ({"enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
+        ({"page_size": 16}, "--page-size"),
+        ({"speculative_algorithm": "EAGLEGBV3"}, "speculative_algorithm"),
+        # SGLang turns the first spelling into the second before it asks us.
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "--attn-dp-size 2"),
+        ({"tp_size": 2, "attn_dp_size": 2}, "--attn-dp-size 2"),
+    ],
 )
-def test_attention_data_parallelism_is_refused_by_either_spelling(
-    spelling: dict[str, Any], tmp_path: Path
+def test_what_cannot_be_served_is_refused_at_start(
+    pair: SGLangPair, changes: dict[str, Any], said: str
 ) -> None:
-    """SGLang turns the old one into the new one before it asks us."""
-    pair = save_sglang_pair(tmp_path)
-    import sglang.srt.server_args as sglang_arguments
-    from sglang.srt.plugins import load_plugins
-
-    from eaglegbv.errors import EagleGBVError
-
-    load_plugins()
-    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3) | {"tp_size": 2}
-    with environment(cpu_environment()), pytest.raises(EagleGBVError, match="--attn-dp-size 2"):
-        sglang_arguments.ServerArgs(**(own | spelling)).resolve_once()
+    with pytest.raises(EagleGBVError, match=said):
+        resolve(pair, changes)
 
 
-def test_targets_with_latent_attention_need_a_backend_that_reads_masks(tmp_path: Path) -> None:
+def test_targets_with_latent_attention_need_a_backend_that_reads_masks(
+    pair: SGLangPair, tmp_path: Path
+) -> None:
     """Whether attention is latent, SGLang says."""
-    pair = save_sglang_pair(tmp_path)
-    import sglang.srt.server_args as sglang_arguments
-    from sglang.srt.plugins import load_plugins
-    from transformers import DeepseekV3Config
-
-    from eaglegbv.errors import EagleGBVError
-
-    load_plugins()
     config = DeepseekV3Config(
         vocab_size=16,
         hidden_size=64,
@@ -164,32 +130,19 @@ def test_targets_with_latent_attention_need_a_backend_that_reads_masks(tmp_path:
         topk_group=1,
         architectures=["DeepseekV3ForCausalLM"],
     )
-    config.save_pretrained(tmp_path / "latent")
-    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
-    own |= {"model_path": str(tmp_path / "latent")}
-    own |= {"prefill_attention_backend": None, "decode_attention_backend": None}
-    with environment(cpu_environment()):
-        sglang_arguments.ServerArgs(**(own | {"attention_backend": "triton"})).resolve_once()
-        with pytest.raises(EagleGBVError, match=r"flashinfer: it verifies chains only .* \(MLA\)"):
-            sglang_arguments.ServerArgs(
-                **(own | {"attention_backend": "flashinfer"})
-            ).resolve_once()
+    config.save_pretrained(tmp_path)
+    own = {"model_path": str(tmp_path)}
+    own |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend"))
+    resolve(pair, own | {"attention_backend": "triton"})
+    with pytest.raises(EagleGBVError, match=r"flashinfer: it verifies chains only .* \(MLA\)"):
+        resolve(pair, own | {"attention_backend": "flashinfer"})
 
 
 def test_a_head_of_another_target_and_a_verifier_of_one_path_are_refused_at_start(
-    tmp_path: Path,
+    pair: SGLangPair, tmp_path: Path
 ) -> None:
-    pair = save_sglang_pair(tmp_path)
-    target, _ = save_pair(tmp_path / "other")
-    import sglang.srt.server_args as sglang_arguments
-    from sglang.srt.plugins import load_plugins
-
-    from eaglegbv.errors import DrafterMismatch, SamplingMismatch
-
-    load_plugins()
-    own = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3)
-    with environment(cpu_environment()), pytest.raises(DrafterMismatch, match="vocab_size=16"):
-        sglang_arguments.ServerArgs(**(own | {"model_path": str(target)})).resolve_once()
-    block = cpu_environment({"EAGLEGBV_VERIFIER": "block"})
-    with environment(block), pytest.raises(SamplingMismatch, match="paths=3: expected at most 1"):
-        sglang_arguments.ServerArgs(**own).resolve_once()
+    target, _ = save_pair(tmp_path)
+    with pytest.raises(DrafterMismatch, match="vocab_size=16"):
+        resolve(pair, {"model_path": str(target)})
+    with pytest.raises(SamplingMismatch, match="paths=3: expected at most 1"):
+        resolve(pair, {}, "block")

@@ -1,14 +1,18 @@
 """What ``LLM(..., backend="sglang")`` offers, beside a stand-in for SGLang's engine: no models."""
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cli import documented
 
-from eaglegbv import LLM, EngineConfig, InvalidArgument
+from eaglegbv import LLM, EngineConfig, InvalidArgument, Plan
 from eaglegbv.backends.sglang import llm as sglang_llm
+from eaglegbv.config import Source
 from eaglegbv.llm import TextGenerator
+from eaglegbv.tree import DraftSampling
 
 
 class Engine:
@@ -17,6 +21,13 @@ class Engine:
     server_args = SimpleNamespace(device="cpu")
     stopped = False
     arguments: dict[str, Any]
+    loop: asyncio.AbstractEventLoop
+
+    async def async_generate(self, **named: Any) -> dict[str, Any]:
+        if named["input_ids"] == [5]:
+            raise ValueError("not accepted")
+        *_, whole = self.generate()
+        return whole
 
     def generate(self, **named: Any) -> Iterator[dict[str, Any]]:
         about = {"finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": 2}
@@ -28,15 +39,17 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     engine = Engine()
+    engine.loop = asyncio.new_event_loop()
 
     def start(*models: object, **named: Any) -> Engine:
         engine.arguments = named
         return engine
 
     monkeypatch.setattr(sglang_llm, "start_engine", start)
-    return engine
+    yield engine
+    engine.loop.close()
 
 
 @pytest.fixture
@@ -63,10 +76,25 @@ def test_what_is_not_the_engines_is_offered_alike(llm: Any) -> None:
     assert last.completion.prompt_token_ids == llm.encode("Once")
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(sglang_llm.LOCAL_ALONE),
-)
+def test_many_prompts_are_answered_in_their_order(llm: Any) -> None:
+    answers = llm.generate(["Once", [5], [7, 8]], progress=True)
+    assert [a.finish_reason for a in answers] == ["length", "error", "length"]
+    assert [a.prompt_token_ids for a in answers][2] == [7, 8]
+    assert "not accepted" in answers[1].error
+    with pytest.raises(InvalidArgument, match="priority=1: expected 0"):
+        llm.generate("Once", priority=1)
+    with pytest.raises(InvalidArgument, match=r"plan=.*: expected None or the plan SGLang runs"):
+        llm.generate("Once", plan=Plan(paths=5))
+
+
+def test_documented_calls(engine: Engine) -> None:
+    code = documented("sglang.md", "python")[1]
+    exec(code.replace('"MODEL", "HEAD"', 'None, "eagle1"'), {})
+    assert (engine.arguments["paths"], engine.arguments["depth"]) == (3, 4)
+    assert engine.stopped
+
+
+@pytest.mark.parametrize("name", sorted(sglang_llm.LOCAL_ALONE))
 def test_what_is_the_local_engines_alone_says_so(llm: Any, name: str) -> None:
     with pytest.raises(AttributeError, match=rf"^SGLangLLM has no '{name}': .*; .*'local'"):
         getattr(llm, name)
@@ -113,3 +141,17 @@ def test_sizes_become_sglangs_arguments(engine: Engine) -> None:
 def test_sizes_that_sglang_would_ignore_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{said}"):
         LLM(backend="sglang", engine=EngineConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan(paths=1, depth=4, source=Source.LOOKUP), "source='lookup': expected 'drafter'"),
+        (Plan(draft_sampling=DraftSampling.WOR), "draft_sampling='wor': expected 'iid'"),
+        (Plan(paths=1, whole_vocab=4096), "whole_vocab=4096: expected 0"),
+        (Plan(min_confidence=0.1), "min_confidence=0.1: expected 0"),
+    ],
+)
+def test_plans_that_sglang_cannot_draw_are_refused(plan: Plan, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{said}"):
+        LLM(backend="sglang", plan=plan)

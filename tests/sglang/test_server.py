@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import documented_commands
 from support.saved_pair import save_pair
-from support.sglang_engine import CPU_ARGUMENTS, cpu_environment, missing_sglang
+from support.sglang_engine import CPU_ARGUMENTS, NEEDS_SGLANG, cpu_environment
 
 from eaglegbv.backends.sglang.client import Endpoint
 from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
 from eaglegbv.config import Plan
 from eaglegbv.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
-    pytest.mark.timeout(1800),
-]
+pytestmark = NEEDS_SGLANG
 
 COMMAND = "import sys; from eaglegbv.cli.main import main; main(sys.argv[1:])"
 
@@ -60,6 +58,13 @@ def test_openai_chat(url: str) -> None:
     one, two = (json.loads(ask(url, "/v1/chat/completions", body)) for _ in range(2))
     assert one["usage"]["completion_tokens"] == 12
     assert one["choices"][0]["message"] == two["choices"][0]["message"]
+
+
+def test_documented_request(url: str) -> None:
+    [request] = [words for words in documented_commands("sglang.md") if words[0] == "curl"]
+    address, body = request[1], json.loads(request[3])
+    answer = json.loads(ask(url, address.removeprefix("localhost:30000"), body))
+    assert answer["usage"]["completion_tokens"] >= 1
 
 
 def test_metrics_of_an_answer_and_of_the_server(url: str) -> None:

@@ -6,41 +6,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.sglang_pair import SGLangPair, save_sglang_pair
+from support.saved_pair import save_pair
+from support.sglang_pair import SGLangPair
 
-from eaglegbv.backends.sglang.server_args import NotServed, settle_arguments
+from eaglegbv.backends.sglang.server_args import (
+    REFUSED,
+    REFUSED_WITH_STATE,
+    NotServed,
+    settle_arguments,
+)
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> SGLangPair:
-    return save_sglang_pair(tmp_path_factory.mktemp("pair"))
+from eaglegbv.errors import DrafterMismatch, InvalidArgument, SamplingMismatch
 
 
 def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
     """SGLang's defaults on a GPU, as far as they are looked at."""
     own: dict[str, object] = {
+        **{option: harmless[0] for option, (harmless, _, _) in REFUSED.items()},
+        **{option: harmless[0] for option, (harmless, _, _) in REFUSED_WITH_STATE.items()},
         "model_path": str(pair.target),
         "device": "cuda",
-        "pp_size": 1,
         "revision": None,
         "trust_remote_code": False,
-        "attn_dp_size": 1,
-        "enable_attn_tp_input_scattered": False,
-        "disaggregation_mode": "null",
-        "enable_lora": None,
-        "lora_paths": None,
         "speculative_algorithm": "EAGLEGBV",
-        "speculative_use_rejection_sampling": False,
-        "speculative_use_block_verification": False,
-        "speculative_accept_threshold_single": 1.0,
-        "speculative_accept_threshold_acc": 1.0,
-        "enable_custom_logit_processor": False,
-        "enable_watermark": False,
-        "enable_multi_layer_eagle": False,
-        "enable_two_batch_overlap": False,
-        "enable_deterministic_inference": False,
         "speculative_draft_attention_backend": None,
         "speculative_draft_model_revision": "main",
         "speculative_eagle_topk": 3,
@@ -54,10 +42,6 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
         "page_size": 1,
-        "tp_size": 1,
-        "kv_cache_dtype": "auto",
-        "speculative_draft_kv_cache_dtype": None,
-        "speculative_draft_window_size": None,
     }
     return SimpleNamespace(**(own | changes))
 
@@ -66,19 +50,14 @@ def settle(own: SimpleNamespace, verifier: str = "otbv", *, latent: bool = False
     settle_arguments(own, Settings(verifier=verifier), latent=latent)
 
 
-def test_what_follows_from_the_shape_is_filled_in(pair: SGLangPair) -> None:
-    own = arguments(pair)
+def test_what_is_left_open_is_filled_in(pair: SGLangPair) -> None:
+    own = arguments(pair, speculative_eagle_topk=None, speculative_num_steps=None)
     settle(own)
+    assert (own.speculative_eagle_topk, own.speculative_num_steps) == (3, 4)
     assert own.speculative_num_draft_tokens == 13
     assert own.max_running_requests == 48
     assert not own.disable_overlap_schedule
     assert own.speculative_draft_model_path == str(pair.eagle1)
-
-
-def test_the_shape_has_defaults(pair: SGLangPair) -> None:
-    own = arguments(pair, speculative_eagle_topk=None, speculative_num_steps=None)
-    settle(own)
-    assert (own.speculative_eagle_topk, own.speculative_num_steps) == (3, 4)
 
 
 def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
@@ -98,12 +77,14 @@ def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
         ("lora_paths", ["a"], "base model only"),
         ("speculative_use_rejection_sampling", True, "EAGLEGBV_VERIFIER"),
         ("speculative_use_block_verification", True, "EAGLEGBV_VERIFIER=block"),
+        ("speculative_accept_threshold_single", 0.9, "changes the distribution"),
         ("speculative_accept_threshold_acc", 0.9, "changes the distribution"),
         ("enable_custom_logit_processor", True, "does not apply custom processors"),
         ("enable_watermark", True, "forced tokens"),
         ("enable_attn_tp_input_scattered", True, "features whole"),
         ("enable_two_batch_overlap", True, "one round's random numbers"),
         ("enable_deterministic_inference", True, "order of the verifiers' sums"),
+        ("enable_multi_layer_eagle", True, "heads draft chains"),
         ("speculative_draft_attention_backend", "fa4", "it drafts chains only"),
         ("speculative_draft_attention_backend", "flashmla", "it drafts chains only"),
         ("speculative_draft_attention_backend", "trtllm_mha", "it drafts chains only"),
@@ -138,34 +119,38 @@ def test_latent_attention_reads_masks_by_few_backends(pair: SGLangPair, backend:
         settle(arguments(pair, attention_backend=backend), latent=True)
 
 
-def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair: SGLangPair) -> None:
-    for split in ("prefill_attention_backend", "decode_attention_backend"):
-        settle(arguments(pair, attention_backend=None, **{split: "fa3"}))
-        with pytest.raises(NotServed, match="fa4: it verifies chains only"):
-            settle(arguments(pair, **{split: "fa4"}))
+@pytest.mark.parametrize("split", ["prefill_attention_backend", "decode_attention_backend"])
+def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair: SGLangPair, split: str) -> None:
+    settle(arguments(pair, attention_backend=None, **{split: "fa3"}))
+    with pytest.raises(NotServed, match="fa4: it verifies chains only"):
+        settle(arguments(pair, **{split: "fa4"}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "verifier", "said"),
     [
-        ({"speculative_eagle_topk": 17}, r"speculative_eagle_topk=17: expected .* \[1, 16\]"),
-        ({"speculative_num_steps": 0}, r"speculative_num_steps=0"),
-        ({"speculative_num_draft_tokens": 8}, r"speculative_num_draft_tokens=8: expected 13"),
-        ({"speculative_draft_model_path": None}, "speculative_draft_model_path=None"),
+        ({"speculative_eagle_topk": 17}, "otbv", r"_topk=17: expected .* \[1, 16\]"),
+        ({"speculative_num_steps": 0}, "otbv", r"speculative_num_steps=0"),
+        ({"speculative_num_draft_tokens": 8}, "otbv", r"_tokens=8: expected 13"),
+        ({"speculative_draft_model_path": None}, "otbv", "speculative_draft_model_path=None"),
+        ({"speculative_algorithm": "EAGLEGBV3"}, "otbv", "expected EAGLEGBV, for the head in"),
+        ({}, "nosuch", "nosuch"),
+        ({}, "global_resolution_lp", "expected global_resolution, which is exact"),
     ],
 )
-def test_values_out_of_range_are_named(
-    pair: SGLangPair, changes: dict[str, object], said: str
+def test_values_that_are_not_accepted_are_named(
+    pair: SGLangPair, changes: dict[str, object], verifier: str, said: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=said):
-        settle(arguments(pair, **changes))
+        settle(arguments(pair, **changes), verifier)
 
 
-def test_a_head_of_the_other_kind_is_refused(pair: SGLangPair) -> None:
+def test_a_head_must_be_of_the_kind_and_fit_the_target(pair: SGLangPair, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="expected EAGLEGBV3, for the head in"):
         settle(arguments(pair, speculative_draft_model_path=str(pair.eagle3)))
-    with pytest.raises(InvalidArgument, match="expected EAGLEGBV, for the head in"):
-        settle(arguments(pair, speculative_algorithm="EAGLEGBV3"))
+    target, _ = save_pair(tmp_path)
+    with pytest.raises(DrafterMismatch, match="vocab_size=16"):
+        settle(arguments(pair, model_path=str(target)))
 
 
 def test_a_head_of_the_hub_is_fetched_and_checked(
@@ -178,15 +163,13 @@ def test_a_head_of_the_hub_is_fetched_and_checked(
         return str(pair.eagle1)
 
     monkeypatch.setattr("eaglegbv.loading.snapshot_download", fetch)
-    own = arguments(pair, speculative_draft_model_path="some/head")
+    named = {"speculative_draft_model_path": "some/head"}
+    own = arguments(pair, **named)
     settle(own)
     assert own.speculative_draft_model_path == str(pair.eagle1)
     assert asked == [("some/head", "main")]
-    own = arguments(
-        pair, speculative_draft_model_path="some/head", speculative_algorithm="EAGLEGBV3"
-    )
     with pytest.raises(InvalidArgument, match="expected EAGLEGBV, for the head in some/head"):
-        settle(own)
+        settle(arguments(pair, **named, speculative_algorithm="EAGLEGBV3"))
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
@@ -199,20 +182,17 @@ def test_layers_that_predict_further_tokens_are_refused_by_name(
         settle(arguments(pair, speculative_draft_model_path=str(tmp_path)))
 
 
-def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -> None:
-    from support.saved_pair import save_pair
-
-    target, _ = save_pair(tmp_path)
-    with pytest.raises(EagleGBVError, match="vocab_size=16"):
-        settle(arguments(pair, model_path=str(target)))
-
-
 @pytest.mark.parametrize("verifier", ["greedy_block", "spectr_gbv"])
 def test_verifiers_with_modified_target_state_ask_for_more(pair: SGLangPair, verifier: str) -> None:
     own = arguments(pair, speculative_eagle_topk=1)
     settle(own, verifier)
     assert own.disable_overlap_schedule
-    for option, value in (("tp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
+    for option, value in (
+        ("tp_size", 2),
+        ("speculative_draft_window_size", 64),
+        ("speculative_draft_kv_cache_dtype", "fp8_e4m3"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+    ):
         with pytest.raises(NotServed, match="use a verifier without modified-target state"):
             settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)
         settle(arguments(pair, **{option: value}), "otbv")
@@ -220,11 +200,6 @@ def test_verifiers_with_modified_target_state_ask_for_more(pair: SGLangPair, ver
 
 def test_verifiers_must_fit_the_paths(pair: SGLangPair) -> None:
     settle(arguments(pair, speculative_eagle_topk=1), "block")
-    with pytest.raises(SamplingMismatch, match="at most 1 for 'block'"):
-        settle(arguments(pair), "block")
-    with pytest.raises(SamplingMismatch, match="spechub"):
-        settle(arguments(pair), "spechub")
-    with pytest.raises(InvalidArgument, match="nosuch"):
-        settle(arguments(pair), "nosuch")
-    with pytest.raises(InvalidArgument, match="expected global_resolution, which is exact"):
-        settle(arguments(pair), "global_resolution_lp")
+    for verifier, said in (("block", "at most 1 for 'block'"), ("spechub", "spechub")):
+        with pytest.raises(SamplingMismatch, match=said):
+            settle(arguments(pair), verifier)

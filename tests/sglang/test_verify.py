@@ -1,13 +1,16 @@
 """Rounds of drawing, tree, verdict and SGLang's numbers, on Markov tables, many at once."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support.g_test import g_test
 from support.sglang_batch import Req, sampling
 from torch import Tensor
@@ -50,6 +53,12 @@ class Drafts:
     def probs(self) -> Tensor:
         """``[batch, nodes, vocab]``, as SGLang would compute them."""
         return self.target[self.node_tokens].float()
+
+    @property
+    def joint(self) -> NDArray[np.float64]:
+        """``[vocab ** 3]``, of the next three tokens."""
+        p = self.target
+        return np.asarray(torch.einsum("a,ab,bc->abc", p[LAST], p, p).flatten())
 
 
 def tables(seed: int) -> tuple[Tensor, Tensor]:
@@ -125,9 +134,7 @@ def committed(own: Drafts, outcome: Acceptance, tokens: int) -> list[int]:
 )
 def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:
     own = draw_trees(50_000, K, L)
-    first = own.target[LAST]
-    dist = torch.einsum("a,ab,bc->abc", first, own.target, own.target).flatten().numpy()
-    outcome = g_test(committed(own, judge(own, verifier), 3), dist)
+    outcome = g_test(committed(own, judge(own, verifier), 3), own.joint)
     assert outcome.p_value > 1e-4, outcome
     assert outcome.power > 0.99, outcome
 
@@ -136,8 +143,7 @@ def test_a_wrong_draft_distribution_is_seen() -> None:
     """The test above can fail: the same rounds, with distributions that nothing was drawn from."""
     own = draw_trees(50_000, 2, 2)
     own.packed[:, :, 1] = 1 / 3
-    dist = torch.einsum("a,ab,bc->abc", own.target[LAST], own.target, own.target).flatten().numpy()
-    assert g_test(committed(own, judge(own, "otbv"), 3), dist).p_value < 1e-6
+    assert g_test(committed(own, judge(own, "otbv"), 3), own.joint).p_value < 1e-6
 
 
 def test_what_is_reported_is_a_path_and_its_tokens() -> None:
@@ -258,27 +264,25 @@ def warped(**params: float) -> torch.Tensor:
     return warp(ROWS, WarpSettings.of(own, [len(ROWS)])).softmax(dim=1)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 7, 30])
-def test_top_k(top_k: int) -> None:
-    kept = keep_top_k(ROWS.softmax(1), torch.full((len(ROWS),), top_k, dtype=torch.int32))
-    torch.testing.assert_close(kept, warped(top_k=top_k))
+@pytest.mark.parametrize(
+    ("keep", "name", "limits"),
+    [
+        (keep_top_k, "top_k", [1, 2, 7, 30]),
+        (keep_top_p, "top_p", [0.01, 0.5, 0.9, 1.0]),
+        (keep_min_p, "min_p", [0.0, 0.1, 1.0]),
+    ],
+)
+def test_limits_on_probabilities_are_those_on_logits(
+    keep: Callable[[Tensor, Tensor], Tensor], name: str, limits: list[float]
+) -> None:
+    for limit in limits:
+        kept = keep(ROWS.softmax(1), torch.full((len(ROWS),), limit))
+        torch.testing.assert_close(kept, warped(**{name: limit}))
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
     kept = keep_top_k(ROWS.softmax(1), torch.full((len(ROWS),), 2**30, dtype=torch.int32))
     torch.testing.assert_close(kept, ROWS.softmax(1))
-
-
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
-def test_top_p(top_p: float) -> None:
-    kept = keep_top_p(ROWS.softmax(1), torch.full((len(ROWS),), top_p))
-    torch.testing.assert_close(kept, warped(top_p=top_p))
-
-
-@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
-def test_min_p(min_p: float) -> None:
-    kept = keep_min_p(ROWS.softmax(1), torch.full((len(ROWS),), min_p))
-    torch.testing.assert_close(kept, warped(min_p=min_p))
 
 
 # Random numbers belong to requests: seeded, in step, and forgotten with them.
@@ -295,16 +299,12 @@ def test_a_seed_fixes_the_numbers_in_any_company() -> None:
     assert torch.equal(alone.token_uniforms([one]), crowd.token_uniforms([other]))
 
 
-def test_signed_seeds_are_the_same_64_bits() -> None:
-    [own] = RequestBook(PLAN, 0).of([Req(-5)])
-    assert own.rng == RequestRng(2**64 - 5)
-
-
 def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
     book = RequestBook(PLAN, 17)
     first, second = Req(), Req()
-    seeds = [own.rng.seed for own in book.of([first, Req(1), second])]
-    assert seeds == [request_seed(17, 0), 1, request_seed(17, 1)]
+    seeds = [own.rng.seed for own in book.of([first, Req(-5), second])]
+    # A signed seed is the same 64 bits.
+    assert seeds == [request_seed(17, 0), 2**64 - 5, request_seed(17, 1)]
     assert [own.rng.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
 
 
@@ -345,17 +345,10 @@ def test_no_number_is_used_twice() -> None:
     assert after.tolist() == expected.tolist()
 
 
-def test_requests_are_forgotten_with_sglangs_own() -> None:
-    book, kept = RequestBook(PLAN, 0), Req(1)
-    book.of([kept, Req(2)])
-    gc.collect()
-    assert len(book._records) == 1
-
-
-def test_no_two_requests_share_a_number() -> None:
+def test_requests_are_forgotten_with_sglangs_own_and_share_no_number() -> None:
     book, gone, kept = RequestBook(PLAN, 0), Req(), Req()
     book.of([gone, kept])
     del gone
     gc.collect()
-    numbers = [own.number for own in book.of([kept, Req(), Req(5)])]
-    assert len(set(numbers)) == 3
+    assert len(book._records) == 1
+    assert len({own.number for own in book.of([kept, Req(), Req(5)])}) == 3

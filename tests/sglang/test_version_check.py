@@ -12,26 +12,29 @@ import pytest
 from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import version_check
-from eaglegbv.backends.sglang.version_check import OverridePoint, OverridePointChanged, members
+from eaglegbv.backends.sglang.version_check import (
+    SUPPORTED,
+    OverridePointChanged,
+    check_override_points,
+    check_point,
+    members,
+    override_points,
+)
 from eaglegbv.errors import InvalidArgument, NotInstalled
 
-HERE = "eaglegbv.backends.sglang.metrics"
+HERE = "eaglegbv.backends.sglang"
 
 
 def test_a_point_that_is_as_known_passes() -> None:
-    OverridePoint(HERE, "request_metrics", ("meta_info",)).check()
-    OverridePoint("eaglegbv.backends.sglang.settings", "Settings.to_environment", ("self",)).check()
+    check_point(f"{HERE}.metrics:request_metrics", ("meta_info",))
+    check_point(f"{HERE}.settings:Settings.to_environment", ("self",))
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "said"),
     [
         ("vanished", (), "found nothing, expected"),
-        (
-            "request_metrics",
-            ("meta", "plan"),
-            r"found \(meta_info, plan\), expected \(meta, plan\)",
-        ),
+        ("request_metrics", ("meta",), r"found \(meta_info, plan\), expected \(meta\)"),
         ("TITLES", (), r"found \('EAGLEGBV'"),
     ],
 )
@@ -39,23 +42,25 @@ def test_a_point_that_has_changed_is_named(
     name: str, parameters: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(OverridePointChanged, match=said) as caught:
-        OverridePoint(HERE, name, parameters).check()
-    assert f"{HERE}.{name}" in str(caught.value)
+        check_point(f"{HERE}.metrics:{name}", parameters)
+    assert f"{HERE}.metrics:{name}" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_names_that_are_only_read_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a class: what it defines, declares, or sets; of no class, nothing."""
-    here = "eaglegbv.backends.sglang"
-    assert {"engine", "of", "_records"} - members(f"{here}.verify.RequestBook") == {"engine"}
-    assert {"counts", "process"} <= members(f"{here}.metrics.Delivered")
-    assert members(f"{here}.metrics.nothing") == set()
-    monkeypatch.setattr(version_check, "OVERRIDE_POINTS", ())
-    monkeypatch.setattr(version_check, "NAMES_READ", {f"{here}.metrics.Delivered": "counts"})
-    version_check.check_override_points()
-    monkeypatch.setattr(version_check, "NAMES_READ", {f"{here}.metrics.Delivered": "counts gone"})
-    with pytest.raises(OverridePointChanged, match=r"metrics\.Delivered\.gone: found nothing"):
-        version_check.check_override_points()
+    """Of a class: what it defines, declares, or sets."""
+    delivered = f"{HERE}.metrics:Delivered"
+    assert {"engine", "of", "_records"} - members(f"{HERE}.verify:RequestBook") == {"engine"}
+    assert {"counts", "process"} <= members(delivered)
+    with pytest.raises(OverridePointChanged, match="metrics:nothing: found nothing"):
+        members(f"{HERE}.metrics:nothing")
+    monkeypatch.setattr(version_check, "version", lambda _: "0.5.23")
+    monkeypatch.setattr(version_check, "OVERRIDE_POINTS", {})
+    monkeypatch.setattr(version_check, "NAMES_READ", {delivered: "counts"})
+    check_override_points()
+    monkeypatch.setattr(version_check, "NAMES_READ", {delivered: "counts gone"})
+    with pytest.raises(OverridePointChanged, match=r"metrics:Delivered\.gone: found nothing"):
+        check_override_points()
 
 
 def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +77,8 @@ def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.Monke
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_check, "version", lambda _: "0.4.0")
-    with pytest.raises(InvalidArgument, match=r"sglang='0.4.0': expected sglang==0.5.23"):
+    expected = r"sglang='0.4.0': expected sglang==0.5.22 or sglang==0.5.23, whose"
+    with pytest.raises(InvalidArgument, match=expected):
         version_check.check_version()
 
 
@@ -85,33 +91,36 @@ def test_a_missing_sglang_is_a_plain_sentence(monkeypatch: pytest.MonkeyPatch) -
         version_check.check_version()
 
 
-def recorded(point: OverridePoint) -> list[str]:
-    """What SGLang's own function takes, as it was read from the version we support."""
-    home = Path(__file__).parent / "signatures.json"
-    by_version: dict[str, dict[str, list[str]]] = json.loads(home.read_text())
-    return by_version[version_check.SUPPORTED[-1]][f"{point.module}.{point.name}"]
+RECORDED: dict[str, dict[str, list[str]]] = json.loads(
+    (Path(__file__).parent / "signatures.json").read_text()
+)
+"""What SGLang's own functions take, as it was read from each version."""
 
 
-@pytest.mark.parametrize("point", version_check.OVERRIDE_POINTS, ids=lambda point: point.name)
-def test_points_fit_the_signatures_recorded(point: OverridePoint) -> None:
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_points_fit_the_signatures_recorded(version: str) -> None:
     """Without SGLang: a mistake in the list of what we rely on."""
-    assert recorded(point)[: len(point.parameters)] == list(point.parameters)
+    points = override_points(version)
+    assert points.keys() == RECORDED[version].keys()
+    for place, parameters in points.items():
+        names = parameters.split()
+        assert RECORDED[version][place][: len(names)] == names, place
 
 
 READ = """
 import inspect, json
-from importlib import import_module
+from importlib.metadata import version
+from pkgutil import resolve_name
 from eaglegbv.backends.sglang import version_check
 
-found = {}
-for point in version_check.OVERRIDE_POINTS:
-    place = import_module(point.module)
-    for part in point.name.split("."):
-        place = getattr(place, part)
-    if place is not None:  # a kernel of another platform
-        found[f"{point.module}.{point.name}"] = list(inspect.signature(place).parameters)
 version_check.check_override_points()
-print(json.dumps(found))
+points = {place: resolve_name(place) for place in version_check.override_points(version("sglang"))}
+found = {
+    place: list(inspect.signature(function).parameters)
+    for place, function in points.items()
+    if function is not None  # else a kernel of another platform
+}
+print(json.dumps([version("sglang"), found]))
 """
 
 
@@ -123,7 +132,6 @@ def test_the_record_is_that_of_the_sglang_installed() -> None:
         [sys.executable, "-c", READ], env=cpu_environment(), capture_output=True, text=True
     )
     assert read.returncode == 0, read.stderr
-    found = json.loads(read.stdout.splitlines()[-1])
+    installed, found = json.loads(read.stdout.splitlines()[-1])
     assert len(found) >= 12
-    points = {f"{point.module}.{point.name}": point for point in version_check.OVERRIDE_POINTS}
-    assert all(parameters == recorded(points[name]) for name, parameters in found.items())
+    assert found == {place: RECORDED[installed][place] for place in found}

@@ -1,10 +1,15 @@
-"""The command line, run in this process."""
+"""The command line, run in this process, and the code of documents."""
 
+import re
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from eaglegbv.cli.main import main
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @dataclass(frozen=True)
@@ -21,3 +26,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Result:
     captured = capsys.readouterr()
     code = exit_.value.code
     return Result(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+
+def documented(page: str, language: str) -> list[str]:
+    """Return the blocks of code in a language, of a page in docs/."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def documented_commands(page: str, **places: object) -> list[list[str]]:
+    """Return the words of the shell commands of a page, some of them replaced."""
+    lines = "".join(documented(page, "sh")).replace("\\\n", " ").splitlines()
+    return [[str(places.get(word, word)) for word in shlex.split(line)] for line in lines]

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.sglang_pair import SGLangPair
 
 STAND_IN = Path(__file__).parents[1] / "sglang" / "stand_in"
@@ -44,6 +46,14 @@ def missing_sglang() -> str | None:
     except PackageNotFoundError:
         return "sglang is not installed (pip install 'eaglegbv[sglang]')"
     return None
+
+
+NEEDS_SGLANG = [
+    pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang())),
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),  # what SGLang says of this machine
+]
+"""Marks of tests that run SGLang's engine."""
 
 
 def cpu_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:

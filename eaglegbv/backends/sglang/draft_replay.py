@@ -10,6 +10,7 @@ features.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftInput
-from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -33,7 +33,16 @@ from eaglegbv.request import DraftSnapshot, Request
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 
+
 Entries = tuple[Tensor, Tensor]  # keys and values, `[entries, heads, dim]` each
+
+_ASKED_FOR_BATCH = "forward_batch" in signature(forward_context).parameters  # not by 0.5.22
+
+
+def head_context(attention: AttentionBackend, batch: ForwardBatch) -> Any:
+    """Return the context of a forward of the head."""
+    named = {"forward_batch": batch} if _ASKED_FOR_BATCH else {}
+    return forward_context(ForwardContext(attn_backend=attention), **named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +81,9 @@ class HeadReplay(DraftReplay):
         start: RoundStart | None,
         requests: Sequence[Request],
     ) -> None:
-        """Take the batch.
+        """Take a batch: its slots ``[batch]`` in SGLang's pool, and where its round started.
 
-        Args:
-            worker: Runs the head.
-            pool_indices: ``[batch]``, indices of the requests' slots in SGLang's pool.
-            start: Start of the round; None if nothing was drafted.
-            requests: The requests.
+        ``start`` is None if nothing was drafted; ``worker`` runs the head.
         """
         self._worker = worker
         self._rows = {request.number: row for row, request in enumerate(requests)}
@@ -132,8 +137,10 @@ class HeadReplay(DraftReplay):
     def _run(
         self, attention: "ReplayAttention", snapshots: Sequence[HeadSnapshot], tokens: Tensor
     ) -> Any:
-        runner, device = self._worker.draft_runner, tokens.device
-        positions = torch.tensor([s.position for s in snapshots], device=device)
+        runner = self._worker.draft_runner
+        positions = torch.tensor([s.position for s in snapshots], device=tokens.device)
+        last = CaptureHiddenMode.LAST
+        hidden = torch.stack([s.hidden for s in snapshots])
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(snapshots),
@@ -144,17 +151,10 @@ class HeadReplay(DraftReplay):
             seq_lens_sum=0,
             positions=positions,
             spec_algorithm=runner.spec_algorithm,
-            spec_info=EagleDraftInput(
-                hidden_states=torch.stack([s.hidden for s in snapshots]),
-                capture_hidden_mode=CaptureHiddenMode.LAST,
-            ),
-            capture_hidden_mode=CaptureHiddenMode.LAST,
+            spec_info=EagleDraftInput(hidden_states=hidden, capture_hidden_mode=last),
+            capture_hidden_mode=last,
         )
-        context = ForwardContext(attn_backend=attention)
-        with (
-            draft_tp_context(self._worker.parallel_layout),
-            forward_context(context, forward_batch=batch),
-        ):
+        with head_context(attention, batch):
             return runner.model.forward(tokens, positions, batch)
 
 
@@ -205,25 +205,21 @@ class ReplayAttention(AttentionBackend):  # type: ignore[misc]
         if others:
             raise NotImplementedError(f"attention with {', '.join(others)}")
         self._new[layer.layer_id] = (k, v)
-        keys, values = (self._all(layer, part) for part in range(2))
-        heads = layer.tp_q_head_num
-        query = q.view(-1, heads, layer.qk_head_dim).float()
-        groups = heads // keys.shape[2]
-        keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
-        scores = torch.einsum("rhd,rshd->rhs", query, keys) * layer.scaling
+        keys, values = (self._all(layer.layer_id, part) for part in range(2))
+        query = q.view(len(q), keys.shape[2], -1, layer.qk_head_dim).float()
+        scores = torch.einsum("rkgd,rskd->rkgs", query, keys) * layer.scaling
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-        scores = scores.masked_fill(~self._mask.unsqueeze(1), -torch.inf)
-        out = torch.einsum("rhs,rshd->rhd", scores.softmax(dim=2), values)
+        scores = scores.masked_fill(~self._mask[:, None, None], -torch.inf)
+        out = torch.einsum("rkgs,rskd->rkgd", scores.softmax(dim=3), values)
         return out.flatten(1).to(q.dtype)
 
-    def _all(self, layer: Any, part: int) -> Tensor:
+    def _all(self, layer: int, part: int) -> Tensor:
         """Return keys or values ``[rows, entries, heads, dim]``: SGLang's, then the rows' own."""
         pool = self.token_to_kv_pool
-        buffer = pool.get_value_buffer if part else pool.get_key_buffer
-        before = buffer(layer.layer_id)[self._slots]
-        own = [self._extended(row, layer.layer_id, part) for row in range(len(self._snapshots))]
-        return torch.cat((before, pad_sequence(own, batch_first=True)), 1).float()
+        buffer = pool.get_value_buffer(layer) if part else pool.get_key_buffer(layer)
+        own = [self._extended(row, layer, part) for row in range(len(self._snapshots))]
+        return torch.cat((buffer[self._slots], pad_sequence(own, batch_first=True)), 1).float()
 
     def _extended(self, row: int, layer: int, part: int) -> Tensor:
         new = self._new[layer][part][row : row + 1]

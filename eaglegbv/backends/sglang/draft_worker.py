@@ -10,30 +10,17 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
-from eaglegbv.backends.sglang.draft_replay import RoundStart
+from eaglegbv.backends.sglang.draft_replay import RoundStart, head_context
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.tree_layout import RoundBuffers
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.errors import ModelNotSupported
-
-
-class Listener:
-    """Wraps a callable and keeps its last result."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        self.heard: Any = None
-
-    def __call__(self, *arguments: object, **named: object) -> Any:
-        """Call it, and keep the result as :attr:`heard`."""
-        self.heard = self._call(*arguments, **named)
-        return self.heard
 
 
 class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
@@ -49,15 +36,22 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
                 self.server_args.speculative_draft_model_path,
                 "an EAGLE head without a sparse-attention indexer",
             )
-        self._forward = Listener(self.draft_runner.forward)
-        self.draft_runner.forward = self._forward
-        self._replay: Listener | None = None
+        self._output: Any = None  # the head's last; SGLang picks the accepted rows in it afterwards
+        self.draft_runner.forward = self._listening(self.draft_runner.forward)
+
+    def _listening(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a forward of the head, or the replay of its graph, to keep its output."""
+
+        def listening(*arguments: object, **named: object) -> Any:
+            result = call(*arguments, **named)
+            forward = isinstance(result, ModelRunnerOutput)
+            self._output = result.logits_output if forward else result
+            return result
+
+        return listening
 
     def configure(
-        self,
-        settings: Settings,
-        book: RequestBook,
-        redraw: Callable[[ScheduleBatch, Tensor], bool],
+        self, settings: Settings, book: RequestBook, redraw: Callable[[ScheduleBatch, Tensor], bool]
     ) -> None:
         """Take what is shared with the worker; call this before memory is allocated.
 
@@ -69,10 +63,8 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
     def alloc_memory_pool(self, *arguments: object, **named: object) -> None:
         """Allocate SGLang's pools, and the buffers by request slot and by row."""
         super().alloc_memory_pool(*arguments, **named)
-        slots = self.req_to_token_pool.req_to_token.shape[0]
-        vocab = self.draft_runner.model_config.vocab_size
-        if self.hot_token_id is not None:
-            vocab = len(self.hot_token_id)
+        slots, hot = self.req_to_token_pool.req_to_token.shape[0], self.hot_token_id
+        vocab = self.draft_runner.model_config.vocab_size if hot is None else len(hot)
         # CUDA graphs are captured for at most this many rows, rounded up to a multiple of the
         # number of ranks, or of twice that number where two batches overlap.
         self.buffers = RoundBuffers(
@@ -124,8 +116,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             forward_batch.out_cache_loc = slots[step].contiguous()
             origins = growth.origins.unsqueeze(2).expand(-1, -1, hidden.shape[2])
             spec_info.hidden_states = hidden.gather(1, origins).flatten(0, 1)
-            context = ForwardContext(attn_backend=self.draft_attn_backend.attn_backends[step])
-            with forward_context(context, forward_batch=forward_batch):
+            with head_context(self.draft_attn_backend.attn_backends[step], forward_batch):
                 output = self.draft_runner.forward(forward_batch).logits_output
             hidden = output.hidden_states.view(batch, K, -1)
             forward_batch.positions.add_(1)
@@ -154,30 +145,21 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             # The head has read the token drawn first, so it runs again from the start.
             batch.input_ids = input_ids
             next_input = extend(batch, target_hidden_states, next_token_ids, *arguments, **named)
-        self._keep_roots(batch, self._forward.heard.logits_output)
+        self.buffers.keep_roots(batch.req_pool_indices, self._output.next_token_logits)
         return next_input
 
     def _draft_extend_for_decode(
         self, batch: ScheduleBatch, *arguments: object, **named: object
     ) -> None:
-        self._forward.heard = None
+        self._output = None
         super()._draft_extend_for_decode(batch, *arguments, **named)
         if batch.forward_mode.is_idle():
             return
-        if self._forward.heard is not None:
-            self._keep_roots(batch, self._forward.heard.logits_output)
-        elif self._replay is not None:
-            self._keep_roots(batch, self._replay.heard)
-        else:
+        if self._output is None:
             raise RuntimeError("the draft head ran in a way that this plug-in does not know")
+        self.buffers.keep_roots(batch.req_pool_indices, self._output.next_token_logits)
 
     def _capture_cuda_graphs(self) -> None:
         super()._capture_cuda_graphs()
-        runner = self.cuda_graph_runner_for_draft_extend
-        if runner is not None:
-            self._replay = Listener(runner.execute)
-            runner.execute = self._replay
-
-    def _keep_roots(self, batch: ScheduleBatch, output: Any) -> None:
-        """Keep what the next round's roots draft; ``output`` has one row per request."""
-        self.buffers.keep_roots(batch.req_pool_indices, output.next_token_logits)
+        if (runner := self.cuda_graph_runner_for_draft_extend) is not None:
+            runner.execute = self._listening(runner.execute)

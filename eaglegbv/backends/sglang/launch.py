@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import torch
 
-from eaglegbv.backends.sglang.settings import Settings
+from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.backends.sglang.version_check import check_plugin, check_version
 from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
@@ -51,6 +51,8 @@ def engine(
 ) -> Any:
     """Start ``sglang.Engine`` with sampled draft trees and a verifier of this project.
 
+    Call its ``shutdown()`` to end it.
+
     Args:
         model: Folder or hub name of the target.
         drafter: Folder or hub name of an EAGLE head, in any format this project reads; None
@@ -59,9 +61,6 @@ def engine(
         depth: Length of a drafted path, L.
         settings: Verifier, draft width and temperature, seed; by default those of otbv.
         arguments: Other arguments of SGLang's engine, such as ``tp_size``.
-
-    Returns:
-        The engine, ready to ``generate``; call ``shutdown()`` to end it.
 
     Raises:
         EagleGBVError: SGLang is missing or of another version, or something cannot be served; the
@@ -73,16 +72,20 @@ def engine(
     hub = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     # SGLang's processes inherit the environment; all of them have started when the engine is ready.
-    with _environment((settings or Settings()).to_environment()):
+    before = os.environ.get(JSON_VARIABLE)
+    os.environ.update((settings or Settings()).to_environment())
+    try:
         return sglang.Engine(**(named | arguments))
+    finally:
+        del os.environ[JSON_VARIABLE]
+        if before is not None:
+            os.environ[JSON_VARIABLE] = before
 
 
 def check_ready(others: Sequence[str] = (), *, device: str | None = None) -> None:
     """Check, before SGLang loads for a minute, that it can start here.
 
-    Args:
-        others: SGLang's own arguments, as on a command line.
-        device: The device it is given otherwise.
+    ``others`` are its own arguments, as on a command line; ``device`` is given otherwise.
 
     Raises:
         NotInstalled: SGLang is not installed.
@@ -95,48 +98,26 @@ def check_ready(others: Sequence[str] = (), *, device: str | None = None) -> Non
         raise InvalidArgument("device", None, "'cpu', as there is no accelerator here")
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 # The models and trees under SGLang's names.
 
 
 def server_arguments(
-    model: str | Path,
-    drafter: str | Path | None,
-    *,
-    paths: int,
-    depth: int,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    model: str | Path, drafter: str | Path | None, *, paths: int, depth: int, **hub: Any
 ) -> dict[str, Any]:
     """Return SGLang's arguments that name the models and the trees.
 
-    See :func:`engine` for the first four, and :func:`served_head` for the others.
+    See :func:`engine` for the first four; ``hub`` are further ones of :func:`served_head`.
     """
-    if drafter is None:
-        return {"model_path": str(model)}
-    folder, algorithm = served_head(
-        drafter, model, revision=revision, trust_remote_code=trust_remote_code
-    )
-    return {
-        "model_path": str(model),
-        "speculative_algorithm": algorithm,
-        "speculative_draft_model_path": str(folder),
-        "speculative_eagle_topk": paths,
-        "speculative_num_steps": depth,
-    }
+    named: dict[str, Any] = {"model_path": str(model)}
+    if drafter is not None:
+        folder, algorithm = served_head(drafter, model, **hub)
+        named |= {
+            "speculative_algorithm": algorithm,
+            "speculative_draft_model_path": str(folder),
+            "speculative_eagle_topk": paths,
+            "speculative_num_steps": depth,
+        }
+    return named
 
 
 def served_head(
@@ -168,9 +149,7 @@ def served_head(
     checkpoint = read_checkpoint(folder)
     target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
     algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
-    if checkpoint.format is not FormatName.SGLANG:
-        folder = _converted(checkpoint)
-    return folder, algorithm
+    return _converted(checkpoint), algorithm
 
 
 def _refuse_mtp(folder: Path) -> None:
@@ -183,12 +162,12 @@ def _refuse_mtp(folder: Path) -> None:
 
 
 def _converted(checkpoint: Checkpoint) -> Path:
-    """Write the head into the temporary folder, unless an earlier server did."""
-    written = sorted(
-        (name, (checkpoint.folder / name).stat().st_mtime_ns)
-        for name in ("config.json", *checkpoint.files)
-    )
-    key = hashlib.sha256(repr((str(checkpoint.folder.resolve()), written)).encode()).hexdigest()
+    """Write a head of another format into the temporary folder, unless an earlier server did."""
+    if checkpoint.format is FormatName.SGLANG:
+        return checkpoint.folder
+    files = [checkpoint.folder.resolve() / name for name in ("config.json", *checkpoint.files)]
+    written = sorted((str(file), file.stat().st_mtime_ns) for file in files)
+    key = hashlib.sha256(repr(written).encode()).hexdigest()
     place = Path(tempfile.gettempdir()) / f"eaglegbv-head-{key[:16]}"
     if not (place / "config.json").is_file():
         export_head(checkpoint, FormatName.SGLANG, place)
@@ -200,10 +179,10 @@ def _converted(checkpoint: Checkpoint) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command, and the variables to add to its environment."""
+    """A command, program first, and the variables to add to its environment."""
 
-    command: list[str]  # program and arguments
-    environment: dict[str, str]  # additional variables
+    command: list[str]
+    environment: dict[str, str]
 
 
 def launch(
@@ -217,27 +196,12 @@ def launch(
 ) -> Launch:
     """Return the command that starts a server.
 
-    Args:
-        model: See :func:`engine` for this and the next three.
-        drafter: None serves without speculation.
-        paths: K.
-        depth: L.
-        settings: Verifier, draft width and temperature, seed; None for SGLang's own EAGLE, whose
-            trees keep as many nodes, the most likely of those that top-k ``paths`` expands.
-        others: SGLang's own arguments, passed on unchanged.
-
-    Raises:
-        DrafterMismatch: The head does not fit the target.
+    See :func:`engine` for the first five; without ``settings``, SGLang's own EAGLE drafts, whose
+    trees keep as many nodes, the most likely of those that top-k ``paths`` expands. ``others`` are
+    SGLang's own arguments, passed on unchanged.
     """
-    options = _options(others)
-    named = server_arguments(
-        model,
-        drafter,
-        paths=paths,
-        depth=depth,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    hub = {name: value for name, value in vars(_options(others)).items() if name != "device"}
+    named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     if settings is None:
         named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
         named["speculative_num_draft_tokens"] = paths * depth + 1
@@ -262,23 +226,15 @@ class ServerFailed(EagleGBVError):
     def __init__(self, happened: str, log: Path) -> None:
         text = log.read_text(encoding="utf-8", errors="replace")
         super().__init__(f"the server {happened}; the end of {log}:\n{text[-LAST_WORDS:]}")
-        self.arguments = happened, log
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), self.arguments
+        self.happened, self.log = happened, log
 
 
 @contextmanager
 def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) -> Iterator[str]:
     """Start a server on a free port of this machine, and stop it at the end.
 
-    Args:
-        launch: The command that starts it, without its port.
-        log: File for its output.
-        starts_within: Seconds within which it must answer.
-
-    Yields:
-        Its address, once it answers.
+    Yields its address once it answers, which it must within ``starts_within`` seconds. Its output
+    goes to the file ``log``.
 
     Raises:
         ServerFailed: The server ended, or did not answer in time.

@@ -1,6 +1,5 @@
 """``LLM(..., backend="sglang")``: the same ``generate`` and ``stream``, served by SGLang."""
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tqdm import tqdm
+from tqdm.asyncio import tqdm
 
 from eaglegbv.backends.sglang.client import to_sglang
 from eaglegbv.backends.sglang.launch import engine as start_engine
@@ -103,7 +102,12 @@ class SGLangLLM(TextGenerator):
             models.drafter,
             paths=self._plan.paths,
             depth=self._plan.depth,
-            settings=_settings(self._plan, sizes.seed),
+            settings=Settings(
+                verifier=self._plan.verifier,
+                draft_width=self._plan.draft_width,
+                draft_temperature=self._plan.draft_temperature,
+                seed=sizes.seed,
+            ),
             **(_engine_arguments(sizes, dtype, device) | arguments),
         )
         super().__init__(
@@ -160,33 +164,24 @@ class SGLangLLM(TextGenerator):
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,
+        plan: Planning | PlanName | None,  # noqa: ARG002  the caller has checked it
         priority: int,
         *,
         progress: bool,
     ) -> list[Result]:
-        self._check_plan(plan)
         _check_priority(priority)
         params = per_prompt(sampling_params, len(prompts))
-        with tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
 
-            async def answer(prompt: Prompt, own: SamplingParams) -> Result:
-                result = await self._answer(prompt, own)
-                bar.update()
-                return result
+        async def answer_all() -> list[Result]:
+            answers = map(self._answer, prompts, params)
+            return await tqdm.gather(*answers, disable=not progress, unit="prompt")
 
-            async def answer_all() -> list[Result]:
-                pairs = zip(prompts, params, strict=True)
-                return await asyncio.gather(*(answer(p, s) for p, s in pairs))
-
-            return cast("list[Result]", self._sglang.loop.run_until_complete(answer_all()))
+        return cast("list[Result]", self._sglang.loop.run_until_complete(answer_all()))
 
     async def _answer(self, prompt: Prompt, params: SamplingParams) -> Result:
         try:
-            prompt_ids = self.encode(prompt)
-            answer = await self._sglang.async_generate(
-                input_ids=prompt_ids, sampling_params=to_sglang(params)
-            )
+            prompt_ids, own = self.encode(prompt), to_sglang(params)
+            answer = await self._sglang.async_generate(input_ids=prompt_ids, sampling_params=own)
         except EagleGBVError as error:
             return Result.of_error(error)
         except ValueError as error:  # SGLang raises it for requests it does not accept
@@ -221,17 +216,6 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
             expected = "0: SGLang's drafts have the width and the depth they are given"
             raise InvalidArgument(name, value, expected)
     return plan
-
-
-def _settings(plan: Plan, seed: int) -> Settings:
-    if not plan.speculative:
-        return Settings(seed=seed)
-    return Settings(
-        verifier=plan.verifier,
-        draft_width=plan.draft_width,
-        draft_temperature=plan.draft_temperature,
-        seed=seed,
-    )
 
 
 def _check_priority(priority: int) -> None:

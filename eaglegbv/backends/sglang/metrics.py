@@ -20,13 +20,10 @@ TITLES = ("EAGLEGBV", "EAGLEGBV3")  # names of our algorithms
 
 
 def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
-    """Return the counts of a request; SGLang does not report times of its phases.
+    """Return the counts of a request that was drafted for by ``plan``; no times of its phases.
 
-    Args:
-        meta_info: SGLang's own counts. Its histogram has, at i, the number of verifications that
-            accepted i drafted tokens, also those beyond the end of the text; so have the counts by
-            depth.
-        plan: How the server drafts.
+    The histogram in ``meta_info`` has, at i, the number of verifications that accepted i drafted
+    tokens, also those beyond the end of the text; so have the counts by depth.
     """
     histogram: list[int] = meta_info.get("spec_correct_drafts_histogram") or []
     forwards, accepted = sum(histogram), sum(i * count for i, count in enumerate(histogram))
@@ -42,9 +39,7 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
         accepted_tokens=accepted - beyond,
         drafted_nodes=forwards * plan.paths * plan.depth,
         offered_by_depth=[forwards] * plan.depth if forwards else [],
-        accepted_by_depth=(
-            [sum(histogram[depth + 1 :]) for depth in range(plan.depth)] if forwards else []
-        ),
+        accepted_by_depth=[sum(histogram[d + 1 :]) for d in range(plan.depth if forwards else 0)],
     )
 
 

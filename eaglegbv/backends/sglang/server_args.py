@@ -37,7 +37,11 @@ Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str, str]]
 
 _BASE_ONLY = "the draft head follows the base model only"
 _OURS, _CHOOSE = "verification is ours", "choose a verifier by EAGLEGBV_VERIFIER"
+_BLOCK = "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1"
 _LOSSY = "it changes the distribution of the text"
+_PROCESSORS = "SGLang does not apply custom processors to draft trees"
+_HALVES = "the two halves of a batch would share one round's random numbers"
+_SUMS = "the order of the verifiers' sums is not fixed; seeds fix random numbers without it"
 _DROP = "leave it out"
 
 REFUSED: Refusals = MappingProxyType(
@@ -52,30 +56,14 @@ REFUSED: Refusals = MappingProxyType(
         "enable_lora": ((False, None), _BASE_ONLY, _DROP),
         "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
         "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
-        "speculative_use_block_verification": (
-            (False,),
-            _OURS,
-            "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1",
-        ),
+        "speculative_use_block_verification": ((False,), _OURS, _BLOCK),
         "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
         "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _CHOOSE),
-        "enable_custom_logit_processor": (
-            (False,),
-            "SGLang does not apply custom processors to draft trees",
-            "use logit_bias or a grammar",
-        ),
+        "enable_custom_logit_processor": ((False,), _PROCESSORS, "use logit_bias or a grammar"),
         "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
         "enable_attn_tp_input_scattered": ((False,), "the head needs features whole", _DROP),
-        "enable_two_batch_overlap": (
-            (False,),
-            "the two halves of a batch would share one round's random numbers",
-            _DROP,
-        ),
-        "enable_deterministic_inference": (
-            (False,),
-            "the order of the verifiers' sums is not fixed; seeds fix random numbers without it",
-            _DROP,
-        ),
+        "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
+        "enable_deterministic_inference": ((False,), _SUMS, _DROP),
         "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
     }
 )
@@ -83,20 +71,14 @@ REFUSED: Refusals = MappingProxyType(
 
 _STATELESS = "use a verifier without modified-target state, such as otbv"
 _OR_DROP = f"leave it out, or {_STATELESS}"
+_OWN_STATE = "every rank would keep a state of its own, by distributions that differ in last bits"
+_WHOLE = "earlier draft distributions are replayed over the whole text"
 _OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
 
 REFUSED_WITH_STATE: Refusals = MappingProxyType(
     {
-        "tp_size": (
-            (1,),
-            "every rank would keep a state of its own, by distributions that differ in last bits",
-            _STATELESS,
-        ),
-        "speculative_draft_window_size": (
-            (None,),
-            "earlier draft distributions are replayed over the whole text",
-            _OR_DROP,
-        ),
+        "tp_size": ((1,), _OWN_STATE, _STATELESS),
+        "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
         "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
         "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
     }
@@ -109,10 +91,7 @@ class NotServed(EagleGBVError):
 
     def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
         super().__init__(f"--{option.replace('_', '-')} {value}: {reason}; {remedy}")
-        self.arguments = option, value, reason, remedy
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), self.arguments
+        self.option, self.value, self.reason, self.remedy = option, value, reason, remedy
 
 
 def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> None:
@@ -195,7 +174,6 @@ def _settle_head(server_args: Any) -> None:
 def _check_attention(server_args: Any, *, latent: bool) -> None:
     trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
     chains = server_args.speculative_eagle_topk == 1
-    paged = (server_args.page_size or 1) > 1
     target = server_args.attention_backend
     draft = server_args.speculative_draft_attention_backend
     for option, backend, does in (
@@ -208,20 +186,16 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
         if backend in MASKLESS_BACKENDS:
             remedy = "use flashinfer, fa3 or triton, or intel_amx on a CPU"
             raise NotServed(option, backend, "it has no tree masks", remedy)
-        if backend not in trees and not chains:
-            raise NotServed(
-                option,
-                backend,
-                f"it {does} chains only{' where attention is latent (MLA)' if latent else ''}",
-                f"use {_listed(trees)}, or --speculative-eagle-topk 1",
+        if not chains and backend not in trees:
+            where = " where attention is latent (MLA)" if latent else ""
+            remedy = f"use {_listed(trees)}, or --speculative-eagle-topk 1"
+            raise NotServed(option, backend, f"it {does} chains only{where}", remedy)
+        if not chains and backend not in PAGED_TREE_BACKENDS and (server_args.page_size or 1) > 1:
+            reason = (
+                f"attention backend {backend!r} drafts several paths with pages of one token only"
             )
-        if backend not in PAGED_TREE_BACKENDS and paged and not chains:
-            raise NotServed(
-                "page_size",
-                server_args.page_size,
-                f"attention backend {backend!r} drafts several paths with pages of one token only",
-                f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}",
-            )
+            remedy = f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}"
+            raise NotServed("page_size", server_args.page_size, reason, remedy)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -43,32 +43,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
             name = PREFIX + field.name.upper()
-            if name in environment:
-                values[field.name] = _parsed(name, environment[name], field.type)
-        values |= _from_json(environment.get(JSON_VARIABLE, "{}"))
-        unknown = sorted(values.keys() - {field.name for field in msgspec.structs.fields(cls)})
-        if unknown:
-            known = one_of(field.name for field in msgspec.structs.fields(cls))
-            raise InvalidArgument(JSON_VARIABLE, unknown[0], known)
+            try:
+                if name in environment:
+                    values[field.name] = msgspec.convert(
+                        environment[name], field.type, strict=False
+                    )
+            except msgspec.ValidationError:
+                kind = f"a value of type {field.type.__name__}"
+                raise InvalidArgument(name, environment[name], kind) from None
+        text = environment.get(JSON_VARIABLE, "{}")
+        try:
+            values |= msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError:
+            raise InvalidArgument(JSON_VARIABLE, text, "a JSON object") from None
+        if unknown := sorted({*values} - {*cls.__struct_fields__}):
+            raise InvalidArgument(JSON_VARIABLE, unknown[0], one_of(cls.__struct_fields__))
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables from which :meth:`from_environment` reads the same settings."""
         return {JSON_VARIABLE: msgspec.json.encode(self).decode()}
-
-
-def _from_json(text: str) -> dict[str, Any]:
-    try:
-        values = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        raise InvalidArgument(JSON_VARIABLE, text, "a JSON object") from None
-    if not isinstance(values, dict):
-        raise InvalidArgument(JSON_VARIABLE, text, "a JSON object")
-    return values
-
-
-def _parsed(name: str, text: str, kind: Any) -> Any:
-    try:
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
-        raise InvalidArgument(name, text, f"a value of type {kind.__name__}") from None

@@ -15,26 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.devices import send
+from eaglegbv.devices import first_true, send
+from eaglegbv.drafters.tree_growth import DraftProbs, pick_places
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
-@dataclass(frozen=True, slots=True)
-class ShortProbs:
-    """Distributions of the next drafted token, as short lists of the head's most likely tokens."""
-
-    ids: Tensor  # [..., width] int64 target token ids, most likely first
-    # [..., width] float64, normalised once; the same numbers are sampled from and passed to the
-    # verifier.
-    probs: Tensor
+class ShortProbs(DraftProbs):
+    """Distributions ``[..., width]`` of the head's most likely tokens alone, most likely first."""
 
     @classmethod
     def of_top(cls, ids: Tensor, logits: Tensor, temperatures: Tensor) -> Self:
         """Apply the temperature to the most likely tokens alone, and normalise.
 
-        Any distribution is lossless as long as it is the one that is sampled from. So a head whose
-        logits are NaN drafts the first of its tokens with certainty, and decoding continues as if
-        without speculation.
+        A head whose logits are NaN drafts the first of its tokens with certainty, which is
+        lossless, so decoding continues as if without speculation.
 
         Args:
             ids: ``[rows, width]``, the target's ids of the head's most likely tokens.
@@ -57,49 +51,26 @@ class ShortProbs:
         return torch.stack((self.ids.to(torch.float64), self.probs), dim=-2)
 
     def pick(self, uniforms: Tensor) -> Tensor:
-        """Draw tokens ``[...]`` by inverse CDF, never one of probability 0.
-
-        Args:
-            uniforms: ``[...]`` float64 in [0, 1).
-        """
-        cumulative = self.probs.cumsum(dim=-1)
-        total = cumulative[..., -1:]
-        # Entries of probability 0 are at the end, as the distributions are sorted; the sum stays
-        # constant there.
-        limit = torch.nextafter(total, torch.zeros_like(total))
-        threshold = torch.minimum(uniforms.unsqueeze(-1) * total, limit)
-        place = (cumulative <= threshold).sum(dim=-1, keepdim=True)
-        return self.ids.gather(-1, place).squeeze(-1)
+        """Draw tokens by ``uniforms`` ``[...]`` float64 in [0, 1), never one of probability 0."""
+        return self.ids.gather(-1, pick_places(self.probs, uniforms).unsqueeze(-1)).squeeze(-1)
 
     def of_branches(self, branches: Tensor) -> Self:
-        """Return ``[batch, paths, width]``: for each path, the distribution of the given branch.
+        """Return ``[batch, paths, width]``, those of the given branches ``[batch, paths]``.
 
-        Args:
-            branches: ``[batch, paths]`` int64; there are ``batch * paths`` rows.
+        There are ``batch * paths`` rows.
         """
         ids, probs = (t.view(*branches.shape, -1) for t in (self.ids, self.probs))
         at = branches.unsqueeze(-1).expand_as(ids)
         return type(self)(ids.gather(1, at), probs.gather(1, at))
 
 
-class GrowingPaths:
-    """The tokens of the paths so far, and which path represents each."""
+def representatives(tokens: Tensor, above: Tensor | None = None) -> Tensor:
+    """Return which path represents each at a depth, the first with equal tokens up to there.
 
-    def __init__(self, first: Tensor) -> None:
-        """Start with the tokens of depth 1, ``[batch, paths]`` int64."""
-        self.tokens: list[Tensor] = []
-        self.standing: list[Tensor] = []
-        self._add(first, first.unsqueeze(2) == first.unsqueeze(1))
-
-    def grow(self, tokens: Tensor) -> None:
-        """Add the tokens of the next depth, ``[batch, paths]``."""
-        standing = self.standing[-1]
-        same = standing.unsqueeze(2) == standing.unsqueeze(1)
-        self._add(tokens, same & (tokens.unsqueeze(2) == tokens.unsqueeze(1)))
-
-    def _add(self, tokens: Tensor, same: Tensor) -> None:
-        self.tokens.append(tokens)
-        self.standing.append(same.to(torch.uint8).argmax(dim=2))  # the first that is the same
+    ``tokens`` are ``[batch, paths]`` int64, and ``above`` the representatives of the depth before.
+    """
+    same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
+    return first_true(same if above is None else same & (above.unsqueeze(2) == above.unsqueeze(1)))
 
 
 _LEAST_LIKELY, _MOST_LIKELY = -1e4, -1e-9
@@ -115,6 +86,7 @@ class TreeGrowth:
     are the K L most likely of all nodes, as in SGLang's EAGLE.
 
     Attributes:
+        tokens: ``[batch, paths]`` int64, the branches' last tokens.
         origins: ``[batch, paths]`` int64, the branch of the depth before that each continues.
     """
 
@@ -134,13 +106,9 @@ class TreeGrowth:
         self._best = roots.probs[:, :K].log().clamp(_LEAST_LIKELY, _MOST_LIKELY)
         self._scores, self._ids = [self._best], [likely]
         each = (table.unsqueeze(1).expand(-1, K, -1) for table in (roots.ids, roots.probs))
-        drawn = ShortProbs(*each).pick(uniforms[:, :, 0])
-        self._paths = GrowingPaths(torch.where(greedy, likely, drawn))
-
-    @property
-    def tokens(self) -> Tensor:
-        """``[batch, paths]`` int64, the branches' last tokens."""
-        return self._paths.tokens[-1]
+        self.tokens = torch.where(greedy, likely, ShortProbs(*each).pick(uniforms[:, :, 0]))
+        self._levels = [self.tokens]
+        self._standing = representatives(self.tokens)
 
     def grow(self, probs: ShortProbs, peaks: Tensor) -> ShortProbs:
         """Add a depth; return the distributions ``[batch, paths, width]`` it was drawn from.
@@ -151,8 +119,7 @@ class TreeGrowth:
                 all tokens.
         """
         depth, K = len(self._numbers), self.tokens.shape[1]
-        standing = self._paths.standing[-1]
-        own = probs.of_branches(standing)
+        own = probs.of_branches(self._standing)
         likely = (probs.probs[:, :K] / probs.probs[:, :1]).log() + peaks
         likely = likely.nan_to_num(_LEAST_LIKELY).clamp(_LEAST_LIKELY, _MOST_LIKELY)
         scores = (self._best.unsqueeze(2) + likely.view(-1, K, K)).flatten(1)
@@ -161,10 +128,12 @@ class TreeGrowth:
         self._ids.append(ids)
         self._best, best = scores.topk(K, dim=1)
         drawn = own.pick(self._uniforms[:, :, depth])
-        self._paths.grow(torch.where(self._greedy, ids.gather(1, best), drawn))
-        places = torch.where(self._greedy, best, K * standing + self._branches)
+        places = torch.where(self._greedy, best, K * self._standing + self._branches)
         self._numbers.append(K + K * K * (depth - 1) + places)
         self.origins = torch.where(self._greedy, best // K, self._branches)
+        self.tokens = torch.where(self._greedy, ids.gather(1, best), drawn)
+        self._levels.append(self.tokens)
+        self._standing = representatives(self.tokens, self._standing)
         return own
 
     def tree(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +147,7 @@ class TreeGrowth:
             Parents ``[batch, 1 + K (L - 1)]``, or ``[batch, 0]`` where L is 1, and the numbers and
             tokens ``[batch, K L]`` of the nodes; int64.
         """
-        tokens = torch.cat(self._paths.tokens, dim=1)
+        tokens = torch.cat(self._levels, dim=1)
         best = torch.cat(self._scores, dim=1).topk(tokens.shape[1], dim=1).indices
         best = best.sort(dim=1).values
         likely = torch.cat(self._ids, dim=1).gather(1, best)
@@ -192,10 +161,7 @@ class TreeGrowth:
 
 
 def greedy_rows(sampling: Any) -> Tensor | None:
-    """Return ``[batch]`` bool, whether each request is greedy, or None if none is.
-
-    ``sampling`` is SGLang's SamplingBatchInfo.
-    """
+    """Return ``[batch]`` bool: who is greedy in a SamplingBatchInfo of SGLang's; None if nobody."""
     return sampling.top_ks == 1 if sampling.is_any_greedy else None
 
 
@@ -206,9 +172,9 @@ class RoundBuffers:
     kept by the request's slot in SGLang's pool, as is what SGLang carries from round to round.
 
     Attributes:
+        width: Number of candidates of a draft distribution.
         uniforms: ``[rows, numbers]`` float64, a request's random numbers: paths by length for the
             paths, then the verifier's.
-        width: Number of candidates of a draft distribution.
     """
 
     def __init__(
@@ -222,17 +188,10 @@ class RoundBuffers:
         target_ids: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate for batches of up to ``rows`` requests, with values that suit captures.
+        """Allocate for up to ``rows`` requests, padding included, with values that suit captures.
 
-        Args:
-            rows: Most requests of a batch, with its padding.
-            slots: Slots in SGLang's pool.
-            numbers: Random numbers of a request and round.
-            width: Number of candidates of a draft distribution.
-            draft_temperature: Its temperature as a multiple of the request's.
-            target_ids: ``[draft_vocab]`` int64, the target's id of each of the head's tokens; None
-                if they are the same.
-            device: Where the models are.
+        There are ``slots`` in SGLang's pool. ``target_ids`` ``[draft_vocab]`` int64 are the
+        target's ids of the head's tokens; None if they are the same.
         """
         self.width, self._target_ids = width, target_ids
         self._draft_temperature = draft_temperature
@@ -242,10 +201,7 @@ class RoundBuffers:
         self._roots = torch.zeros((slots, 2, width), dtype=torch.float64, device=device)
 
     def load(self, uniforms: Tensor, sampling: Any) -> None:
-        """Write the numbers of a round's requests: ``[batch, numbers]`` float64, on the host.
-
-        ``sampling`` is SGLang's SamplingBatchInfo.
-        """
+        """Write a round's numbers ``[batch, numbers]`` float64, and SGLang's SamplingBatchInfo."""
         batch, greedy = len(uniforms), greedy_rows(sampling)
         self.uniforms[:batch].copy_(send(uniforms, self.uniforms.device))
         torch.mul(sampling.temperatures, self._draft_temperature, out=self._temperatures[:batch])
@@ -306,11 +262,11 @@ def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
     """
     K, L = paths, (tokens.shape[1] - 1) // paths
     drawn = tokens[:, 1:].view(-1, L, K)
-    trie = GrowingPaths(drawn[:, 0])
+    levels = [representatives(drawn[:, 0])]
     for depth in range(1, L):
-        trie.grow(drawn[:, depth])
+        levels.append(representatives(drawn[:, depth], levels[-1]))
     nodes = torch.arange(K * L + 1, device=tokens.device).expand(len(tokens), -1)
-    standing = torch.stack(trie.standing, dim=1)  # [batch, L, K]
+    standing = torch.stack(levels, dim=1)  # [batch, L, K]
     # SGLang's number of the node that represents each path at each depth, and of the one above.
     represents = nodes[:, 1::K].unsqueeze(2) + standing
     above = pad(represents[:, :-1], (0, 0, 1, 0)).flatten(1)

@@ -12,6 +12,9 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import partial, wraps
+from importlib import import_module
+from itertools import count
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.backends.sglang.metrics import ours
 from eaglegbv.backends.sglang.tree_layout import (
     NumberedTree,
@@ -30,14 +32,12 @@ from eaglegbv.backends.sglang.tree_layout import (
 )
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
-from eaglegbv.drafters.base import DraftReplay
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose, RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftTree, TargetProbs
-from eaglegbv.verification import replay_slots, verify_stateful
+from eaglegbv.tree import TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
-from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_verifier
+from eaglegbv.verifiers.registry import make_verifier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -52,25 +52,24 @@ class RequestBook:
     """
 
     def __init__(self, plan: Plan, seed: int, *, replica: int | None = None) -> None:
-        """Start without records.
+        """Start without records; ``seed`` is for requests without one, ``plan`` for all.
 
-        Args:
-            plan: How all requests speculate.
-            seed: Seed for the requests without a seed.
-            replica: Number of the data-parallel replica that serves them, if there are several:
-                each counts requests from 0, and copies of one prompt must not get the same numbers.
+        ``replica`` is the number of the data-parallel replica, if there are several: each counts
+        requests from 0, and copies of one prompt must not get the same numbers.
         """
         self._plan = plan
         # Of a round: one for each drafted token, and for each of these three to verify, and one.
         self.numbers = 4 * plan.paths * plan.depth + 1
         self._seed = seed if replica is None else request_seed(seed, replica)
-        self._seen = 0
-        self._opened = 0
+        self._numbers, self._unseeded = count(), count()
         self._records: WeakKeyDictionary[Req, Request] = WeakKeyDictionary()
 
     def of(self, requests: Sequence["Req"]) -> list[Request]:
-        """Return the records of SGLang's requests."""
-        return [self._of(request) for request in requests]
+        """Return the records of SGLang's requests, opened where there are none."""
+        for request in requests:
+            if request not in self._records:
+                self._records[request] = self._open(request)
+        return [self._records[request] for request in requests]
 
     def round_uniforms(self, requests: Sequence["Req"]) -> Tensor:
         """Return ``[batch, numbers]`` float64 in [0, 1), for the requests' current steps.
@@ -88,27 +87,22 @@ class RequestBook:
         for own in self.of(requests):
             own.step += 1
 
-    def _draw(self, requests: Sequence["Req"], purpose: Purpose, count: int) -> Tensor:
-        drawn = [own.rng.draw(own.step, purpose, count) for own in self.of(requests)]
+    def _draw(self, requests: Sequence["Req"], purpose: Purpose, numbers: int) -> Tensor:
+        drawn = [own.rng.draw(own.step, purpose, numbers) for own in self.of(requests)]
         return torch.from_numpy(np.array(drawn))
 
-    def _of(self, request: "Req") -> Request:
-        if (record := self._records.get(request)) is not None:
-            return record
+    def _open(self, request: "Req") -> Request:
         seed = request.sampling_params.sampling_seed
         if seed is None:
-            seed = request_seed(self._seed, self._seen)
-            self._seen += 1
-        record = self._records[request] = Request(
-            number=self._opened,
+            seed = request_seed(self._seed, next(self._unseeded))
+        return Request(
+            number=next(self._numbers),
             prompt_ids=tuple(request.origin_input_ids),
             params=SamplingParams(),  # unused: SGLang's own apply
             plan=self._plan,
             rng=RequestRng(seed % 2**64),
             max_tokens=2**31 - 1,
         )
-        self._opened += 1
-        return record
 
 
 def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:
@@ -126,40 +120,6 @@ def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> A
     return original(manager, tokenized)
 
 
-class StatefulJudge:
-    """A verifier that judges the trees of a batch, and leaves modified targets to later rounds."""
-
-    def __init__(self, name: str, book: RequestBook) -> None:
-        """Take the verifier's name, and the records of the requests."""
-        self._verifier = STATEFUL_VERIFIERS[name]()
-        self._book = book
-
-    def judge(
-        self,
-        requests: Sequence["Req"],
-        tree: DraftTree,
-        target: TargetProbs,
-        replay: Callable[[Sequence[Request]], DraftReplay],
-    ) -> Verdict:
-        """Judge the trees; the verdict on a greedy request is neither used nor kept.
-
-        Args:
-            requests: SGLang's requests.
-            tree: Their trees.
-            target: The target's distributions.
-            replay: Returns what replays the draft distributions of earlier rounds.
-        """
-        own = self._book.of(requests)
-        for record, request in zip(own, requests, strict=True):
-            record.token_ids = list(request.output_ids)
-        # Replayed entries are outside SGLang's pool, so these slots are only counted, never used.
-        slots = SlotAllocator(1 + len(own) * replay_slots(own[0].plan))
-        verdict, layers, _ = verify_stateful(self._verifier, own, tree, target, replay(own), slots)
-        for record, left, request in zip(own, layers, requests, strict=True):
-            record.target_layers = () if request.sampling_params.top_k == 1 else left
-        return verdict
-
-
 class GraphJudge:
     """A stateless verifier that judges rounds in graphs, recorded once for each *bucket*.
 
@@ -168,13 +128,7 @@ class GraphJudge:
     """
 
     def __init__(self, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
-        """Allocate what is not given.
-
-        Args:
-            plan: How the trees are drafted and judged.
-            buffers: Those of the drafts.
-            probs: ``[rows * nodes, vocab]`` float32, to which SGLang's distributions are written.
-        """
+        """Allocate the rest; SGLang writes to ``probs`` ``[rows * nodes, vocab]`` float32."""
         self._verifier, self._plan, self._buffers = make_verifier(plan.verifier), plan, buffers
         paths, length = plan.paths, plan.depth
         self._nodes = 1 + paths * length
@@ -276,19 +230,19 @@ def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
     return Acceptance(torch.where(steps <= accepted, first + at, -1), tokens, verdict.accepted)
 
 
-# Top-k, top-p and min-p on probabilities. SGLang has compiled kernels for the first two only on a
-# GPU, and does not apply min-p to trees.
+# Top-k, top-p and min-p on probabilities ``[rows, vocab]``, by limits ``[rows]``. SGLang has the
+# first two only on a GPU, and does not apply min-p to trees.
 
 
 def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the ``top_k`` ``[rows]`` most likely tokens of each row, including ties at the edge."""
+    """Keep the most likely tokens of each row, including ties at the edge."""
     values = probs.sort(dim=1, descending=True).values
     limits = top_k.to(torch.int64).clamp(max=probs.shape[1]).view(-1, 1)
     return _normalised(probs.where(probs >= values.gather(1, limits - 1), 0))
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` ``[rows]``."""
+    """Keep the smallest set of most likely tokens whose mass reaches the limit."""
     values, order = probs.sort(dim=1, descending=True, stable=True)
     mass_before = values.double().cumsum(dim=1) - values
     kept = values.where(mass_before < top_p.view(-1, 1), 0)
@@ -297,7 +251,7 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
-    """Drop tokens less likely than ``min_p`` ``[rows]`` times the most likely one."""
+    """Drop tokens less likely than the limit times the most likely one."""
     edge = probs.amax(dim=1, keepdim=True) * min_p.view(-1, 1)
     return _normalised(probs.where(probs >= edge, 0))
 
@@ -336,17 +290,25 @@ def verifying(own: Round) -> Iterator[None]:
 def install() -> None:
     """Replace SGLang's functions by ours."""
     from sglang.srt.speculative import eagle_utils
+    from sglang.srt.utils import is_cuda
 
+    kernel = "tree_speculative_sampling_target_only"
+    home: ModuleType = eagle_utils
+    if kernel not in vars(eagle_utils):  # 0.5.22 imports its kernels from here in every round
+        home = import_module(
+            "sglang.kernels.ops.speculative.sampling" if is_cuda() else "sgl_kernel"
+        )
     for name, keep in (("top_k_renorm_prob", keep_top_k), ("top_p_renorm_prob", keep_top_p)):
-        if getattr(eagle_utils, name) is None:  # SGLang has such kernels only on a GPU
-            setattr(eagle_utils, name, keep)
+        if vars(home).get(name) is None:  # SGLang has such kernels only on a GPU
+            setattr(home, name, keep)
     walk = eagle_utils.verify_tree_greedy_func
-    for name, wrap in (
-        ("sampling_softmax", in_place_softmax),
-        ("tree_speculative_sampling_target_only", partial(sampling, walk=walk)),
-        ("_verify_uses_greedy", _uses_greedy),
+    for place, name, wrap in (
+        (eagle_utils, "sampling_softmax", in_place_softmax),
+        (home, kernel, partial(sampling, walk=walk)),
+        (eagle_utils, "_verify_uses_greedy", _uses_greedy),
     ):
-        setattr(eagle_utils, name, wrap(getattr(eagle_utils, name)))
+        original: Any = vars(place).get(name)
+        setattr(place, name, wrap(original))
 
 
 def in_place_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -366,43 +328,29 @@ def in_place_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def sampling(original: Callable[..., Any], *, walk: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap SGLang's kernel for sampling from trees; ``walk`` is its kernel for greedy trees."""
 
-    def sample(
-        *,
-        predicts: Tensor,
-        accept_index: Tensor,
-        accept_token_num: Tensor,
-        target_probs: Tensor,
-        **others: Any,
-    ) -> Any:
+    def sample(*, target_probs: Tensor, **named: Any) -> Any:
         own = _round.get()
-        outputs = {
-            "predicts": predicts,
-            "accept_index": accept_index,
-            "accept_token_num": accept_token_num,
-        }
         if own is None:
-            return original(**outputs, target_probs=target_probs, **others)
+            return original(target_probs=target_probs, **named)
+        outputs = {name: named[name] for name in ("predicts", "accept_index", "accept_token_num")}
         greedy = greedy_rows(own.sampling)
         if greedy is not None:
             walk(
                 **outputs,
-                candidates=others["candidates"],
-                retrieve_index=others["retrive_index"],
-                retrieve_next_token=others["retrive_next_token"],
-                retrieve_next_sibling=others["retrive_next_sibling"],
+                candidates=named["candidates"],
+                retrieve_index=named["retrive_index"],
+                retrieve_next_token=named["retrive_next_token"],
+                retrieve_next_sibling=named["retrive_next_sibling"],
                 target_predict=target_probs.argmax(dim=-1),
             )
         if own.sampling.need_min_p_sampling:
             edges = own.sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
-            kept = keep_min_p(target_probs.flatten(0, 1), edges)
-            target_probs = kept.view_as(target_probs)
+            target_probs = keep_min_p(target_probs.flatten(0, 1), edges).view_as(target_probs)
         outcome = own.accept(target_probs)
-        for out, found in (
-            (predicts.view_as(outcome.tokens), outcome.tokens),
-            (accept_index, outcome.nodes),
-            (accept_token_num.unsqueeze(1), outcome.accepted.unsqueeze(1)),
-        ):
-            out.copy_(found if greedy is None else torch.where(greedy.unsqueeze(1), out, found))
+        found = (outcome.tokens, outcome.nodes, outcome.accepted)
+        for output, table in zip(outputs.values(), found, strict=True):
+            old, new = output.view(len(table), -1), table.view(len(table), -1)
+            old.copy_(new if greedy is None else torch.where(greedy.unsqueeze(1), old, new))
         return None
 
     return sample

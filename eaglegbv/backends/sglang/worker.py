@@ -1,18 +1,24 @@
-"""The worker that SGLang's scheduler calls: draft, verify, extend, as for EAGLE."""
+"""The worker that SGLang's scheduler calls: draft, verify, extend, as for EAGLE.
+
+The token after a prompt is drawn from SGLang's distribution with the request's own random numbers,
+so that a seed determines the whole answer. After a retraction, the prompt is read again with what
+has been generated, and the token after it is drawn in the same way.
+"""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative import eagle_utils, eagle_worker_v2
+from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
+from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.backends.sglang.draft_replay import HeadReplay, RoundStart
 from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 from eaglegbv.backends.sglang.settings import Settings
@@ -22,15 +28,17 @@ from eaglegbv.backends.sglang.verify import (
     GraphJudge,
     RequestBook,
     Round,
-    StatefulJudge,
     acceptance,
     keep_min_p,
+    keep_top_k,
+    keep_top_p,
     verifying,
 )
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import CudaRecorder, Recorder
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.verification import replay_slots, verify_stateful
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.paths import draw
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
@@ -43,13 +51,15 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         eagle_worker_v2.EagleDraftWorker = SampledDraftWorker  # SGLang's worker creates one
         super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
-        stateful = settings.verifier in STATEFUL_VERIFIERS
-        if stateful and self._draft_worker.draft_runner.use_mla_backend:
-            raise ModelNotSupported(
-                "speculative_draft_model_path",
-                self.server_args.speculative_draft_model_path,
-                f"a head without latent attention, for verifier {settings.verifier!r}",
-            )
+        self._stateful = None
+        if settings.verifier in STATEFUL_VERIFIERS:
+            self._stateful = STATEFUL_VERIFIERS[settings.verifier]()
+            if self._draft_worker.draft_runner.use_mla_backend:
+                raise ModelNotSupported(
+                    "speculative_draft_model_path",
+                    self.server_args.speculative_draft_model_path,
+                    f"a head without latent attention, for verifier {settings.verifier!r}",
+                )
         self._plan = Plan(
             verifier=settings.verifier,
             paths=self.topk,
@@ -58,15 +68,17 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
             draft_temperature=settings.draft_temperature,
         )
         self._book = RequestBook(self._plan, settings.seed, replica=get_parallel().dp_rank)
-        self._stateful = StatefulJudge(settings.verifier, self._book) if stateful else None
         self._draft_worker.configure(settings, self._book, self._redraw)
         runner = self.target_worker.model_runner
         # SGLang sizes its pools by the memory that is left after this.
-        rows = 0 if stateful else self.server_args.max_running_requests
+        rows = 0 if self._stateful else self.server_args.max_running_requests
         shape = rows * (1 + self.topk * self.speculative_num_steps), runner.model_config.vocab_size
         self._probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self._first_tokens = FirstTokens(runner.sampler._sample_from_probs, self._book)
-        runner.sampler._sample_from_probs = self._first_tokens
+        # The requests after whose prompts tokens are drawn now; None while other models sample.
+        self._prefilled: Sequence[Req] | None = None
+        self._first_probs: Tensor | None = None  # [batch, vocab], those last drawn from
+        self._draw_as_before = runner.sampler._sample_from_probs
+        runner.sampler._sample_from_probs = self._draw_first
 
     def init_cuda_graphs(self) -> None:
         """Capture SGLang's graphs, then those that judge rounds, or run them uncaptured."""
@@ -93,6 +105,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         return result
 
     def _accept(self, batch: ScheduleBatch, drafted: Any, probs: Tensor) -> Acceptance:
+        """Judge a round by a verifier with modified-target state."""
         tokens = drafted.draft_token.view(probs.shape[:2])
         numbered = draft_tree(tokens, drafted.draft_probs, self.topk)
         target = TargetProbs.of_logits(probs.flatten(0, 1).log(), numbered.rows())
@@ -108,18 +121,27 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         target: TargetProbs,
         start: RoundStart | None,
     ) -> Verdict:
+        """Judge trees; the verdict on a greedy request is neither used nor kept."""
         assert self._stateful is not None
-        replay = partial(HeadReplay, self._draft_worker, pool_indices, start)
-        return self._stateful.judge(requests, tree, target, replay)
+        own = self._book.of(requests)
+        for record, request in zip(own, requests, strict=True):
+            record.token_ids = list(request.output_ids)
+        replay = HeadReplay(self._draft_worker, pool_indices, start, own)
+        # Replayed entries are outside SGLang's pool, so these slots are only counted, never used.
+        slots = SlotAllocator(1 + len(own) * replay_slots(self._plan))
+        verdict, layers, _ = verify_stateful(self._stateful, own, tree, target, replay, slots)
+        for record, left, request in zip(own, layers, requests, strict=True):
+            record.target_layers = () if request.sampling_params.top_k == 1 else left
+        return verdict
 
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
     ) -> Any:
-        self._first_tokens.requests = list(batch.reqs)
+        self._prefilled = list(batch.reqs)
         try:
             result = super()._forward_prefill_batch(batch, *arguments, **named)
         finally:
-            self._first_tokens.requests = None
+            self._prefilled = None
         # A prompt read in parts yields its token with the last part.
         self._book.advance([r for r in batch.reqs if r is not batch.chunked_req])
         return result
@@ -134,68 +156,45 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
             for row, own in enumerate(self._book.of(batch.reqs))
             if own.target_layers and batch.reqs[row] is not batch.chunked_req
         ]
-        if not rows or self._first_tokens.probs is None:
+        if not rows or self._first_probs is None:
             return False
         requests = [batch.reqs[row] for row in rows]
-        logits = self._first_tokens.probs[rows].log()
-        verdict = self._judge(
-            requests,
-            batch.req_pool_indices[rows],
-            DraftTree.roots([r.output_ids[-1] for r in requests], device=logits.device),
-            TargetProbs.of_logits(
-                logits, torch.arange(len(rows), device=logits.device).unsqueeze(1)
-            ),
-            None,
-        )
+        logits = self._first_probs[rows].log()
+        roots = DraftTree.roots([r.output_ids[-1] for r in requests], device=logits.device)
+        nodes = torch.arange(len(rows), device=logits.device).unsqueeze(1)
+        target = TargetProbs.of_logits(logits, nodes)
+        verdict = self._judge(requests, batch.req_pool_indices[rows], roots, target, None)
         token_ids[rows] = verdict.token_ids.to(token_ids.dtype)
         return True
 
-
-# The token after a prompt, drawn from SGLang's distribution with the request's own random numbers,
-# so that a seed determines the whole answer. After a retraction, the prompt is read again with what
-# has been generated, and the token after it is drawn in the same way.
-
-
-class FirstTokens:
-    """Replaces a sampler's draw; for requests that are not ours, it draws as before.
-
-    Attributes:
-        requests: Those whose tokens are drawn now; None while other models sample.
-        probs: ``[batch, vocab]``, from which the last tokens were drawn; None before the first.
-    """
-
-    def __init__(self, draw_as_before: Callable[..., Any], book: RequestBook) -> None:
-        self._draw_as_before = draw_as_before
-        self._book = book
-        self.requests: Sequence[Req] | None = None
-        self.probs: Tensor | None = None
-
-    def __call__(
+    def _draw_first(
         self,
         probs: Tensor,
         sampling_info: SamplingBatchInfo,
         positions: Tensor,
         simple_sampling_case: bool,
     ) -> tuple[Tensor, Any]:
-        """Return token ids ``[batch]``, and a record of sampling masks if one is wanted."""
-        if self.requests is None or sampling_info.sampling_mask_batch_indices is not None:
-            return cast(
-                "tuple[Tensor, Any]",
-                self._draw_as_before(probs, sampling_info, positions, simple_sampling_case),
+        """Replace the sampler's draw; as it, return token ids ``[batch]``, and a record of masks.
+
+        For requests that are not ours, or of which a record is wanted, it draws as before.
+        """
+        if self._prefilled is None or sampling_info.sampling_mask_batch_indices is not None:
+            drawn: tuple[Tensor, Any] = self._draw_as_before(
+                probs, sampling_info, positions, simple_sampling_case
             )
-        uniforms = self._book.token_uniforms(self.requests).to(probs.device, non_blocking=True)
-        self.probs = warped(probs, sampling_info)
-        likely = self.probs.argmax(dim=1)
-        drawn = draw(self.probs, uniforms)
-        return torch.where(sampling_info.top_ks == 1, likely, drawn), None
+            return drawn
+        uniforms = self._book.token_uniforms(self._prefilled).to(probs.device, non_blocking=True)
+        self._first_probs = probs = warped(probs, sampling_info)
+        tokens = torch.where(sampling_info.top_ks == 1, probs.argmax(dim=1), draw(probs, uniforms))
+        return tokens, None
 
 
 def warped(probs: Tensor, sampling: SamplingBatchInfo) -> Tensor:
     """Apply the requests' top-k, top-p and min-p to ``[batch, vocab]``."""
     if sampling.need_top_k_sampling:
-        probs = eagle_utils.top_k_renorm_prob(probs, sampling.top_ks)
+        probs = keep_top_k(probs, sampling.top_ks)
     if sampling.need_top_p_sampling:
-        probs = eagle_utils.top_p_renorm_prob(probs, sampling.top_ps)
+        probs = keep_top_p(probs, sampling.top_ps)
     if sampling.need_min_p_sampling:
         probs = keep_min_p(probs, sampling.min_ps)
     return probs

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.cli import documented_commands
 from support.fake_llm import FakeAnswer
 
 from eaglegbv.backends.sglang.launch import Launch
@@ -77,6 +78,13 @@ def test_one_server_a_plan_and_nothing_twice(cli, started: list[str], tmp_path: 
     del started[:]  # all measured: nothing is started again
     assert cli(*command).out == result.out
     assert started == []
+
+
+def test_the_documented_command(cli, started: list[str], tmp_path: Path) -> None:
+    *_, command = documented_commands("sglang.md", **{"mt-bench": "builtin"})
+    assert cli(*command[1:], "--questions", "1", "--out", str(tmp_path)).status == 0
+    assert all("--tp 2" in line for line in started)
+    assert any(line.startswith("eagle") for line in started)
 
 
 def test_other_models_keep_their_names(cli, pair, started: list[str], tmp_path: Path) -> None:
