@@ -18,6 +18,7 @@ import torch
 from support.g_test import GTest, g_test
 from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 
+from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch
@@ -319,3 +320,24 @@ def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(
     assert "draft_sampling='hub': expected one of" in str(request.error)
     assert "for verifier 'otbv'" in str(request.error)
     assert request.token_ids == written
+
+
+def test_nodes_at_consecutive_positions_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above rests on: positions in the rotary embedding are depths."""
+    tiny = tiny_engine(vocab=64, sharpness=1.0)
+    prompts = [[n, *PROMPT] for n in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    plain = tiny.tokens(prompts, params, Plan(verifier="none"))
+    plan = Plan(paths=3, depth=4)
+    assert tiny.tokens(prompts, params, plan) == plain
+    forward = tiny.target.forward
+
+    def consecutive(segment: Segment) -> Segment:
+        places = segment.positions[0] + torch.arange(len(segment.positions))
+        return dataclasses.replace(segment, positions=places)
+
+    def planted(segments: Sequence[Segment], **options: torch.Tensor) -> TargetOutput:
+        return forward([consecutive(segment) for segment in segments], **options)
+
+    monkeypatch.setattr(tiny.target, "forward", planted)
+    assert tiny.tokens(prompts, params, plan) != plain

@@ -19,6 +19,7 @@ from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.engine import Engine
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.rng import Purpose
@@ -318,3 +319,18 @@ def test_room_is_kept_for_the_largest_plan(engine: Engine) -> None:
     small = AutoPlan(max_paths=1, max_depth=2)
     greedy = engine.add(PROMPT, SamplingParams(max_tokens=5, temperature=0), small)
     assert greedy.step_slots == 1 + small.lookup_depth
+
+
+def test_lookups_serve_an_answer_to_the_end_of_the_context(engine: Engine) -> None:
+    for prompt in (PROMPT * 8, PROMPT * 50):
+        request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=10_000), AUTO)
+        while engine.has_work:
+            engine.step()
+        assert len(prompt) + len(request.token_ids) == 256
+
+
+def test_what_cannot_be_chosen_from_is_refused(engine: Engine, tiny: TinyEngine) -> None:
+    with pytest.raises(InvalidArgument, match=r"verifier='greedy_block'"):
+        engine.check_plan(AutoPlan(verifier="greedy_block", max_paths=1))
+    with pytest.raises(InvalidArgument, match="drafter=None"):
+        Engine(tiny.target, None).check_plan(AUTO)

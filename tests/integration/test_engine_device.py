@@ -5,6 +5,7 @@ notes whatever would make the host wait (``support.pretend_device``).
 """
 
 import pytest
+import torch
 from support.pretend_device import PretendDevice, marked
 from support.tiny_engine import tiny_engine
 from support.tiny_models import VOCAB, tiny_model
@@ -116,3 +117,16 @@ def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> N
         texts.append([request.token_ids for request in requests])
     assert texts[0] == texts[1]
     assert all(len(tokens) == 8 for tokens in texts[0])
+
+
+def test_what_would_wait_or_mix_is_noticed(device: PretendDevice) -> None:
+    away, here = torch.zeros(3, device="cuda"), torch.zeros(3)
+    assert device.blocking == []
+    with pytest.raises(RuntimeError, match="on the host and on the device"):
+        away + here
+    away[[0, 1]].tolist()
+    away[away > 0]
+    away.to("cpu")
+    here.to("cuda")
+    assert device.blocking == ["__getitem__", "to"]
+    assert device.reads == ["tolist", "__getitem__ by a mask", "to"]

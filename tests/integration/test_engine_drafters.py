@@ -169,3 +169,18 @@ def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature: float) ->
         assert not request.draft_states
     assert texts[0] == texts[1] == texts[2]
     assert texts[0][1] > 0
+
+
+class Misreporting(TabularDrafter):
+    """Hands on other probabilities than those drawn from, in the same order of likelihood."""
+
+    def draft(self, *args: object) -> DraftTree:
+        tree = super().draft(*args)
+        flat = tree.draft_probs.sqrt()
+        return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
+
+
+@pytest.mark.parametrize("name", ["table specinfer wor, stopping", "table spechub"])
+def test_misreported_draft_probs_are_noticed(name: str) -> None:
+    plan = msgspec.structs.replace(DRAFTED[name][1], min_confidence=0.0)
+    assert p_value(Misreporting(tabular_drafter().table), plan, 1_500) < LEVEL

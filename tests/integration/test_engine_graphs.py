@@ -339,3 +339,33 @@ def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> No
         drafts = {"replayed": target.graph_counts["replayed"]} if plan.speculative else {}
         assert drafter.graph_counts == drafts
     assert texts[0] == texts[1]
+
+
+COMPILED_PLANS = {
+    "early ends": Plan(paths=4, depth=5, min_confidence=0.05),
+    "distributions of one token": Plan(paths=2, depth=3, draft_width=1),
+    "block": Plan(verifier="block", paths=1, depth=2),
+    "greedy": Plan(paths=2, depth=2, draft_sampling=DraftSampling.GREEDY),
+}
+
+
+@pytest.fixture(scope="module")
+def verifying() -> TinyEngine:
+    return tiny_engine(compile_backend="eager", check_slots=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize(
+    ("name", "temperature"), [*((name, 1.0) for name in COMPILED_PLANS), ("early ends", 0.0)]
+)
+def test_compiled_verifiers_commit_what_plain_ones_do(
+    name: str, temperature: float, verifying: TinyEngine
+) -> None:
+    plan = COMPILED_PLANS[name]
+    params = SamplingParams(max_tokens=14, seed=3, ignore_eos=True, temperature=temperature)
+    expected = tiny_engine().tokens(PROMPTS, params, plan)
+    verifying.engine.check_plan(plan)  # what is verifying is verifying now
+    with patch(error_on_recompile=True):
+        assert verifying.tokens(PROMPTS, params, plan) == expected
+        alone = [verifying.tokens([prompt], params, plan)[0] for prompt in PROMPTS]
+    assert alone == expected

@@ -7,6 +7,7 @@ seed gives alone, token for token.
 import itertools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import (
     FAILED_OBSERVERS,
     FAILED_STEPS,
+    FINISHED,
     KV_USED,
     PREEMPTIONS,
     RUNNING,
@@ -26,6 +28,7 @@ from eaglegbv.metrics import (
 )
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.trace import Tracer
 
 REQUESTS, KINDS = 1_000, 80
 
@@ -359,3 +362,26 @@ def test_a_refused_request_changes_no_others_numbers(exact: ExactEngine) -> None
     request = exact.add(spec)
     exact.run()
     assert request.token_ids == exact.alone(spec)
+
+
+def test_an_engine_goes_on_when_its_trace_is_closed(exact: ExactEngine, tmp_path: Path) -> None:
+    with Tracer(tmp_path / "steps.json") as tracer:
+        exact.engine.observe(tracer)
+        exact.add(SPEC)
+        exact.run()
+    written = (tmp_path / "steps.json").read_text()
+    request = exact.add(SPEC)
+    exact.run()
+    assert request.token_ids == exact.alone(SPEC)
+    assert (tmp_path / "steps.json").read_text() == written
+    assert exact.engine.metrics.value(FAILED_OBSERVERS) == 0
+
+
+def test_a_request_that_ends_twice_counts_once(exact: ExactEngine) -> None:
+    request = exact.add(SPEC)
+    exact.run()
+    exact.engine.finish(request, FinishReason.STOP, keep=5)
+    metrics = exact.engine.metrics
+    assert metrics.value(FINISHED, FinishReason.STOP) == 1
+    assert metrics.value(FINISHED, FinishReason.LENGTH) == 0
+    assert request.metrics.committed_tokens == 4

@@ -12,7 +12,7 @@ import pytest
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Engine
-from eaglegbv.metrics import FINISHED, STEPS, StepRecord
+from eaglegbv.metrics import FINISHED, STEPS, StepObserver, StepRecord
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import FinishReason, RequestOutput
 
@@ -293,3 +293,31 @@ def test_a_stream_may_be_open_when_the_interpreter_exits() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
+
+
+class Widest(StepObserver):
+    """Counts the requests of the widest step."""
+
+    requests = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.requests = max(self.requests, record.requests)
+
+
+def test_asyncio_serves_calls_by_threads_in_the_same_steps(llm: LLM) -> None:
+    # Long enough that the first goes on when the last begins.
+    long = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+
+    async def ask() -> list[int]:
+        # Of its own, asyncio has four threads more than the machine has cores.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))
+        calls = [asyncio.to_thread(llm.generate, "Once", long) for _ in range(16)]
+        return [len(answer.token_ids) for answer in await asyncio.gather(*calls)]
+
+    widest = Widest()
+    llm.observe(widest)
+    try:
+        assert asyncio.run(ask()) == [120] * 16
+    finally:
+        llm.unobserve(widest)
+    assert widest.requests == 16
