@@ -27,10 +27,6 @@ class DraftState:
     """What a drafter remembers about a request between steps; each drafter has its own kind."""
 
 
-class PlanState:
-    """What a planner remembers about a request between steps; each planner has its own kind."""
-
-
 class PlanReason(StrEnum):
     """Why a request's next step follows its plan."""
 
@@ -83,7 +79,6 @@ class Request:
         auto: The plans from which the engine chooses before every step; None if the user fixed
             ``plan``.
         plan_reason: Why ``plan`` was chosen.
-        plan_state: The planner's memory, or None while it has none.
         step_slots: Most KV slots a step borrows: for a tree, and to replay earlier steps' drafts.
         replayed: Whether verifications of later steps replay its drafts.
         drafted: Whether the drafter follows the request; it need not draft in every step.
@@ -112,7 +107,6 @@ class Request:
     max_tokens: int
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED
-    plan_state: PlanState | None = None
     step_slots: int = 1
     replayed: bool = False
     drafted: bool = False
