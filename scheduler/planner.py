@@ -183,7 +183,6 @@ class StepCosts:
 
     def _correction(self, shape: StepShape) -> float:
         size, paths, depth, length = shape.cell
-        # Shorter contexts tell most about longer ones.
         own = (self._cells.get((size, paths, depth, n)) for n in range(length, -1, -1))
         cell = next(filter(None, own), _Typical(shape, 0.0))
         return cell.log * self._weight(cell) * (cell.count + 1) / (cell.count + 2)
@@ -259,16 +258,16 @@ class Acceptance:
         return np.asarray(1 + survival.cumsum(axis=1))
 
     def _estimate(self) -> Array:
-        """Each depth has the one above as prior, each number of paths its depth, now the past."""
-        (trials, successes), (long_trials, long_successes) = self._counts
-        rates = np.minimum(long_successes / np.maximum(long_trials, 1e-9), 1 - 1e-6)
-        pooled = (long_trials * _any(rates, 1 / _INDEPENDENT)).sum(axis=0).tolist()
+        """Each depth has the one above as prior, now the past, each number of paths all of them."""
+        trials, successes = self._counts[:, 0], self._counts[:, 1]
+        rates = np.minimum(successes / np.maximum(trials, 1e-9), 1 - 1e-6)
+        pooled, weights = (trials * _any(rates, 1 / _INDEPENDENT)).sum(axis=1), trials.sum(axis=1)
         chances, chance, prior = [], self._first, _PRIOR_TRIALS
-        for total, weight in zip(pooled, long_trials.sum(axis=0).tolist(), strict=True):
+        for total, weight in zip(pooled[1].tolist(), weights[1].tolist(), strict=True):
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
-        usual = long_successes + prior * _any(np.array(chances), _INDEPENDENT)
-        hazards = (successes + prior * usual / (long_trials + prior)) / (trials + prior)
+        now = (pooled[0] + prior * np.array(chances)) / (weights[0] + prior)
+        hazards = (successes[0] + prior * _any(now, _INDEPENDENT)) / (trials[0] + prior)
         return np.asarray(hazards.clip(1e-6, 1 - 1e-6))
 
 
@@ -327,7 +326,8 @@ class _Book:
     def __init__(self, recorded: Sequence[Measured], keep: Callable[[], None]) -> None:
         self.costs = StepCosts(recorded)
         known = len({step.shape.cell[1:3] for step in recorded}) >= _LESSONS
-        self.guess, self.lessons = (StepCosts(recorded), 2) if known else (None, _LESSONS)
+        self.guess: StepCosts | None = StepCosts(recorded) if known else None
+        self.lessons = 2 if known else _LESSONS
         self.step = self.probed = 0  # numbers of this step and of the latest probe
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
