@@ -266,8 +266,10 @@ class Acceptance:
         for total, weight in zip(pooled[1].tolist(), weights[1].tolist(), strict=True):
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
+        usual = _any(np.array(chances), _INDEPENDENT)
         now = (pooled[0] + prior * np.array(chances)) / (weights[0] + prior)
-        hazards = (successes[0] + prior * _any(now, _INDEPENDENT)) / (trials[0] + prior)
+        own = (successes[1] / usual + prior) / (trials[1] + prior) * _any(now, _INDEPENDENT)
+        hazards = (successes[0] + prior * own.clip(0, 1)) / (trials[0] + prior)
         return np.asarray(hazards.clip(1e-6, 1 - 1e-6))
 
 
@@ -325,9 +327,9 @@ class _Book:
 
     def __init__(self, recorded: Sequence[Measured], keep: Callable[[], None]) -> None:
         self.costs = StepCosts(recorded)
-        known = len({step.shape.cell[1:3] for step in recorded}) >= _LESSONS
-        self.guess: StepCosts | None = StepCosts(recorded) if known else None
-        self.lessons = 2 if known else _LESSONS
+        known = {step.shape.cell[1:3] for step in recorded}
+        self.lessons = 2 if len(known) >= _LESSONS else _LESSONS
+        self.guess = StepCosts(recorded) if self.lessons == 2 else None
         self.step = self.probed = 0  # numbers of this step and of the latest probe
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
@@ -370,9 +372,8 @@ class Planner:
         self._acceptance: dict[tuple[object, ...], Acceptance] = {}
         # What a choice was made for, its plan, the steps it is held, and those that are left.
         self._held: dict[AutoPlan, tuple[tuple[int, ...], Plan, int, deque[_Choice]]] = {}
-        # Of requests by number: see :meth:`assign`; and how their texts differ from their kind.
         self._matched, self._missed = dict[int, int](), dict[int, int]()
-        self._texts: dict[int, Array] = {}
+        self._texts: dict[int, Array] = {}  # by request: what sets its text apart, see Acceptance
         self._timed: tuple[_Book, StepShape] | None = None
         # What the latest step did, if all its requests did the same, and how often in a row.
         self._kind: tuple[_Book, Cell] | None = None
@@ -405,7 +406,6 @@ class Planner:
         self._timed, self.why, kind = None, "", None
         self._now += 1
         self._matched = {r.number: matched(r) for r in requests if r.looks_up}
-        # A usual step of a drafter reads a few positions anyway.
         missed = {r.number: behind(r) for r in requests if r.auto is not None}
         self._missed = {n: rows for n, rows in missed.items() if rows > _USUAL_ROWS}
         batch = len(requests) + others
