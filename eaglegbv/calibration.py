@@ -84,9 +84,8 @@ _FIRST_ROUND = 0.6  # Share of it for the first round; the second finds prompts 
 _SIZES = (1, 4, 8, 16)  # Batch sizes: the cost of a request is the same between them.
 LARGEST = _SIZES[-1]  # Largest batch size that is measured.
 _PROMPT, _LONG_PROMPT = 64, 512  # Tokens of a prompt; a few long ones show what contexts cost.
-_UNTIMED, _TIMED = 3, 3  # Steps of a kind: the first read prompts and prepare for new shapes.
-_SPREAD = 1.25  # Ratio of two rounds' times that quiet machines stay below (usually 1.1).
-_CPU_SHARE = 0.8  # Share of the wall time that a CPU's only busy thread gets on quiet machines.
+_UNTIMED, _TIMED = 3, 3  # Steps of a kind: the first read prompts and prepare kernels for it.
+_QUIET = 0.8  # Least share of the CPU, and of a slower round that the faster takes, in peace.
 
 
 class _Kind(NamedTuple):
@@ -108,9 +107,9 @@ def calibrate(
     """Run made-up requests by several plans in batches of several sizes, and time their steps.
 
     Everything is measured twice, and the faster time counts. If the times differ much, or the
-    processor was taken away meanwhile, it is measured once more, and a warning says so. Nothing of
-    the requests remains in the pools of the ``pair``. After so many ``seconds`` no further kind of
-    steps is begun. The result is empty if the pool or the context is too small for such requests.
+    processor was taken away, it is measured once more, and a warning says so. Nothing of the
+    requests remains in the pools. After so many ``seconds`` no further kind of steps is begun. The
+    result is empty if pool or context are too small for such requests.
 
     Raises:
         InvalidArgument: The pair cannot run the plans.
@@ -121,7 +120,6 @@ def calibrate(
     engine = Engine(pair.target, pair.drafter, quiet, compile_backend=compile_backend)
     engine.check_plan(auto)
     _log.info("measuring what steps cost on this machine, once for these options: %.0f s", seconds)
-    # Fewer kinds where time runs short, but at least one: otherwise nothing could be compared.
     end, cpu, wall = time.perf_counter() + _FIRST_ROUND * seconds, 0.0, 0.0
     times: dict[tuple[_Kind, float], list[Measured]] = {}
     for kind in _kinds(auto, config.max_batch):
@@ -142,25 +140,18 @@ def calibrate(
         _log.warning("the machine was busy while costs of steps were measured: %s", told)
     engine.reset_prefix_cache()
     fastest = {key: min(own, key=lambda step: step.seconds) for key, own in times.items()}
-    greedy, sampled = (
-        tuple(step for (_, own), step in fastest.items() if own == temperature)
-        for temperature in (0.0, 1.0)
-    )
+    greedy, sampled = (tuple(s for (_, own), s in fastest.items() if own == t) for t in (0.0, 1.0))
     return KnownCosts(greedy=greedy, sampled=sampled)
 
 
 def was_disturbed(repeats: list[list[float]], cpu_share: float) -> bool:
     """Return whether other programs ran: by the spread of repeated times, and the CPU's share."""
     ratios = [max(times) / min(times) for times in repeats]
-    return bool(ratios) and (median(ratios) > _SPREAD or cpu_share < _CPU_SHARE)
+    return bool(ratios) and (median(ratios) > 1 / _QUIET or cpu_share < _QUIET)
 
 
 def _measure(engine: Engine, target: Target, kind: _Kind, temperature: float) -> Measured:
-    """Run requests of a kind for some steps, and return the fastest of the timed ones.
-
-    Trees differ in their number of nodes, and each number may need different kernels, so whatever
-    is timed first would seem more expensive than what follows.
-    """
+    """Run requests of a kind for some steps, and return the fastest of those that are timed."""
     size, plan, prompt = kind
     tokens = (_UNTIMED + _TIMED + 1) * (plan.depth + 1)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
@@ -188,10 +179,7 @@ def _fits(target: Target, kind: _Kind) -> bool:
 
 
 def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
-    """Yield what to measure: one request by all plans, plain decoding at every size, then the rest.
-
-    The rest begins with the cheapest: in large batches, small trees are those that may pay.
-    """
+    """Yield what to measure: one request, plain decoding at every size, then the cheapest first."""
     plans = {(plan.paths, plan.depth): plan for plan in auto.candidates}
     paths, depths = (sorted(set(axis)) for axis in zip(*plans, strict=True))
     third, sizes = depths[len(depths) // 3], [size for size in _SIZES if size <= most]
@@ -202,10 +190,8 @@ def _kinds(auto: AutoPlan, most: int) -> Iterator[_Kind]:
         *(plans[paths[0], depth] for depth in depths[:2]),
         plans[paths[len(paths) // 4], depths[max(0, len(depths) - 2)]],
     ]
-    # One request may gain from any number of paths, and a tenth of a step decides there. A level of
-    # a single path may cost much less than one of several, so both are measured.
-    alone = [plans[count, third] for count in paths[:4]]
-    alone += [plans[paths[0], depth] for depth in depths]
+    # One request may gain from any number of paths, and a level of a single path may cost less.
+    alone = [plans[n, third] for n in paths[:4]] + [plans[paths[0], depth] for depth in depths]
     yield from (_Kind(sizes[0], plan) for plan in dict.fromkeys((PLAIN, *drafts, *alone)))
     yield from (_Kind(size, PLAIN) for size in sizes[1:])
     largest = max(drafts, key=lambda plan: plan.tree_nodes)

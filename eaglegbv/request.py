@@ -27,10 +27,6 @@ class DraftState:
     """What a drafter remembers about a request between steps; each drafter has its own kind."""
 
 
-class PlanState:
-    """What a planner remembers about a request between steps; each planner has its own kind."""
-
-
 class PlanReason(StrEnum):
     """Why a request's next step follows its plan."""
 
@@ -75,7 +71,6 @@ class Request:
     # The plans from which the engine chooses before every step; None if the user fixed `plan`.
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED
-    plan_state: PlanState | None = None  # the planner's memory, or None while it has none
     step_slots: int = 1  # most KV slots a step borrows: for a tree, and to replay earlier drafts
     replayed: bool = False  # whether verifications of later steps replay its drafts
     drafted: bool = False  # whether the drafter follows the request; it need not draft every step

@@ -40,14 +40,14 @@ def pair() -> Pair:
 def test_calibration_leaves_nothing_behind_and_keeps_to_its_time(pair: Pair) -> None:
     free = pair.target.allocator.num_free
     one = calibrate(pair, AUTO, EngineConfig(), seconds=0.0)
-    assert {step.shape.cell for step in one.sampled} == {(0, 0, 0)}
+    assert {step.shape.cell for step in one.sampled} == {(0, 0, 0, 0)}
     few = calibrate(pair, LIMITS, EngineConfig(max_batch=1), seconds=600.0)
     assert pair.target.allocator.num_free == free
     assert pair.target.allocator.num_kept == 0
     for steps in (few.greedy, few.sampled):
         cells = {step.shape.cell for step in steps}
-        assert {size for size, _, _ in cells} == {0}
-        assert {paths for _, paths, _ in cells} == {0, 1, 2}
+        assert {cell[0] for cell in cells} == {0}
+        assert {cell[1] for cell in cells} == {0, 1, 2}
         # Of long texts too, by plans that draft and by none.
         assert {step.shape.paths for step in steps if step.shape.context > 500} == {0, 2}
         costs = StepCosts(steps)

@@ -56,6 +56,13 @@ class World:
                 time += self.reading * (behind or {}).get(r.number, 0)
         return time / 1000
 
+    def seconds_of(self, shape: StepShape) -> float:
+        """Return the time of a step of drafts alone, or of none, by its shape."""
+        once, request, level, node = self.draft
+        time = self.step[0] + self.step[1] * (shape.requests - 1) + request * shape.drafting
+        time += (once + level * shape.depth) * bool(shape.drafting)
+        return (time + node * shape.drafting * shape.paths * shape.depth) / 1000
+
     def next(self, place: int, plan: Plan, depth: int) -> float:
         """Return the chance that a path goes on at a depth, from 0."""
         if plan.source is Source.LOOKUP:
@@ -157,9 +164,10 @@ class Simulation:
         request.step += 1
         self.planner.observe_request(request, offered=depth, accepted=accepted)
 
-    def share(self, of: Callable[[Plan, PlanReason], bool], last: int) -> float:
-        """Return the share of plans, of the last steps, of which ``of`` is true."""
-        chosen = [of(*entry) for step in self.log[-last:] for entry in step]
+    def share(self, of: Plan | Source | PlanReason, last: int) -> float:
+        """Return the share of a plan, a source or a reason in the last steps."""
+        steps = self.log[-last:]
+        chosen = [of in (plan, plan.source, why) for step in steps for plan, why in step]
         return sum(chosen) / len(chosen)
 
 
