@@ -123,7 +123,10 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
             raise InvalidArgument("questions-set", suite_name, expected)
         if data is not None:
             raise InvalidArgument("data", str(data), "nothing where --questions-set is a file")
-        return _read(path, path.name.partition(".")[0])
+        try:
+            return _read(path, path.name.partition(".")[0])
+        except InvalidArgument as error:
+            raise InvalidArgument("questions-set", error.value, error.expected) from error
     if data is not None:
         return _read(_inside(data, suite) if data.is_dir() else data, suite.name)
     if suite.packaged:

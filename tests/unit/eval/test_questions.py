@@ -260,6 +260,9 @@ def test_any_file_of_prompts_is_a_set(isolated: Path) -> None:
     assert [q.turns for q in found.questions] == [("One?",), ("Two?",)]
     with pytest.raises(InvalidArgument, match="nothing where --questions-set is a file"):
         load_questions(str(path), path)
+    path.write_text("[")
+    with pytest.raises(InvalidArgument, match=r"^questions-set='.*mine.v2.jsonl:1'"):
+        load_questions(str(path))
 
 
 def test_the_hash_tells_questions_apart(isolated: Path) -> None:
