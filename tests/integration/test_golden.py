@@ -8,7 +8,7 @@ engine; their prompts, plans and sampling parameters differ.
 A change of code that should change no behaviour leaves the file as it is. If texts should change,
 say why in the commit, and write the file anew:
 
-    python tests/integration/test_golden.py --write
+    PYTHONPATH=tests python tests/integration/test_golden.py --write
 """
 
 import json
@@ -211,6 +211,6 @@ def test_a_planted_mistake_is_seen(
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/integration/test_golden.py --write")
+        sys.exit("usage: PYTHONPATH=tests python tests/integration/test_golden.py --write")
     lines = {case: " ".join(run(case)) for case in CASES}
     GOLDEN.write_text(json.dumps(lines, indent=0) + "\n")
