@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 DIGITS = 6  # digits to which seconds are rounded
-MOST_ROWS = 8
+MOST_ROWS = 7
 """Most rows, headings included, of a paper's table that the page shows; files have them all."""
 
 
