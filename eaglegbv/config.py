@@ -11,7 +11,7 @@ import msgspec
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_number
+from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_integers, require_number
 
 MAX_PATHS = 16
 MAX_DEPTH = 32
@@ -100,8 +100,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     source: Source = Source.DRAFTER
 
     def __post_init__(self) -> None:
-        _require_integers(
+        require_integers(
             self,
+            optional=("beam", "nodes"),
             paths=(1, MAX_PATHS),
             depth=(1, MAX_DEPTH),
             draft_width=(1, MAX_WIDTH),
@@ -208,8 +209,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     calibrate: bool = True
 
     def __post_init__(self) -> None:
-        _require_integers(
+        require_integers(
             self,
+            optional=("kv_slots", "kv_bytes"),
             max_batch=(1, 4096),
             kv_slots=(MIN_SLOTS, 2**31 - 1),
             kv_bytes=(1, 2**63 - 1),
@@ -223,14 +225,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
         _make_member(self, "cuda_graphs", GraphMode)
-
-
-def _require_integers(settings: msgspec.Struct, **limits: tuple[int, int]) -> None:
-    """Check settings by their lowest and highest values; some may be None."""
-    for name, (low, high) in limits.items():
-        value = getattr(settings, name)
-        if value is not None or name not in ("beam", "nodes", "kv_slots", "kv_bytes"):
-            require_integer(name, value, low, high)
 
 
 def _make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> None:
@@ -313,7 +307,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     lookup_depth: int = 16
 
     def __post_init__(self) -> None:
-        _require_integers(
+        require_integers(
             self,
             max_paths=(1, MAX_PATHS),
             max_depth=(1, MAX_DEPTH),

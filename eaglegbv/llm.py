@@ -5,12 +5,12 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Self, TypeAlias, cast, overload
 
 import torch
 from tqdm import tqdm
@@ -35,6 +35,7 @@ from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.planner import KnownCosts
 from eaglegbv.text import (
     Answer,
     Completion,
@@ -325,9 +326,14 @@ class LLM(TextGenerator):
             tokenizer=tokenizer,
         )
         self.dtype = target.dtype
-        costs = self._costs(config, compile_backend)
+        costs, keep = self._costs(config, compile_backend)
         self._engine = Engine(
-            target, self.pair.drafter, config, compile_backend=compile_backend, **costs
+            target,
+            self.pair.drafter,
+            config,
+            costs=costs,
+            keep_costs=keep,
+            compile_backend=compile_backend,
         )
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
@@ -444,14 +450,20 @@ class LLM(TextGenerator):
             return self._engine.explain_plans()
 
     def _check_plan(self, plan: AnyPlan) -> None:
+        planning = self._planning(plan)
         with self._turn():
-            self._engine.check_plan(named_planning(self.plan if plan is None else plan))
+            self._engine.check_plan(planning)
 
-    def _costs(self, config: EngineConfig, compile_backend: str | None) -> dict[str, Any]:
-        """Return an engine's ``costs``, as kept or measured now, and ``keep_costs``, or neither."""
+    def _planning(self, plan: AnyPlan) -> Planning:
+        return self.plan if plan is None else named_planning(plan)
+
+    def _costs(
+        self, config: EngineConfig, compile_backend: str | None
+    ) -> tuple[KnownCosts | None, Callable[[KnownCosts], None] | None]:
+        """Return what steps cost, as kept or measured now, and what keeps others; or neither."""
         plan = self.plan
         if not isinstance(plan, AutoPlan) or self.pair.drafter is None or not config.calibrate:
-            return {}
+            return None, None
         cache = CostCache.of(
             shape_of(self.model_name),
             shape_of(self.drafter_name),
@@ -466,7 +478,7 @@ class LLM(TextGenerator):
         if known is None:
             known = calibrate(self.pair, plan, config, compile_backend=compile_backend)
             cache.write(known)
-        return {"costs": known, "keep_costs": cache.write}
+        return known, cache.write
 
     def _run(
         self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
@@ -558,7 +570,7 @@ class LLM(TextGenerator):
                 self._turns.leave()
 
     def _add(self, prompt: Prompt, params: SamplingParams, plan: AnyPlan, priority: int) -> Answer:
-        ids, planning = self.encode(prompt), named_planning(self.plan if plan is None else plan)
+        ids, planning = self.encode(prompt), self._planning(plan)
         with self._turn():
             request = self._engine.add(ids, params, planning, priority=priority)
             answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any, Self, TypeAlias, cast
 
 import msgspec
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -20,6 +21,16 @@ Prompt: TypeAlias = str | list[int] | list[Message]
 """One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
 _PROMPT = "text, token ids or chat messages"
+
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What a template may raise: it is a program, and its errors are those of any."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +147,7 @@ def _apply_chat_template(
         encoded = tokenizer.apply_chat_template(
             plain, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    except Exception as error:  # a template is a program, and may raise anything
+    except _TEMPLATE_ERRORS as error:
         expected = f"messages that the chat template of {model} takes ({error})"
         raise InvalidArgument("prompt", plain, expected) from error
     return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])

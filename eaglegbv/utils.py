@@ -5,7 +5,7 @@ import os
 import zlib
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Lock, get_ident
@@ -22,6 +22,20 @@ def require_integer(name: str, value: object, low: int, high: int | None = None)
     if isinstance(value, bool) or not inside:
         limits = f"of at least {low}" if high is None else f"in [{low}, {high}]"
         raise InvalidArgument(name, value, f"an integer {limits}")
+
+
+def require_integers(
+    settings: object, optional: Collection[str] = (), **limits: tuple[int, int | None]
+) -> None:
+    """Check fields by their lowest and highest values, the ``optional`` ones unless they are None.
+
+    Raises:
+        InvalidArgument: See :func:`require_integer`.
+    """
+    for name, (low, high) in limits.items():
+        value = getattr(settings, name)
+        if value is not None or name not in optional:
+            require_integer(name, value, low, high)
 
 
 def require_number(
@@ -122,42 +136,42 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._changed = Condition(Lock())
+        self._guard = Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[Condition] = deque()
 
     def __enter__(self) -> None:
-        own, place = get_ident(), object()
-        with self._changed:
+        own, turn = get_ident(), Condition(self._guard)
+        with self._guard:
             if self._owner == own:
                 self._depth += 1
                 return
-            self._waiting.append(place)
+            self._waiting.append(turn)
             try:
-                self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is place)
+                turn.wait_for(lambda: self._owner is None and self._waiting[0] is turn)
                 self._owner, self._depth = own, 1
             finally:  # where the wait is interrupted, the turn goes to the next
-                self._waiting.remove(place)
-                self._changed.notify_all()
+                self._waiting.remove(turn)
+                self._wake_next()
 
     def __exit__(self, *_: object) -> None:
         self.leave()
 
     def leave(self) -> None:
         """End the turn; whoever has waited longest is next."""
-        with self._changed:
+        with self._guard:
             self._depth -= 1
             if self._depth == 0:
                 self._owner = None
-                self._changed.notify_all()
+                self._wake_next()
 
     def try_enter(self) -> bool:
         """Take a turn unless somebody has one, the caller included; return whether it was taken.
 
         Never waits, so that it may be called in the midst of anything.
         """
-        if not self._changed.acquire(blocking=False):
+        if not self._guard.acquire(blocking=False):
             return False
         try:
             free = self._owner is None and not self._waiting
@@ -165,7 +179,11 @@ class FairLock:
                 self._owner, self._depth = get_ident(), 1
             return free
         finally:
-            self._changed.release()
+            self._guard.release()
+
+    def _wake_next(self) -> None:
+        if self._owner is None and self._waiting:
+            self._waiting[0].notify()
 
 
 # Defaults shared by the API and the command line, in a module that is quick to import.

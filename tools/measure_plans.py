@@ -45,7 +45,8 @@ def costs(folder: Path, model: str, state: str) -> list[Path]:
         try:
             bench(folder, model, "--ways auto --batches 1 --tokens 1 --repeats 1")
         finally:
-            _ = [process.kill() for process in others]
+            for process in others:
+                process.kill()
         for file in folder.glob("costs-*.json") if state == "doubled" else ():
             kept = json.loads(file.read_text())
             file.write_text(json.dumps({t: [[s, 2 * x] for s, x in kept[t]] for t in kept}))

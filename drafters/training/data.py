@@ -384,12 +384,11 @@ def gather_texts(
         InvalidArgument: The data or the kept answers cannot be read, or there is nothing to learn.
     """
     if settings.regenerate and settings.samples.exists():
+        broken = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
         try:
             kept = torch.load(settings.samples, weights_only=True)
             return Texts(Corpus(**kept["training"]), Corpus(**kept["held_out"]))
-        except (
-            OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError,
-        ) as error:  # fmt: skip
+        except broken as error:
             expected = f"a file of the target's answers ({type(error).__name__})"
             raise InvalidArgument("samples", str(settings.samples), expected) from error
     rows = list(read_rows(find_files(settings.data), ROWS_PER_SOURCE))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from eaglegbv.drafters.training.data import Corpus
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.utils import replacing, require_integer, write_whole
+from eaglegbv.utils import replacing, require_integers, write_whole
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -52,8 +52,10 @@ class Schedule:
     bf16: bool = True  # run the forward in bfloat16; weights and optimiser stay float32
 
     def __post_init__(self) -> None:
-        for name in ("steps", "evaluate_every", "checkpoint_every"):
-            require_integer(name, getattr(self, name), 1)
+        at_least_one = (1, None)
+        require_integers(
+            self, steps=at_least_one, evaluate_every=at_least_one, checkpoint_every=at_least_one
+        )
         if self.minutes is not None and self.minutes <= 0:
             raise InvalidArgument("minutes", self.minutes, "a positive number or None")
 
@@ -134,8 +136,8 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
         progress = _restore(checkpoint, task, optimizer)
     _drop_repeated(log, progress.step, schedule.evaluate_every)
     tokens = task.tokens_per_step
-    interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-    bar = tqdm(initial=progress.step * tokens, unit="token", unit_scale=True, mininterval=interval)
+    shown = 0.0  # when a line of progress was printed last
+    bar = tqdm(initial=progress.step * tokens, unit="token", unit_scale=True, disable=None)
     with log.open("a", buffering=1) as lines, bar:
 
         def write(**facts: object) -> None:
@@ -157,8 +159,16 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
                     expected = f"a rate with a finite loss: step {progress.step} has {value}"
                     raise InvalidArgument("learning_rate", schedule.learning_rate, expected)
                 # Estimated, as the budget may be in minutes.
-                bar.total = round(progress.step / schedule.progress(progress)) * tokens
+                total = round(progress.step / schedule.progress(progress))
+                bar.total = total * tokens
                 bar.set_postfix(loss=value, refresh=False)
+                if bar.disable and time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
+                    shown = time.monotonic()
+                    left = progress.seconds * (total / progress.step - 1) / 60
+                    facts = f"loss {value:.3f}, {left:.0f} min left"
+                    tqdm.write(
+                        f"step {progress.step:,} of about {total:,}, {facts}", file=sys.stderr
+                    )
                 seconds = round(progress.seconds, 1)
                 write(tokens=progress.step * tokens, seconds=seconds, loss=value)
             if progress.step % schedule.evaluate_every == 0:

@@ -304,13 +304,15 @@ class Loss(StrEnum):
         if self is Loss.BLOCK:
             accepted = [_mean(a, depths[0].used) for a in block_accepted(depths)]
             return 1 - torch.stack(accepted).sum() / len(depths)
-        share = {Loss.CE: 0.0, Loss.TV: 1.0}.get(self, spent)  # of total variation
-        losses = []
-        for depth in depths:
-            entropy = -(depth.target_probs * depth.logits.log_softmax(dim=-1)).sum(dim=-1)
-            mixed = (1 - share) * entropy + share * (1 - acceptance(depth))
-            losses.append(_mean(mixed, depth.used))
+        losses = [_mean(self._of_depth(depth, spent), depth.used) for depth in depths]
         return _decayed(losses, decay)
+
+    def _of_depth(self, depth: Depth, spent: float) -> Tensor:
+        if self is Loss.CE:
+            return _cross_entropy(depth)
+        if self is Loss.TV:
+            return 1 - acceptance(depth)
+        return (1 - spent) * _cross_entropy(depth) + spent * (1 - acceptance(depth))
 
 
 def block_accepted(depths: Iterable[Depth]) -> Iterator[Tensor]:
@@ -391,6 +393,10 @@ def _ratio(depth: Depth) -> Tensor:
     # One in e^10 tokens at most has a larger ratio, which is hardly ever the least of its path.
     log_ratio = (depth.logits.log_softmax(dim=-1).gather(-1, place) - p.log()).clamp(max=10.0)
     return log_ratio.squeeze(-1).exp() * (depth.chosen >= 0)
+
+
+def _cross_entropy(depth: Depth) -> Tensor:
+    return -(depth.target_probs * depth.logits.log_softmax(dim=-1)).sum(dim=-1)
 
 
 def _decayed(losses: Sequence[Tensor], decay: float) -> Tensor:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import require_integers
 from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import (
@@ -166,11 +166,15 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # seed of the problems
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            *(("vocab", 2, 16), ("depth", 1, 8), ("paths", 1, 8), ("instances", 1, 1_000_000)),
-            *(("iterations", 1, 8), ("seed", 0, 2**63 - 1)),
-        ):
-            require_integer(name, getattr(self, name), low, high)
+        require_integers(
+            self,
+            vocab=(2, 16),
+            depth=(1, 8),
+            paths=(1, 8),
+            instances=(1, 1_000_000),
+            iterations=(1, 8),
+            seed=(0, 2**63 - 1),
+        )
 
     @property
     def shape(self) -> Shape:

@@ -17,7 +17,7 @@ from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
 from eaglegbv.eval.paired_comparison import Offer
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling, TargetProbs
-from eaglegbv.utils import require_integer, require_number
+from eaglegbv.utils import require_integer, require_integers, require_number
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -40,8 +40,7 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # seed of all random numbers
 
     def __post_init__(self) -> None:
-        for name, low, high in (("vocab", 2, 4096), ("depth", 1, 32), ("trees", 2, 10**6)):
-            require_integer(name, getattr(self, name), low, high)
+        require_integers(self, vocab=(2, 4096), depth=(1, 32), trees=(2, 10**6))
         for name in ("sharpness", "noise"):
             require_number(name, getattr(self, name), 0, 100)
 

@@ -121,7 +121,7 @@ def draw_panels(panels: Sequence[Panel], y: str, *, columns: int = PANELS_A_ROW)
     places = canvas.subplots(rows, columns, squeeze=False, sharey=True).ravel()
     for unused in places[len(panels) :]:
         unused.set_visible(False)
-    for number, (axes, panel) in enumerate(zip(places, panels, strict=False)):
+    for number, (axes, panel) in enumerate(zip(places[: len(panels)], panels, strict=True)):
         drawn: Counter[Colour] = Counter()
         for line in panel.lines:
             alike = line.colour or line.label

@@ -169,13 +169,16 @@ def run(
     answers once without being recorded. Each conversation feeds the model's own answers back, and a
     question's seed is the same in every setting.
 
-    Baselines, by name, answer in their settings instead of ``generate``. With ``at_once``, so many
-    conversations are held at a time, in several threads, and nothing is answered before. Records
-    whose keys are done are not measured again; ``on_record`` gets each of the others as soon as it
-    is complete, in the calling thread.
+    Baselines, by name, answer in their settings instead of ``generate``, if there are any. With
+    ``at_once``, so many conversations are held at a time, in several threads, and nothing is
+    answered before. Records whose keys are done are not measured again; ``on_record`` gets each of
+    the others as soon as it is complete, in the calling thread.
     """
     todo = _todo(questions, settings, done)
-    answering = {s: baselines.get(s.baseline or "", generate) for s in settings.settings}
+    answering = {
+        s: generate if s.baseline is None or not baselines else baselines[s.baseline]
+        for s in settings.settings
+    }
     if at_once is not None:
         with ThreadPoolExecutor(at_once) as pool:
             waiting = [pool.submit(_converse, answering[a[0]], settings, *a) for a in todo]

@@ -32,7 +32,7 @@ from eaglegbv.loading import Pair
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import require_integers
 
 STEP = "step"  # name of the whole step beside those of its phases
 PHASES = (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
@@ -49,8 +49,7 @@ class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 30  # number of timed steps
 
     def __post_init__(self) -> None:
-        for name in ("batch", "context", "steps"):
-            require_integer(name, getattr(self, name), 1)
+        require_integers(self, batch=(1, None), context=(1, None), steps=(1, None))
 
     @property
     def max_tokens(self) -> int:

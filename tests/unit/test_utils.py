@@ -71,12 +71,12 @@ def test_a_thread_may_take_its_turn_again() -> None:
 def test_whoever_gives_up_waiting_is_passed_over() -> None:
     turns, order = FairLock(), list[str]()
 
-    def interrupted(ready: Callable[[], bool]) -> bool:
+    def interrupted(turn: threading.Condition, ready: Callable[[], bool]) -> bool:
         raise KeyboardInterrupt
 
     def give_up() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(turns._changed, "wait_for", interrupted)
+            patch.setattr("eaglegbv.utils.Condition.wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt), turns:
                 pass
         order.append("gave up")

@@ -1,6 +1,7 @@
 """A tiny target trained from scratch: it learns, survives a kill, and loads in transformers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ def test_it_loads_in_transformers(finished: Path) -> None:
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(
-    chats: Path, finished: Path, tmp_path: Path, train: Run, monkeypatch: pytest.MonkeyPatch
+    chats: Path,
+    finished: Path,
+    tmp_path: Path,
+    train: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, save = tmp_path / "out", loop._save
 
@@ -86,7 +91,10 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     with pytest.raises(Killed):
         train(arguments(chats, out))
     monkeypatch.setattr(loop, "_save", save)
-    train(arguments(chats, out, "--resume"))
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_LINES", -1.0)
+    printed = train(arguments(chats, out, "--resume"))
+    # Where there is no terminal, progress is told in lines.
+    assert re.search(r"^step \d+ of about \d+, loss \S+, 0 min left$", printed, re.MULTILINE)
     for name in ("model.safetensors", "tokenizer.json"):
         assert (out / name).read_bytes() == (finished / name).read_bytes()
     assert losses(out) == losses(finished)
