@@ -11,15 +11,18 @@ from torch.nn import functional
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
 # every call: seven rows of a draft tree then cost little more than one. A packed product takes
-# longer to start, so small matrices are not packed, and larger ones are kept in both forms: one row
-# takes the unpacked one. This changes nothing but rounding.
+# longer to start, so small matrices are not packed, and all but the largest are kept in both forms:
+# few rows take the unpacked one. This changes nothing but rounding.
 
 
 _PACKED_FOR = 16  # number of rows for which packed weights are laid out; kernels take any number
-_PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 20
-"""Entries from which packing pays for four rows or more, and for one row too (measured on an EPYC:
-at 331,776 entries 4 rows take 0.97 of the time, 8 rows 0.81, 1 row 1.5; at 1,769,472 0.54, 0.42
-and 1.07)."""
+_FEW = 3
+"""Rows up to which an unpacked product is the faster one: on a Xeon with AVX-512, three rows of
+SmolLM2-135M's matrices take 1.02 of the time of one, packed 1.7; four take 1.7 either way, and
+twelve 3.6, packed 2.3."""
+_PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 22
+"""Entries from which packing pays (measured on an EPYC: at 331,776 entries 4 rows take 0.97 of the
+time, 8 rows 0.81; at 1,769,472 0.54 and 0.42), and from which memory for both forms is too much."""
 
 Product = Callable[[Tensor], Tensor]  # maps `[..., in_features]` to `[..., out_features]`
 
@@ -65,18 +68,18 @@ class DenseProduct:
 
 
 class PackedProduct:
-    """A product with a packed matrix; for a single row, with the unpacked one if that is faster."""
+    """A product with a packed matrix; of few rows with the unpacked one, if that is kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, lone: bool = True) -> None:
-        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it for one row."""
-        self._lone = None if lone else DenseProduct(weight, bias)
+        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it for few rows."""
+        self._unpacked = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
-        if self._lone is not None and x.numel() == x.shape[-1]:
-            return self._lone(x)
+        if self._unpacked is not None and x.numel() <= _FEW * x.shape[-1]:
+            return self._unpacked(x)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
