@@ -71,7 +71,7 @@ class PackedProduct:
     """A product with a packed matrix; of few rows with the unpacked one, if that is kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, lone: bool = True) -> None:
-        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it for few rows."""
+        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it too."""
         self._unpacked = None if lone else DenseProduct(weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
         self._bias = bias

@@ -156,25 +156,30 @@ def check_layers(
 
 
 def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput:
-    """Return the plain model's output at every node of the sample trees, path by path."""
+    """Return the plain model's output at every node of the sample trees, one text a leaf."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
-    width = max(s.prompt + len(s.parents) for s in _SAMPLES)
     texts: list[list[int]] = []
-    ends: list[int] = []
+    ends: list[
+        tuple[int, int]
+    ] = []  # of each node: a text that holds its path, and its place there
     for sample in _SAMPLES:
         tokens = _tokens(sample, vocab)
         prompt, nodes = tokens[: sample.prompt], tokens[sample.prompt :]
-        for node in range(len(nodes)):
-            text = prompt + [nodes[i] for i in sample.path(node)]
-            ends.append(len(text) - 1)
-            texts.append(text + [0] * (width - len(text)))  # no token sees the padding after it
+        found: dict[int, tuple[int, int]] = {}
+        for leaf in set(range(len(nodes))) - set(sample.parents):
+            path = sample.path(leaf)
+            found |= {node: (len(texts), len(prompt) + i) for i, node in enumerate(path)}
+            texts.append(prompt + [nodes[i] for i in path])
+        ends += [found[node] for node in range(len(nodes))]
+    width = max(map(len, texts))  # no token sees the padding after it
+    padded = [text + [0] * (width - len(text)) for text in texts]
     with torch.no_grad():
         out = model(
-            input_ids=torch.tensor(texts, device=model.device),
+            input_ids=torch.tensor(padded, device=model.device),
             use_cache=False,
             output_hidden_states=features.kind is not FeatureKind.NONE,
         )
-    rows = torch.arange(len(ends), device=model.device), torch.tensor(ends, device=model.device)
+    rows = tuple(torch.tensor(ends, device=model.device).T)
     layers = (-1,) if features.kind is FeatureKind.FINAL else features.layers
     states = [out.hidden_states[layer][rows] for layer in layers]
     return TargetOutput(out.logits[rows].float(), torch.cat(states, dim=-1) if states else None)
