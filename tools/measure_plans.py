@@ -18,9 +18,10 @@ from pathlib import Path
 
 from eaglegbv.utils import CACHE_FOLDER, cache_folder
 
-# Model and batch: tokens of an answer, repeats of eight prompts, and seconds of a cell, roughly.
-LOADS = {"tiny 1": (64, 12, 45), "tiny 4": (64, 24, 45), "tiny 8": (64, 32, 45)}
-LOADS |= {"tiny 16": (64, 24, 45), "smollm2 1": (32, 3, 170), "smollm2 8": (32, 10, 170)}
+# Model and batch: tokens of an answer, repeats of eight prompts, and seconds of a cell, roughly, on
+# one core at 2.5 GHz.
+LOADS = {"tiny 1": (64, 1, 75), "tiny 4": (64, 2, 75), "tiny 8": (64, 4, 85)}
+LOADS |= {"tiny 16": (64, 3, 90), "smollm2 1": (16, 1, 130), "smollm2 8": (32, 2, 150)}
 CELLS = list(map(" ".join, product(LOADS, ("empty", "busy", "doubled"), ("1.0", "0.0"))))
 HEADINGS = "model|batch|cache|T|best fixed|auto/best|0.95|auto/plain|0.97|plans|reasons"
 

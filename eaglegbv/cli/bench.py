@@ -547,8 +547,8 @@ def demo(
         str | None,
         opt("tiny, smollm2, or another, as in generate.", shown="smollm2 if it is here, or tiny"),
     ] = None,
-    questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 4,
-    max_tokens: opts.MaxTokens = 64,
+    questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 2,
+    max_tokens: opts.MaxTokens = 48,
     seed: opts.Seed = 0,
 ) -> None:
     """Answer a prompt with a small model, then compare verifiers on a few questions."""
