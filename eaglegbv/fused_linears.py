@@ -33,16 +33,18 @@ def _constant(weight: Tensor) -> nn.Parameter:
 
 
 def product_of(
-    weight: Tensor, bias: Tensor | None, *, compiled: bool = False
+    weight: Tensor, bias: Tensor | None, *, compiled: bool = False, kept: bool = False
 ) -> "DenseProduct | PackedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
-    A ``compiled`` graph cannot hold packed weights.
+    A ``compiled`` graph cannot hold packed weights. A weight that is ``kept`` anyway costs no
+    memory where it is kept unpacked too.
     """
     if compiled:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
     if can_pack(weight) and weight.numel() >= _PACKED_FROM:
-        return PackedProduct(weight, bias, lone=weight.numel() >= _PACKED_ALONE_FROM)
+        large = weight.numel() >= _PACKED_ALONE_FROM
+        return PackedProduct(weight, bias, lone=large and not kept)
     return DenseProduct(weight, bias)
 
 
@@ -119,13 +121,14 @@ def prepare(
         joint = weights[0] if len(group) == 1 else torch.cat(weights)
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        product = product_of(joint, bias, compiled=id(group[0]) in of_graph)
+        kept = group[0].weight in looked_up or not groups
+        in_graph = id(group[0]) in of_graph
+        product = product_of(joint, bias, compiled=in_graph, kept=kept and len(group) == 1)
         del weights, joint
         if isinstance(product, DenseProduct) and len(group) == 1:
             continue
         sizes = [len(layer.weight) for layer in group]
         parts = [product] if len(group) == 1 else Joint(product, sizes).parts
-        kept = group[0].weight in looked_up or not groups
         for layer, own in zip(group, parts, strict=True):
             weight = layer.weight.data if kept else layer.weight.data.to("meta")
             prepared = _Prepared(layer, own, weight)
