@@ -236,7 +236,6 @@ def _make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> No
 
 
 def _shape(nodes: object) -> Shape:
-    """Return a shape, given as any nested sequences, as tuples."""
     expected = "a sequence of nodes, each a sequence of child ranks"
     if not isinstance(nodes, Sequence) or isinstance(nodes, str):
         raise InvalidArgument("shape", nodes, expected)

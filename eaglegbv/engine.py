@@ -349,17 +349,14 @@ class Engine:
         self, verified: VerifyOutput, decided: list[RequestOutput], features: Tensor | None
     ) -> list[RequestOutput]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        segments, counts = verified.group.segments, verified.group.counts
         for b, own in enumerate(decided):
             if own.fault:
                 own.request.error = fault_error(own.fault, own.request.number)
                 self.finish(own.request, FinishReason.ERROR)
                 continue
             own.request.target_layers = verified.target_layers[b]
-            root = segments[b].num_new - counts[b]  # a prompt's other tokens come before it
-            kept = [*range(root + 1), *(root + node for node in own.nodes)]
-            self._kv.commit(own.request, kept)
-        self._drafting.observe_commit(decided, verified.layout, features)
+            self._kv.commit(own.request, verified.group.committed(b, own.nodes))
+        self._drafting.observe_commit(decided, verified.group, features)
         return [replace(own, token_ids=[] if own.fault else self._extend(own)) for own in decided]
 
     def _extend(self, output: RequestOutput) -> list[int]:
@@ -505,7 +502,7 @@ class Engine:
             (KV_USED, allocator.num_used),
             (KV_SLOTS, allocator.num_slots),
             (PREEMPTIONS, self._scheduler.preemptions),
-            (CACHED, self._cache.counts.shared),
+            (CACHED, self._cache.shared),
         ):
             self.metrics.set(metric, value)
         for metric, counts in (

@@ -145,7 +145,6 @@ _AS_THEY_ARE = (
 
 
 def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
-    """Return a tree in the format of a step's arguments."""
     event: Event = {name: getattr(tree, name) for name in _AS_THEY_ARE}
     event |= {
         "p": _rounded(tree.target_probs),

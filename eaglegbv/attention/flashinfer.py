@@ -222,7 +222,7 @@ class FlashInferBranches(BranchAttention):
         branches, drafted, device = self.shape.branches, slots[0].numel(), self.slots.device
         lengths = np.array([len(context) + drafted for context in contexts])
         masks = [_mask_of_context(length, drafted, branches) for length in lengths]
-        octets = _offsets(np.array([len(mask) for mask in masks]))
+        octets = np.array(offsets_of(map(len, masks)), dtype=np.int32)
         ends = 8 * octets[:-1, np.newaxis] + lengths[:, np.newaxis] * np.arange(1, branches + 1)
         self._firsts.copy_(send(torch.from_numpy(ends - drafted), device))
         keys = [part for own in zip(contexts, slots.flatten(1), strict=True) for part in own]
@@ -230,7 +230,7 @@ class FlashInferBranches(BranchAttention):
         self._planned_mask[: len(bits)].copy_(bits)
         self._planned.plan_queries(
             self._queries,
-            torch.from_numpy(_offsets(lengths)),
+            torch.tensor(offsets_of(lengths.tolist()), dtype=torch.int32),
             torch.cat(keys),
             self._kind,
             PackedMasks(bits, torch.from_numpy(octets)),
@@ -266,15 +266,9 @@ def _octets_and_bits(places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_of_context(length: int, drafted: int, branches: int) -> NDArray[np.uint8]:
-    """Return the packed mask that shows ``branches`` all keys but the last ``drafted``."""
     seen = np.ones((branches, length), dtype=bool)
     seen[:, length - drafted :] = False
     return np.packbits(seen, bitorder="little")
-
-
-def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return where parts of ``sizes`` begin, and where the last ends."""
-    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
 # Masks of one bit per (query, key), as FlashInfer's kernels read them (``variants.cuh``).
@@ -324,7 +318,6 @@ class PlannedWrapper:
     """A wrapper over a pool, and what it takes to plan and run it."""
 
     def __init__(self, wrapper: Any, pool: KVPool) -> None:  # noqa: ANN401  FlashInfer has no types
-        """Take over a wrapper of FlashInfer's."""
         self._wrapper = wrapper
         self._pool = pool
         # A plan is copied from host memory that the next plan overwrites, so that one waits.
@@ -487,7 +480,6 @@ class Wrappers:
     """
 
     def __init__(self, pool: KVPool, kernels: FlashInferKernels) -> None:
-        """Start without wrappers."""
         self.pool = pool
         self._kernels = kernels
         self._workspace = pool.keys.new_empty(0, dtype=torch.uint8)

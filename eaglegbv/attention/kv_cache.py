@@ -162,7 +162,6 @@ class SlotAllocator:
         return len(self._blank) + len(self._nooks)
 
     def _push(self, slot: int) -> None:
-        """Add a slot to the blank ones."""
         heapq.heappush(self._nooks if slot < self._floor else self._blank, slot)
 
     def _change(self, slot: int, before: int, after: int, expected: str) -> None:
@@ -223,12 +222,6 @@ class KVPool:
     def num_slots(self) -> int:
         """Number of slots."""
         return self.keys.shape[1]
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        layers, _, kv_heads, head_dim = self.keys.shape
-        return slot_bytes(layers, kv_heads, head_dim, self.keys.dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -118,7 +118,6 @@ def generate(
 
 @contextmanager
 def _tracing(llm: "LLM", path: Path | None, *, trees: bool) -> Iterator[None]:
-    """Write the steps taken in this context to a trace, if a path is given."""
     if path is None:
         yield
         return

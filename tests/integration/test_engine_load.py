@@ -80,8 +80,8 @@ def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone() -> None:
     assert reasons.count(FinishReason.LENGTH) > 0.8 * REQUESTS
     # All that is to be tested did happen.
     assert exact.engine.metrics.value(PREEMPTIONS) > 50
-    assert exact.engine._cache.counts.shared > 2_500
-    assert exact.engine._cache.counts.forgotten > 50
+    assert exact.engine._cache.shared > 2_500
+    assert exact.engine._cache.forgotten > 50
     assert sum(r.metrics.preemptions > 1 for r, _ in served) > 5
     for request, spec in served:
         alone = exact.alone(spec)

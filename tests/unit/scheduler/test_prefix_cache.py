@@ -113,7 +113,7 @@ def test_idle_blocks_are_free_and_forgotten_last_used_first_when_slots_run_out()
     assert idle_slots(shop.cache.match(old)) == 32
     # 64 blank slots, then the older text's blocks.
     taken = shop.allocator.allocate(96)
-    assert shop.cache.counts.forgotten == 2
+    assert shop.cache.forgotten == 2
     old.token_ids, new.token_ids = [], []
     assert shop.cache.match(old) == []
     assert len(shop.cache.match(new)) == 2
