@@ -330,12 +330,11 @@ class Engine:
 
     def _last_chunks(self, batch: StepBatch) -> list[Group]:
         """Prefill the last parts of prompts, which yield first tokens."""
-        last = {id(c.request): c for c in batch.prefilling if c.brings_first_token}
-        groups = []
-        for members in by_plan(chunk.request for chunk in last.values()):
-            slots = [self._kv.allocate(r, last[id(r)].count) for r in members]
-            groups.append(Group.prefill(members, slots))
-        return groups
+        last = [chunk.request for chunk in batch.prefilling if chunk.brings_first_token]
+        return [
+            Group.prefill(members, [self._kv.allocate(r, r.to_prefill) for r in members])
+            for members in by_plan(last)
+        ]
 
     def _other_chunks(self, batch: StepBatch) -> list[Chunk]:
         """Prefill parts that yield no token."""

@@ -48,10 +48,18 @@ class Group:
         visible = tree.ancestor_mask()
         drawn_on_host = tree.token_ids.device.type == "cpu"
         counts = tree.num_nodes.tolist() if drawn_on_host else [tree.nodes] * tree.batch
-        segments = [
-            _tree_segment(request, tree, visible, b, count, slots[b][:count])
-            for b, (request, count) in enumerate(zip(requests, counts, strict=True))
-        ]
+        segments = []
+        for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            positions = request.context + tree.depth[b, :count]
+            segment = Segment(
+                token_ids=tree.token_ids[b, :count],
+                positions=positions,
+                context_slots=request.slots,
+                tree_slots=slots[b][:count],
+                tree_positions=positions,
+                visible=visible[b, :count, :count],
+            )
+            segments.append(segment)
         return cls(requests, tree, counts, segments)
 
     def on(self, device: torch.device) -> Self:
@@ -139,17 +147,3 @@ def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
     for request in requests:
         groups.setdefault((request.plan, request.params.greedy), []).append(request)
     return list(groups.values())
-
-
-def _tree_segment(
-    request: Request, tree: DraftTree, visible: Tensor, b: int, count: int, slots: Tensor
-) -> Segment:
-    positions = request.context + tree.depth[b, :count]
-    return Segment(
-        token_ids=tree.token_ids[b, :count],
-        positions=positions,
-        context_slots=request.slots,
-        tree_slots=slots,
-        tree_positions=positions,
-        visible=visible[b, :count, :count],
-    )

@@ -299,17 +299,11 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that PyTorch caches is free too
         return int(torch.cuda.mem_get_info(device)[0])
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([pages, *_limits()])
-
-
-def _limits() -> list[int]:
-    """Return the bytes that Linux reports as available, and those a container may still take."""
-    found: list[int] = []
-    if _MEMINFO.is_file():
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    if _MEMINFO.is_file():  # what Linux reports as available
         available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
-        found += [1024 * int(available[1])] if available else []
-    if _LIMIT.is_file() and _USED.is_file():
+        limits += [1024 * int(available[1])] if available else []
+    if _LIMIT.is_file() and _USED.is_file():  # what a container may still take
         limit = _LIMIT.read_text().strip()
-        found += [int(limit) - int(_USED.read_text())] if limit.isdigit() else []
-    return found
+        limits += [int(limit) - int(_USED.read_text())] if limit.isdigit() else []
+    return min(limits)

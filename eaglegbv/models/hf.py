@@ -497,27 +497,20 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
+@torch.no_grad()
 def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: int) -> list[int]:
     """Return the indices of the captured hidden states, as transformers counts them.
 
-    These states are outputs of layers; the last layer's is normed.
+    These states are outputs of layers; the last layer's is normed. When only some are requested,
+    transformers from 5.23 on counts the embedding before the first layer's; before, nothing.
     """
     if features.kind is FeatureKind.NONE:
         return []
-    before = (num_layers,) if features.kind is FeatureKind.FINAL else features.layers
-    earlier = _states_before_layers(model, num_layers)
-    return [layer - 1 + earlier for layer in before]
-
-
-@torch.no_grad()
-def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
-    """Return how many hidden states precede the first layer's output when only some are requested.
-
-    Transformers before 5.23 counts none; later versions count the embedding.
-    """
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])
-    return len(out.hidden_states) - num_layers
+    earlier = len(out.hidden_states) - num_layers
+    before = (num_layers,) if features.kind is FeatureKind.FINAL else features.layers
+    return [layer - 1 + earlier for layer in before]
 
 
 def _max_context(config: PreTrainedConfig) -> int:
