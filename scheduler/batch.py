@@ -68,11 +68,6 @@ class Group:
         return self if tree is self.tree else replace(self, tree=tree)
 
     @property
-    def prefilling(self) -> bool:
-        """Whether the group prefills prompts."""
-        return not self.requests[0].prefilled
-
-    @property
     def logits(self) -> slice:
         """Its rows of the forward's logits."""
         return slice(self.first_logit, self.first_logit + sum(self.counts))
