@@ -104,7 +104,6 @@ def audit(
 
 
 def _refuse_own_options(context: typer.Context) -> None:
-    """Refuse options before a subcommand, which would have no effect."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -113,7 +112,6 @@ def _refuse_own_options(context: typer.Context) -> None:
 
 
 def _subjects(module: Path | None, samples: int | None) -> dict[str, Subject]:
-    """Return the available verifiers by name."""
     if module is not None:
         return {v.name: as_subject(v, samples) for v in load_verifiers(module)}
     exact = package_subjects()

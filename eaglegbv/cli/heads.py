@@ -76,7 +76,6 @@ def convert(
 
 
 def _target_named(target: str) -> str:
-    """Return the folder or hub name of a target that exists."""
     from eaglegbv.loading import TINY_TARGET, check_model
 
     name = str(TINY_TARGET) if target == "tiny" else target
@@ -96,7 +95,6 @@ def _open_head(drafter: str) -> "Checkpoint":
 
 
 def _read_embedding(model: str) -> "Tensor":
-    """Return the token embedding of a model without opening the rest of the model."""
     import huggingface_hub
     import torch
     from transformers import AutoModelForCausalLM

@@ -408,7 +408,7 @@ class _Bench:
         group = Group.decode(requests, tree, slots)
         forward = Forward.of([group], [])
         logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
-        target = probs_of_nodes(group, forward.layouts[0], logits)
+        target = probs_of_nodes(forward.groups[0], logits)
         for request in requests:
             self._kv.commit(request, [])
         for request, faults in zip(requests, find_faults(tree, target).tolist(), strict=True):

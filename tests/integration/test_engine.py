@@ -89,23 +89,6 @@ def test_joint_distribution_is_the_targets(name: str, arch: Arch, settings: dict
     check_sampling(own, PLANS[name], SamplingParams(max_tokens=TOKENS, **settings))
 
 
-def test_misreported_draft_probs_are_noticed(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = EagleDrafter.draft
-
-    def misreport(*args: object) -> DraftTree:
-        """Hand on other probabilities than those drawn from, in the same order of likelihood."""
-        tree = draft(*args)
-        flat = tree.draft_probs.sqrt()
-        return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
-
-    monkeypatch.setattr(EagleDrafter, "draft", misreport)
-    plan = Plan(paths=3, depth=2, draft_width=5)
-    requests = tiny.sample(PROMPT, FREE, [plan], 4_000)
-    assert g_test_of(tiny, FREE, requests).p_value < LEVEL
-
-
 @pytest.mark.parametrize("arch", list(Arch))
 def test_greedy_text_equals_transformers(arch: Arch) -> None:
     tiny = tiny_engine(vocab=64, arch=arch, sharpness=1.0)
