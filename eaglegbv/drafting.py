@@ -10,6 +10,7 @@ from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler.batch import Group
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -58,7 +59,8 @@ class Drafting:
     ) -> DraftTree:
         """Propose trees for requests of one plan; each has ``[plan.tree_slots]`` slots."""
         plan = requests[0].plan
-        return self.by(plan).draft(requests, plan, draft_sampling, [own[:-1] for own in slots])
+        call = DraftCall(requests, plan, draft_sampling, [own[:-1] for own in slots])
+        return self.by(plan).draft(call)
 
     def observe_prefill(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
         """Pass on the features ``[tokens, feature_size]`` of parts of prompts."""

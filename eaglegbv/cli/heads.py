@@ -1,5 +1,6 @@
 """``eaglegbv inspect``, ``export`` and ``convert``: files of heads and models, in other formats."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,21 +43,16 @@ def export(
     ] = None,
 ) -> None:
     """Write a head in another format, with all weights unchanged."""
-    from eaglegbv.drafters.checkpoint import ExportTarget, export_head, fit
+    from eaglegbv.drafters.checkpoint import export_head, fit
     from eaglegbv.models.hf import load_config
 
-    checkpoint, described = _open_head(drafter), None
+    checkpoint = _open_head(drafter)
+    config = read_embedding = None
     if target is not None:
         name = _target_named(target)
-        config = load_config(name)
+        config, read_embedding = load_config(name), partial(_read_embedding, name)
         fit(checkpoint, config)
-        described = ExportTarget(
-            name=name,
-            architectures=tuple(config.architectures or ()),
-            num_layers=config.get_text_config(decoder=True).num_hidden_layers,
-            read_embedding=lambda: _read_embedding(name),
-        )
-    export_head(checkpoint, format_, directory, described)
+    export_head(checkpoint, format_, directory, config, read_embedding)
     typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
 
 

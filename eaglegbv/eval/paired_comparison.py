@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.config import PLAIN, Plan
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
@@ -402,9 +403,9 @@ class _Bench:
         for request in requests:
             request.params, request.plan = params, drafting.plan
         slots = [self._kv.allocate(r, drafting.plan.tree_slots) for r in requests]
-        tree = self._drafter.draft(
-            requests, drafting.plan, drafting.draft_sampling, [s[:-1] for s in slots]
-        )
+        free = [own[:-1] for own in slots]
+        call = DraftCall(requests, drafting.plan, drafting.draft_sampling, free)
+        tree = self._drafter.draft(call)
         group = Group.decode(requests, tree, slots)
         forward = Forward.of([group], [])
         logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits

@@ -22,6 +22,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.metrics import Phase
@@ -246,10 +247,8 @@ def impossible(tree: DraftTree, row: int) -> DraftTree:
 def planted(spoil: Callable[[DraftTree, Sequence[Request]], DraftTree]) -> Callable[..., DraftTree]:
     draft = EagleDrafter.draft
 
-    def drafted(
-        self: EagleDrafter, requests: Sequence[Request], *rest: object, **options: object
-    ) -> DraftTree:
-        return spoil(draft(self, requests, *rest, **options), requests)
+    def drafted(self: EagleDrafter, call: DraftCall) -> DraftTree:
+        return spoil(draft(self, call), call.requests)
 
     return drafted
 

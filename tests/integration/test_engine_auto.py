@@ -19,6 +19,7 @@ from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
@@ -274,10 +275,10 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
     monkeypatch.setattr(allocator, "blank", lambda slots: (spoil(slots), blank(slots))[1])
     draft = EagleDrafter.draft
 
-    def sound(self: EagleDrafter, members: list[Request], *settings: object) -> DraftTree:
-        tree = draft(self, members, *settings)
+    def sound(self: EagleDrafter, call: DraftCall) -> DraftTree:
+        tree = draft(self, call)
         # What the head comes to at the root rests on all rows that it reads.
-        assert all(self._root_hidden(request).isfinite().all() for request in members)
+        assert all(self._root_hidden(request).isfinite().all() for request in call.requests)
         return tree
 
     monkeypatch.setattr(EagleDrafter, "draft", sound)

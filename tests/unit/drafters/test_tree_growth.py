@@ -21,20 +21,14 @@ from torch._dynamo.config import patch
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
-    DraftProbs,
-    TreeGrowth,
-    compiled_draw_paths,
-    given_trees,
-)
+from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth, compiled_draw_paths, given_trees
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
 
 VOCAB = 9
-SAMPLED = sorted(GROWN_SAMPLINGS - {DraftSampling.FIXED})
+SAMPLED = sorted(set(DraftSampling) - {DraftSampling.FIXED})
 SHAPES = ((), EAGLE1_SHAPE, ((0,), (6,), (0, 1), (0, 0), (6, 2), (0, 0, 3)), ((1,), (0,), (0, 0)))
 
 
@@ -57,7 +51,7 @@ def peaked(seed: int, width: int, *, logs: bool = False) -> ProbsAt:
 
 
 @given(
-    draft_sampling=st.sampled_from(sorted(GROWN_SAMPLINGS)),
+    draft_sampling=st.sampled_from(sorted(DraftSampling)),
     paths=st.integers(1, 5),
     depth=st.integers(1, 4),
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
@@ -106,7 +100,7 @@ def test_compiled_they_are_too(backend: str) -> None:
             assert_grown(grown(*case, uniforms, draw=draw), *case, uniforms)
 
 
-@pytest.mark.parametrize("draft_sampling", sorted(GROWN_SAMPLINGS))
+@pytest.mark.parametrize("draft_sampling", sorted(DraftSampling))
 def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> None:
     """A recording raises at a host read; and its operations alone grow other trees."""
     plan = Plan(paths=4, depth=3, draft_sampling=draft_sampling, min_confidence=0.01)
@@ -141,8 +135,6 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 
 
 # --- drawn trees follow their distributions
-
-
 def table(seed: int, vocab: int = 5):
     """A distribution of its own at every prefix, with zeros."""
     known = {}
@@ -245,8 +237,6 @@ def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_draw
 
 
 # --- fixed trees
-
-
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
     batch = given_trees([([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])],
                         paths=3, length=4)  # fmt: skip
@@ -261,15 +251,13 @@ def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> 
 
 
 # --- batches of requests on the host, where rows that have ended are not run
-
-
 def in_session(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
     table = Table.of_logits(random_table(7, seed=seed, scale=scale))
     return TokenSession(TabularDrafter(table)), table
 
 
 @given(
-    draft_sampling=st.sampled_from(sorted(GROWN_SAMPLINGS)),
+    draft_sampling=st.sampled_from(sorted(DraftSampling)),
     floor=st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 30),
     shape=st.sampled_from(SHAPES),
