@@ -11,17 +11,22 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table, measure_drafter
+from eaglegbv.eval.drafters import (
+    NamedReport,
+    category_table,
+    converse,
+    depth_table,
+    drafter_report,
+)
 from eaglegbv.eval.paired_comparison import collect
-from eaglegbv.eval.papers.base import AGAINST, AGREES, Options, Report, Site, findings_table
-from eaglegbv.eval.papers.cells import CELLS, measured_so_far
-from eaglegbv.eval.papers.registry import paper_named
-from eaglegbv.eval.papers.sheets import GridPaper
+from eaglegbv.eval.papers.base import AGAINST, AGREES, Report, findings_table
+from eaglegbv.eval.papers.cells import Options, Site
+from eaglegbv.eval.papers.grids import paper_named
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.eval.questions import Question, load_questions
-from eaglegbv.eval.records import describe_environment, name_of_model
+from eaglegbv.eval.records import Record, describe_environment, name_of_model
 from eaglegbv.eval.report import plain_text
-from eaglegbv.eval.results import DrafterResults, NamedReport
+from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
@@ -73,36 +78,27 @@ def drafters(
     chosen = load_questions(questions_set, data).first(questions)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
-    found: list[tuple[str, DrafterReport]] = []
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
+    found: list[NamedReport] = []
+    first: dict[Plan, list[Record]] = {}
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
             llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
-            for number, plan in enumerate(plans):
-                first = found[number][1] if len(found) >= len(plans) else None
-                report = measure_drafter(
-                    llm,
-                    plan,
-                    chosen.questions,
-                    params,
-                    batch=batch,
-                    first=first,
-                    on_batch=bar.update,
-                )
-                found.append((name, report))
-    names, reports = [name for name, _ in found], [report for _, report in found]
+            for plan in plans:
+                held = converse(llm, plan, chosen, params, batch, lambda _: bar.update())
+                own = drafter_report(llm.drafter_name or "none", plan, held, first.get(plan))
+                first.setdefault(plan, held)
+                found.append(NamedReport(name=name, report=own))
     if as_json:
-        own = tuple(NamedReport(name=name, report=report) for name, report in found)
         where_and_when = describe_environment(str(llm.device))
         opts.print_json(
-            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own)
+            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=tuple(found))
         )
         return
-    tables = (depth_table(reports, names), category_table(reports, names))
-    typer.echo("\n\n".join(map(plain_text, tables)))
-    broken = sum(report.errors for report in reports)
+    typer.echo("\n\n".join(map(plain_text, (depth_table(found), category_table(found)))))
+    broken = sum(one.report.errors for one in found)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
@@ -217,15 +213,6 @@ def paper(
     engine: Annotated[
         bool, opt("Also measure in the engine what one step can show.", "--engine")
     ] = False,
-    sheets: Annotated[
-        str | None,
-        opt(
-            "Parts of the comparison, separated by commas, for papers with parts: drafts, engine "
-            "and time of bv; grid, lengths and engine of gbv; engine of spectr-gbv.",
-            shown="all, but gbv's engine only with --engine",
-        ),
-    ] = None,
-    so_far: Annotated[bool, opt("Only report what has been measured so far.", "--so-far")] = False,
     seed: Annotated[int, opt("Seed of texts, drafts and judgements.")] = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
@@ -244,29 +231,20 @@ def paper(
     """
     given, chosen = locals(), paper_named(name)
     folder = out or Path("runs") / f"paper-{name}"
-    if so_far:
-        if not isinstance(chosen, GridPaper):
-            expected = "nothing, for a paper that is not measured in cells"
-            raise InvalidArgument("so-far", True, expected)
-        measured = measured_so_far(folder)
-        (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
-        report = chosen.report(measured.sheets, measured.run)
-    else:
-        models = opts.made_of(given, opts.Models)
-        site = Site(
-            folder,
-            load_questions(questions_set, data).first(questions),
-            opts.made_of(given, Options),
-            # Every setting answers the same prompts, and must read them itself.
-            lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
-            lambda what, steps: opts.progress(steps, "text", what),
-            sheets=opts.entries("sheets", sheets, str) if sheets is not None else (),
-        )
-        typer.echo(chosen.title)
-        report = chosen.measure(site)
-    text = report_text(report)
+    models = opts.made_of(given, opts.Models)
+    site = Site(
+        folder,
+        load_questions(questions_set, data).first(questions),
+        opts.made_of(given, Options),
+        # Every setting answers the same prompts, and must read them itself.
+        lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
+        lambda what, steps: opts.progress(steps, "text", what),
+    )
+    typer.echo(chosen.title)
+    found = chosen.measure(site)
+    text = report_text(found.report)
     (folder / "report.txt").write_text(f"{chosen.title}\n\n{text}\n", encoding="utf-8")
-    (folder / "report.json").write_bytes(msgspec.json.encode(report) + b"\n")
+    (folder / "report.json").write_bytes(msgspec.json.encode(found) + b"\n")
     typer.echo("\n" + text)
 
 

@@ -14,7 +14,6 @@ from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import (
     add_evidence,
     draw,
-    other_files,
     page,
     read_evidence,
 )
@@ -117,8 +116,7 @@ def results(
     evidence = read_evidence(folder)
     written = draw(evidence, folder) if pictures else []
     target = to or folder.with_name(folder.name + ".md")
-    others = [path.name for path in other_files(folder)]
-    target.write_text(page(evidence, others, folder=folder.name), encoding="utf-8")
+    target.write_text(page(evidence, folder=folder.name), encoding="utf-8")
     typer.echo("\n".join(f"wrote {path}" for path in [*written, target]), err=True)
 
 

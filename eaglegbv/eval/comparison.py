@@ -7,15 +7,9 @@ import msgspec
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import FIGURES, Estimate, SideOfOne, paired_ratio, whole
+from eaglegbv.eval.statistics import FIGURES, Estimate, paired_ratio, whole
 
 FEWEST = 2  # least number of questions for a bootstrap
-
-WORDS = {
-    SideOfOne.ABOVE: "higher",
-    SideOfOne.BELOW: "lower",
-    SideOfOne.OPEN: "no difference shown",
-}
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +27,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the interval excludes equality."""
         if self.ratio is None or self.questions < FEWEST:
             return "cannot be told"
-        return WORDS[self.ratio.side_of_one()]
+        return self.ratio.told("higher", "lower", "no difference shown")
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
+from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.request import FinishReason, Request
@@ -125,35 +125,6 @@ class Sampling:
             require_integer(name, getattr(self, name), 1)
 
 
-class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one verifier on the drafts of one setting."""
-
-    setting: Setting  # the setting
-    # For each text, tokens a step (accepted ones and the next), summed over its places.
-    tokens: tuple[float, ...]
-    places: tuple[int, ...]  # for each text, the number of places
-    # For each text, nodes without roots that the target scored, summed over its places.
-    nodes: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Mean tokens a step."""
-        return sum(self.tokens) / sum(self.places)
-
-    @property
-    def mean_nodes(self) -> float:
-        """Mean number of drafted nodes of a tree."""
-        return sum(self.nodes) / sum(self.places)
-
-    def estimate(self) -> Estimate:
-        """Return tokens a step with its 95% bootstrap interval over texts."""
-        return bootstrap_ratio(self.tokens, self.places)
-
-    def over(self, other: "Tally") -> Estimate:
-        """Return the ratio to another verifier's tokens a step, paired by text."""
-        return bootstrap_ratio(self.tokens, self.places, other.tokens, other.places)
-
-
 def collect(
     llm: LLM,
     questions: Sequence[Question],
@@ -226,7 +197,7 @@ def same_drafts(
     sampling: Sampling | None = None,
     *,
     on_texts: Callable[[int], object] = lambda _: None,
-) -> list[Tally]:
+) -> list[Cell]:
     """Judge the same drafts with the verifier of every setting.
 
     Settings that differ only in the verifier, or in the number and length of independent paths,
@@ -261,10 +232,10 @@ def same_drafts(
                     tokens[number, here] += found
                     nodes[number, here] += part.tree.num_nodes.cpu().numpy() - 1
     return [
-        Tally(
+        Cell(
             setting=setting,
             tokens=tuple(own.tolist()),
-            places=tuple(places.tolist()),
+            steps=tuple(places.tolist()),
             nodes=tuple(sizes.tolist()),
         )
         for setting, own, sizes in zip(settings, tokens, nodes, strict=True)

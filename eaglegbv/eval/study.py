@@ -21,10 +21,11 @@ import numpy as np
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
-from eaglegbv.eval.paired_comparison import Sampling, Tally, Text, same_drafts
+from eaglegbv.eval.cells import Cell
+from eaglegbv.eval.paired_comparison import Sampling, Text, same_drafts
 from eaglegbv.eval.records import Environment, Setting
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
@@ -160,7 +161,7 @@ def study_cells(
     equal = {t.setting.plan.paths: t for t in drawn if t.setting.plan.draft_temperature == 1.0}
     cells = []
     for tally in drawn:
-        plan, places = tally.setting.plan, tally.places
+        plan, places = tally.setting.plan, tally.steps
         tokens = of_size(ladder, tally.mean_nodes)
         cells.append(
             SampledCell(
@@ -188,7 +189,7 @@ def study_cells(
     return tuple(cells), tuple(judged)
 
 
-def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
+def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
     """Return, for each text, the tokens of a mixture of fixed trees with a mean of ``nodes`` nodes.
 
     The mixture takes the next larger tree with the probability that makes the means equal. Below
@@ -197,7 +198,7 @@ def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
     Raises:
         InvalidArgument: No fixed tree is large enough.
     """
-    places = ladder[0].places
+    places = ladder[0].steps
     known = [(0.0, np.array(places, dtype=np.float64))]
     known += [(tally.mean_nodes, np.array(tally.tokens)) for tally in ladder]
     known.sort(key=lambda pair: pair[0])
@@ -211,11 +212,7 @@ def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
 # Its tables, findings and picture.
 
 
-WORDS = {
-    SideOfOne.ABOVE: "more tokens",
-    SideOfOne.BELOW: "fewer tokens",
-    SideOfOne.OPEN: "not told apart",
-}
+WORDS = ("more tokens", "fewer tokens", "not told apart")
 
 
 def best(cells: Iterable[SampledCell]) -> SampledCell:
@@ -287,8 +284,8 @@ def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]
 
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
     parts = []
-    for side, words in WORDS.items():
-        at = [f"{temperature:g}" for temperature, ratio in ratios if ratio.side_of_one() is side]
+    for words in WORDS:
+        at = [f"{temperature:g}" for temperature, ratio in ratios if ratio.told(*WORDS) == words]
         if at:
             parts.append(f"{words} at T = {', '.join(at)}")
     return "; ".join(parts)

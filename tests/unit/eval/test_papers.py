@@ -1,7 +1,7 @@
 """Cells are measured in parts, kept as they come, and measured once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +12,14 @@ from support.table_pairs import counted, question_set
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.paired_comparison import Sampling, Tally, Text
+from eaglegbv.eval.cells import Cell, Figure
+from eaglegbv.eval.paired_comparison import Sampling, Text
 from eaglegbv.eval.papers import cells as module
-from eaglegbv.eval.papers.base import (
-    AGAINST,
-    AGREES,
-    OPEN,
-    Finding,
-    Options,
-    Report,
-    Site,
-    findings_table,
-)
-from eaglegbv.eval.papers.cells import (
-    Cell,
-    CellStore,
-    Figure,
-    Measured,
-    Run,
-    Way,
-    measure_cells,
-    measured_so_far,
-)
-from eaglegbv.eval.papers.grids import GBV
-from eaglegbv.eval.papers.registry import PAPERS
-from eaglegbv.eval.papers.sheets import (
-    NOT_AT_HAND,
-    GridPaper,
-    Order,
-    Quote,
-    Sheet,
-    cells_of,
-    findings,
-    sheet_tables,
-)
+from eaglegbv.eval.papers import sheets
+from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Finding, Report, findings_table
+from eaglegbv.eval.papers.cells import CellStore, Measured, Options, Run, Site, Way, measure_cells
+from eaglegbv.eval.papers.grids import GBV, PAPERS
+from eaglegbv.eval.papers.sheets import Order, Quote, Sheet, cells_of, findings, sheet_tables
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate
@@ -115,24 +89,24 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     def judge(
         pair: object, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
-    ) -> list[Tally]:
+    ) -> list[Cell]:
         del pair
         if len(judged) == 5:
             judged.append(())
             raise KeyboardInterrupt
         judged.append(tuple(text.name for text in texts))
         return [
-            Tally(
+            Cell(
                 setting=s,
                 tokens=tuple(len(s.plan.verifier) + s.temperature for _ in texts),
-                places=(sampling.places,) * len(texts),
+                steps=(sampling.places,) * len(texts),
                 nodes=(0.0,) * len(texts),
             )
             for s in settings
         ]
 
     monkeypatch.setattr(module, "collect", collect)
-    monkeypatch.setattr(module, "same_drafts", judge)
+    monkeypatch.setitem(module.AT_PLACES, Way.SAME_DRAFTS, judge)
     return judged
 
 
@@ -141,7 +115,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 ) -> None:
     here = site(tmp_path, FakeLLM(), places=3)
 
-    def measure() -> list[module.Cell]:
+    def measure() -> list[Cell]:
         store = CellStore(here, "bv")
         cells = measure_cells(here, store, "sheet", Way.SAME_DRAFTS, SETTINGS)
         store.publish({"sheet": cells})
@@ -159,9 +133,6 @@ def test_a_killed_run_goes_on_where_it_stopped(
         ("texts of T0.5", "q16"),
         (),
     ]
-    so_far = measured_so_far(tmp_path).sheets["sheet"]
-    assert [cell.setting for cell in so_far] == list(SETTINGS)
-    assert {cell.steps for cell in so_far} == {(3,) * 16}
     # A line that a kill cut short is measured again.
     with (tmp_path / "parts.jsonl").open("ab") as file:
         file.write(b'{"sheet": "sh')
@@ -174,7 +145,6 @@ def test_a_killed_run_goes_on_where_it_stopped(
         assert cell.steps == (3,) * 20
     assert measure() == cells
     assert len(drafts) == 9
-    assert measured_so_far(tmp_path).sheets == {"sheet": cells}
     found = msgspec.json.decode((tmp_path / "cells.json").read_bytes(), type=Measured)
     assert found.sheets == {"sheet": cells}
     assert found.run.paper == "bv"
@@ -226,8 +196,7 @@ RUN = Run(
     question_ids=("a", "b"),
     questions_sha256="",
 )
-GRIDS = {name: paper for name, paper in PAPERS.items() if isinstance(paper, GridPaper)}
-SHEETS = [(name, sheet) for name, paper in GRIDS.items() for sheet in paper.sheets]
+SHEETS = [(name, sheet) for name, paper in PAPERS.items() for sheet in paper.sheets]
 
 
 def cell(setting: Setting, tokens: float, *, verify: float = 1.0, draft: float = 1.0) -> Cell:
@@ -245,7 +214,7 @@ def cell(setting: Setting, tokens: float, *, verify: float = 1.0, draft: float =
 
 
 def measured(sheet: Sheet, tokens: Callable[[Setting], float]) -> list[Cell]:
-    return [cell(setting, tokens(setting)) for setting in sheet.settings]
+    return [cell(one, tokens(one), verify=1e-4, draft=1e-4) for one in sheet.settings]
 
 
 def setting(verifier: str, paths: int = 1, depth: int = 4, temperature: float = 1.0) -> Setting:
@@ -288,7 +257,7 @@ def test_every_direction_and_quote_of_a_paper_finds_its_cells(paper: str, sheet:
     del paper
     cells = measured(sheet, rank)
     for direction in sheet.directions:
-        one = Sheet(sheet.name, sheet.title, sheet.way, sheet.settings, (direction,))
+        one = replace(sheet, directions=(direction,))
         if isinstance(direction, Order) and direction.better == direction.worse:
             pytest.fail("an order of one verifier")
         if isinstance(direction, Order) and direction.worse == "global_resolution":
@@ -299,8 +268,11 @@ def test_every_direction_and_quote_of_a_paper_finds_its_cells(paper: str, sheet:
     assert all(len({len(row) for row in table.rows}) == 1 for table in tables)
     quoted = [row for table in tables if "at hand" in table.title for row in table.rows[1:]]
     assert [row[1] for row in quoted] == [quote.text for quote in sheet.quotes]
+    best = [(row[0], row[1], row[-1]) for table in tables for row in table.rows[1:]]
+    for limit, figures in sheet.limits.items():
+        assert all((f"{limit:g}", *figure) in best for figure in figures.items())
     notes = [note for table in tables for note in table.notes]
-    assert sum(NOT_AT_HAND in note for note in notes) == 1
+    assert sum(sheets.NOT_AT_HAND in note for note in notes) == 1
 
 
 def test_figures_of_a_cell() -> None:
@@ -309,6 +281,7 @@ def test_figures_of_a_cell() -> None:
     assert fast.over(slow).value == pytest.approx(1.5)
     assert fast.over(slow, Figure.TOKENS_A_SECOND).value == pytest.approx(3 / 1 / (2 / 4))
     assert fast.over(slow, Figure.VERIFYING).value == pytest.approx((3 / 0.5) / (2 / 2))
+    assert fast.over(slow, Figure.STEPS_A_SECOND).value == pytest.approx(4)
     untimed = Cell(setting=setting("otbv"), tokens=(1.0,), steps=(1,))
     with pytest.raises(InvalidArgument, match="timed"):
         untimed.over(untimed, Figure.TOKENS_A_SECOND)

@@ -23,7 +23,8 @@ from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.paired_comparison import Offer, Sampling, Tally, Text, collect, same_drafts
+from eaglegbv.eval.cells import Cell
+from eaglegbv.eval.paired_comparison import Offer, Sampling, Text, collect, same_drafts
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting, describe_environment, grid
 from eaglegbv.eval.statistics import Estimate
@@ -112,7 +113,7 @@ def test_means_agree_with_exact_expectations() -> None:
             for text in texts
             for token in text.token_ids[:-1]
         ]
-        places = sum(tally.places)
+        places = sum(tally.steps)
         assert places == len(known) == 30 * 50
         bound = 5 * sum(variance for _, variance in known) ** 0.5 / places
         assert bound < 0.13
@@ -195,7 +196,7 @@ def test_other_distributions_and_temperature_zero() -> None:
         *grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings,
     ]
     tallies = same_drafts(pair, texts, settings, Sampling(places=4))
-    assert all(1 <= t.mean <= 4 and t.places == (4, 4, 4) for t in tallies)
+    assert all(1 <= t.mean <= 4 and t.steps == (4, 4, 4) for t in tallies)
     # At temperature 0 the greedy walk judges, whatever verifier is named.
     assert tallies[-1].tokens == tallies[-2].tokens
     assert all(count == int(count) for count in tallies[-1].tokens)
@@ -231,7 +232,7 @@ def test_a_text_of_one_token_has_no_place() -> None:
     pair = Pair(target, TabularDrafter(table))
     texts = [text_of(7, (1,)), *texts_of(target, count=1, length=3)]
     [tally] = same_drafts(pair, texts, [Setting(plan=Plan())], Sampling(places=9))
-    assert tally.places == (0, 2)
+    assert tally.steps == (0, 2)
     assert tally.tokens[0] == 0
 
 
@@ -359,11 +360,11 @@ SMALL = StudySettings(
 )
 
 
-def a_tally(nodes: float, tokens: tuple[float, ...]) -> Tally:
-    return Tally(
+def a_tally(nodes: float, tokens: tuple[float, ...]) -> Cell:
+    return Cell(
         setting=Setting(plan=Plan()),
         tokens=tokens,
-        places=(2, 2),
+        steps=(2, 2),
         nodes=(2 * nodes, 2 * nodes),
     )
 
