@@ -19,9 +19,9 @@ from eaglegbv.eval.drafters import (
     drafter_report,
 )
 from eaglegbv.eval.paired_comparison import collect
-from eaglegbv.eval.papers.base import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.papers.cells import Options, Site
 from eaglegbv.eval.papers.grids import paper_named
+from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import Record, describe_environment, name_of_model
@@ -111,9 +111,7 @@ def study(
     ] = "0.5,1,1.5,2,3",
     paths: Annotated[str, opt("Numbers of paths of sampled trees, K.")] = "1,2,4",
     depth: Annotated[int, opt("Length of a path, and depth of fixed trees.")] = 4,
-    sizes: Annotated[
-        str, opt("Numbers of nodes of fixed trees, up to K L or more.")
-    ] = "1,2,4,6,8,12,16",
+    sizes: Annotated[str, opt("Nodes of fixed trees, up to K L or more.")] = "1,2,4,6,8,12,16",
     questions: opts.Questions = None,
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
@@ -203,24 +201,17 @@ def paper(
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
     max_tokens: opts.MaxTokens = 128,
-    places: Annotated[
-        int, opt("Places per text at which all verifiers judge the same drafts.")
-    ] = 5,
+    places: Annotated[int, opt("Places of a text at which drafts are judged.")] = 5,
     judgements: Annotated[int, opt("How many times each verifier judges each tree.")] = 4,
-    engine_questions: Annotated[
-        int, opt("Questions to answer in the engine, for what one step cannot show.")
-    ] = 16,
-    engine: Annotated[
-        bool, opt("Also measure in the engine what one step can show.", "--engine")
-    ] = False,
+    engine_questions: Annotated[int, opt("Questions that the engine answers.")] = 16,
+    engine: Annotated[bool, opt("Measure in the engine as well.", "--engine")] = False,
     seed: Annotated[int, opt("Seed of texts, drafts and judgements.")] = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     out: Annotated[
-        Path | None,
-        opt("Folder of the run; a run in it is resumed.", shown="runs/paper-NAME"),
+        Path | None, opt("Folder; a run in it is resumed.", shown="runs/paper-NAME")
     ] = None,
 ) -> None:
     """Measure what a paper compares, and test the direction of each difference.
@@ -269,18 +260,12 @@ def report_text(report: Report) -> str:
 
 
 def solvers(
-    vocab: Annotated[
-        str | None, opt("Sizes of the vocabulary.", shown="the standard table")
-    ] = None,
+    vocab: Annotated[str | None, opt("Vocabulary sizes.", shown="the standard table")] = None,
     drafts: Annotated[str | None, opt("Numbers of drafts, n.", shown="the standard table")] = None,
-    width: Annotated[
-        str, opt("Tokens that draft distributions keep; 'all' keeps the whole vocabulary.")
-    ] = "all,64",
+    width: Annotated[str, opt("Tokens that draft distributions keep, or 'all'.")] = "all,64",
     solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,race,max_flow,lp",
     instances: Annotated[int, opt("Number of random nodes of each size.")] = 10,
-    time_limit: Annotated[
-        float, opt("Milliseconds of processor time after which a solver has failed.")
-    ] = 1000.0,
+    time_limit: Annotated[float, opt("Milliseconds after which a solver fails.")] = 1000.0,
     seed: opts.Seed = 0,
     as_json: opts.AsJson = False,
 ) -> None:

@@ -239,10 +239,7 @@ class Subject:
             raise InvalidArgument("(vocab, depth, paths)", sizes, expected)
 
     def audit(
-        self,
-        draft_sampling: DraftSampling,
-        sizes: Sizes,
-        on_instance: OnInstance = lambda _: None,
+        self, draft_sampling: DraftSampling, sizes: Sizes, on_instance: OnInstance = lambda _: None
     ) -> Result:
         """Audit the verifier.
 

@@ -21,12 +21,7 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
-from eaglegbv.verifiers.stateful import (
-    Layers,
-    SparseProbs,
-    StatefulUniforms,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms, StatefulVerifier
 
 
 def draw_trees(

@@ -62,14 +62,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def joined(cls, parts: "Sequence[Cell]") -> "Cell":
-        """Return the cell of all questions of ``parts``."""
+        """Return the cell of all questions of ``parts``; it is empty where one of them is."""
+        first, whole = parts[0], all(part.steps for part in parts)
+        own = parts if whole else ()
         return cls(
-            setting=parts[0].setting,
-            tokens=tuple(x for part in parts for x in part.tokens),
-            steps=tuple(x for part in parts for x in part.steps),
-            nodes=tuple(x for part in parts for x in part.nodes),
-            seconds={
-                phase: tuple(x for part in parts for x in part.seconds[phase])
-                for phase in parts[0].seconds
-            },
+            setting=first.setting,
+            tokens=tuple(x for part in own for x in part.tokens),
+            steps=tuple(x for part in own for x in part.steps),
+            nodes=tuple(x for part in own for x in part.nodes),
+            seconds={p: tuple(x for part in own for x in part.seconds[p]) for p in first.seconds},
         )

@@ -61,12 +61,7 @@ class Harvest:
 
 
 def harvest(
-    pair: Pair,
-    texts: Sequence[Text],
-    *,
-    temperature: float,
-    width: int,
-    sampling: Sampling,
+    pair: Pair, texts: Sequence[Text], *, temperature: float, width: int, sampling: Sampling
 ) -> Harvest:
     """Return the distributions at places of texts that ``paired_comparison.collect`` wrote.
 

@@ -98,7 +98,7 @@ def compare_runs(a: Results, b: Results) -> list[Comparison]:
 def unlike(a: Results, b: Results) -> list[str]:
     """Return a line for each other difference between the two runs."""
     lines = [
-        f"{field}: {_short(getattr(mine, field))} and {_short(getattr(theirs, field))}"
+        f"{field}: {getattr(mine, field)!s:.60} and {getattr(theirs, field)!s:.60}"
         for mine, theirs in ((a.settings, b.settings), (a.environment, b.environment))
         for field in mine.__struct_fields__
         if field not in {"settings", "question_ids", "origin", "started"}
@@ -117,8 +117,3 @@ def table(comparison: Comparison) -> list[list[str]]:
         ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
         rows.append([one.figure, f"{one.a:.3f}", f"{one.b:.3f}", ratio, one.verdict])
     return rows
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,13 +9,7 @@ from eaglegbv.eval.questions import QuestionSet
 from eaglegbv.eval.records import Record, RunSettings, Setting
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.runner import run
-from eaglegbv.eval.statistics import (
-    ACCEPTANCE_LENGTH,
-    Acceptance,
-    Estimate,
-    paired_ratio,
-    whole,
-)
+from eaglegbv.eval.statistics import ACCEPTANCE_LENGTH, Acceptance, Estimate, paired_ratio, whole
 from eaglegbv.llm import LLM
 from eaglegbv.sampling import SamplingParams
 

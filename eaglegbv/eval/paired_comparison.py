@@ -126,12 +126,7 @@ class Sampling:
 
 
 def collect(
-    llm: LLM,
-    questions: Sequence[Question],
-    *,
-    temperature: float,
-    max_tokens: int,
-    seed: int = 0,
+    llm: LLM, questions: Sequence[Question], *, temperature: float, max_tokens: int, seed: int = 0
 ) -> list[Text]:
     """Let the target answer the first turn of each question by plain decoding.
 

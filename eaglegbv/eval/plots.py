@@ -373,7 +373,6 @@ def _lines(
 
 
 def _held(line: Line, widest: float) -> Line:
-    """Extend a line of one point to every number of paths."""
     (first, figure), *more = line.points
     if more or first == widest:
         return line

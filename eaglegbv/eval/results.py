@@ -15,17 +15,10 @@ import msgspec
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots, statistics
 from eaglegbv.eval.drafters import NamedReport, category_table, depth_table
-from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
 from eaglegbv.eval.papers.grids import PAPERS
+from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
-from eaglegbv.eval.report import (
-    acceptance_text,
-    facts,
-    markdown_table,
-    pivot,
-    table,
-    with_interval,
-)
+from eaglegbv.eval.report import acceptance_text, facts, markdown_table, pivot, table, with_interval
 from eaglegbv.eval.runner import load_results, read_results
 from eaglegbv.eval.study import (
     Study,
@@ -282,7 +275,6 @@ def _shown(tables: Sequence[Table]) -> list[Table]:
 
 
 def _verdicts(content: PaperResults) -> str:
-    """Return a sentence on how many of a paper's directions were confirmed."""
     counted = Counter(one.verdict for one in content.report.findings)
     counts = ", ".join(f"{counted[verdict]} {verdict}" for verdict in (AGREES, AGAINST, OPEN))
     return f"of {counted.total()} directions {counts}"
@@ -420,8 +412,11 @@ def _pictures(content: Evidence) -> "Iterator[tuple[str, Callable[[], Canvas]]]"
             "block_efficiency_by_paths": several,
             "block_efficiency_by_temperature": heats,
         }
-        measured = plots.measured_of(content)
-        yield from ((p, partial(plots.PICTURES[p], measured)) for p, some in parts.items() if some)
+        yield from ((part, partial(_drawn, content, part)) for part, some in parts.items() if some)
+
+
+def _drawn(results: Results, part: str) -> "Canvas":
+    return plots.PICTURES[part](plots.measured_of(results))
 
 
 def _batch_canvas(speeds: Mapping[Cell, Mapping[str, statistics.Estimate]]) -> "Canvas":

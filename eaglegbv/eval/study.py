@@ -10,7 +10,7 @@ nodes is the same. Everything is paired by text.
 At temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -215,11 +215,6 @@ def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
 WORDS = ("more tokens", "fewer tokens", "not told apart")
 
 
-def best(cells: Iterable[SampledCell]) -> SampledCell:
-    """Return the cell with the most tokens a step."""
-    return max(cells, key=lambda cell: cell.tokens.value)
-
-
 def study_table(study: Study) -> list[list[str]]:
     """Return one row for each drafter, temperature and K, headings first."""
     rows = [
@@ -229,7 +224,7 @@ def study_table(study: Study) -> list[list[str]]:
         ]
     ]
     for group in _groups(study):
-        own, top = _equal(group), best(group)
+        own, top = _equal(group), _best(group)
         k = str(own.paths) if own.temperature > 0 else "any"
         tokens = [f"{own.tokens.value:.3f}", f"{own.fixed:.3f}", with_interval(own.over_fixed, 3)]
         ratios = [with_interval(top.over_equal, 3), with_interval(top.over_fixed, 3)]
@@ -263,13 +258,15 @@ def temperature_findings(study: Study) -> list[str]:
                 [c for c in g if c.draft_temperature != 1 and (c.draft_temperature < 1) == colder]
                 for g in groups
             ]
-            ratios = [(c.temperature, c.over_equal) for c in map(best, filter(None, turned))]
+            ratios = [(c.temperature, c.over_equal) for c in map(_best, filter(None, turned))]
             if ratios:
                 found.append(
                     f"{drafter}, K = {k}: sampled {name}, at the best such multiple, against "
                     f"at the target's own temperature: {_by_side(ratios)}"
                 )
-        multiples = [f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in map(best, groups)]
+        multiples = [
+            f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in map(_best, groups)
+        ]
         found.append(f"{drafter}, K = {k}: best of all multiples {', '.join(multiples)}")
     return found
 
@@ -292,11 +289,14 @@ def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
 
 
 def _groups(study: Study) -> list[list[SampledCell]]:
-    """Group the cells that differ only in the draft temperature."""
     groups: dict[tuple[str, float, int], list[SampledCell]] = {}
     for cell in study.sampled:
         groups.setdefault((cell.drafter, cell.temperature, cell.paths), []).append(cell)
     return list(groups.values())
+
+
+def _best(group: Sequence[SampledCell]) -> SampledCell:
+    return max(group, key=lambda cell: cell.tokens.value)
 
 
 def _equal(group: Sequence[SampledCell]) -> SampledCell:
@@ -307,10 +307,8 @@ def draw_study(study: Study, folder: Path) -> list[Path]:
     """Draw the results of the most paths into ``folder``, as PNG and SVG; return the paths.
 
     Raises:
-        NotInstalled: matplotlib is missing.
         InvalidArgument: A file cannot be written.
     """
-    plots.check_matplotlib()
     with plots.picture_style():
         return plots.save_pictures(study_canvas(study), folder, "study")
 
@@ -337,7 +335,7 @@ def study_canvas(study: Study) -> "Canvas":
 
 def _by_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
     own, colour = [_equal(group) for group in groups], plots.colour_of(SAMPLED)
-    tops = [(group[0].temperature, Estimate.exactly(best(group).tokens.value)) for group in groups]
+    tops = [(group[0].temperature, Estimate.exactly(_best(group).tokens.value)) for group in groups]
     fixed = [(cell.temperature, Estimate.exactly(cell.fixed)) for cell in own]
     return [
         plots.Line("sampled (otbv)", [(cell.temperature, cell.tokens) for cell in own], colour),

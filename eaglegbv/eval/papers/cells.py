@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
@@ -35,11 +35,7 @@ class Way(StrEnum):
     TIMED = "engine, one request at a time"
 
 
-AT_PLACES = {
-    Way.SAME_DRAFTS: same_drafts,
-    Way.NODES: node_cells,
-    Way.SOLVERS: solver_cells,
-}
+AT_PLACES = {Way.SAME_DRAFTS: same_drafts, Way.NODES: node_cells, Way.SOLVERS: solver_cells}
 """What measures settings of one temperature on texts, by way."""
 
 
@@ -54,13 +50,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     engine: bool = False  # measure in the engine as well what the same drafts tell
 
 
-class Bar(Protocol):
-    """A progress bar."""
-
-    def update(self, count: int) -> object:
-        """Move on."""
-
-
 @dataclass
 class Site:
     """Where a paper's comparison is measured: models, questions, a folder."""
@@ -70,7 +59,7 @@ class Site:
     options: Options  # how much is measured
     load: Callable[[], LLM]  # loads target and drafter
     # Shows a bar, given what is measured and how many steps it takes.
-    progress: Callable[[str, int], AbstractContextManager[Bar]]
+    progress: Callable[[str, int], AbstractContextManager[Any]]
 
     @cached_property
     def llm(self) -> LLM:
@@ -216,29 +205,22 @@ def _in_the_engine(site: Site, way: Way, settings: Sequence[records.Setting]) ->
         # Another setting begins each time, so that a slow spell hits all of them alike.
         start = first // together % len(settings)
         for setting in [*settings[start:], *settings[:start]]:
-            measure = partial(answer_all, site.llm, asked, setting, site.options)
+            measure = partial(_answer_all, site.llm, asked, setting, site.options)
             yield f"{setting.name} {first}", len(asked), measure
 
 
-def answer_all(
+def _answer_all(
     llm: LLM, questions: Mapping[int, Question], setting: records.Setting, options: Options
 ) -> list[Cell]:
-    """Have the engine answer the first turns of ``questions``, by number, together.
-
-    Raises:
-        EagleGBVError: A question is not answered.
-    """
     seeds = [request_seed(options.seed, number) for number in questions]
     params = SamplingParams(temperature=setting.temperature, max_tokens=options.max_tokens)
     answers = first_answers(llm, [*questions.values()], params, seeds, setting.plan)
     metrics = [answer.metrics for answer in answers]
-    phases = [phase for phase in Phase if phase is not Phase.PREFILL]
-    cell = Cell(
-        setting=setting,
-        tokens=tuple(float(m.committed_tokens) for m in metrics),
-        steps=tuple(m.target_forwards for m in metrics),
-        seconds={
-            phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics) for phase in phases
-        },
-    )
-    return [cell]
+    seconds: dict[Phase, tuple[float, ...]] = {
+        phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics)
+        for phase in Phase
+        if phase is not Phase.PREFILL
+    }
+    tokens = tuple(float(m.committed_tokens) for m in metrics)
+    steps = tuple(m.target_forwards for m in metrics)
+    return [Cell(setting=setting, tokens=tokens, steps=steps, seconds=seconds)]

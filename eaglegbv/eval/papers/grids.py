@@ -256,9 +256,7 @@ GR_STEPS = Paper(
 
 
 def nodes_of(
-    rules: Sequence[str],
-    sizes: Sequence[tuple[int, int]],
-    temperatures: Sequence[float] = (1.0,),
+    rules: Sequence[str], sizes: Sequence[tuple[int, int]], temperatures: Sequence[float] = (1.0,)
 ) -> tuple[Setting, ...]:
     """Return rules at single nodes, by sizes (k, n): a top-k draft distribution, n drafts."""
     return tuple(

@@ -13,10 +13,9 @@ from eaglegbv.config import Plan
 from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.node_acceptance import RULES
 from eaglegbv.eval.papers import cells
-from eaglegbv.eval.papers.base import AGREES, Report
 from eaglegbv.eval.papers.cells import Options, Site, Way
 from eaglegbv.eval.papers.grids import GR_SOLVERS, MDSD, nodes_of
-from eaglegbv.eval.papers.sheets import Paper, Rise, Sheet
+from eaglegbv.eval.papers.sheets import AGREES, Paper, Report, Rise, Sheet
 from eaglegbv.eval.records import Setting
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling

@@ -16,10 +16,9 @@ from eaglegbv.eval.cells import Cell, Figure
 from eaglegbv.eval.paired_comparison import Sampling, Text
 from eaglegbv.eval.papers import cells as module
 from eaglegbv.eval.papers import sheets
-from eaglegbv.eval.papers.base import AGAINST, AGREES, OPEN, Finding, Report, findings_table
 from eaglegbv.eval.papers.cells import CellStore, Measured, Options, Run, Site, Way, measure_cells
 from eaglegbv.eval.papers.grids import GBV, PAPERS
-from eaglegbv.eval.papers.sheets import Order, Quote, Sheet, cells_of, findings, sheet_tables
+from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, Finding, Order, Quote, Sheet
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate
@@ -235,7 +234,7 @@ def test_the_grid_of_gbv_has_a_finding_in_every_cell() -> None:
     cells = measured(sheet, rank)
     # One path for block, four for the six others, at five temperatures.
     assert len(cells) == 5 * (1 + 6 * 4)
-    found = findings(sheet, cells)
+    found = sheets.findings(sheet, cells)
     # gbv against four and otbv against six at every K and T, and two trends at every T.
     assert len(found) == 5 * (4 * 4 + 6 * 4 + 2)
     assert {one.verdict for one in found} == {AGREES}
@@ -243,11 +242,11 @@ def test_the_grid_of_gbv_has_a_finding_in_every_cell() -> None:
     assert len(set(statements)) == len(statements)
     assert "otbv K3 L8 T0.2 at least block K1 L8 T0.2" in statements
     assert "otbv K4 L8 at least otbv K1 L8" in statements
-    against = findings(sheet, measured(sheet, lambda one: 9 - rank(one)))
+    against = sheets.findings(sheet, measured(sheet, lambda one: 9 - rank(one)))
     assert {one.verdict for one in against} == {AGAINST}
     report = GBV.report({"grid": measured(sheet, lambda one: 9 - rank(one))}, RUN)
     assert report.exceptions == tuple(against)
-    assert GBV.report({}, RUN) == Report(tables=(), notes=(RUN.summary, *GBV.notes))
+    assert GBV.report({}, RUN) == sheets.Report(tables=(), notes=(RUN.summary, *GBV.notes))
     assert "Target tiny, drafter eagle3, float32; 2 questions of mt-bench" in RUN.summary
     assert "5 places of each, 4 judgements of each tree" in RUN.summary
 
@@ -262,9 +261,9 @@ def test_every_direction_and_quote_of_a_paper_finds_its_cells(paper: str, sheet:
             pytest.fail("an order of one verifier")
         if isinstance(direction, Order) and direction.worse == "global_resolution":
             continue  # measured in one sheet only
-        assert findings(one, cells), direction
-        assert all(found.source for found in findings(one, cells))
-    tables = sheet_tables(sheet, cells)
+        assert sheets.findings(one, cells), direction
+        assert all(found.source for found in sheets.findings(one, cells))
+    tables = sheets.sheet_tables(sheet, cells)
     assert all(len({len(row) for row in table.rows}) == 1 for table in tables)
     quoted = [row for table in tables if "at hand" in table.title for row in table.rows[1:]]
     assert [row[1] for row in quoted] == [quote.text for quote in sheet.quotes]
@@ -289,10 +288,13 @@ def test_figures_of_a_cell() -> None:
     assert joined.steps == fast.steps * 2
     assert joined.seconds[Phase.VERIFY] == fast.seconds[Phase.VERIFY] * 2
     assert joined.estimate().value == pytest.approx(3.0)
+    # What a solver refused in one part is refused.
+    refused = msgspec.structs.replace(fast, tokens=(), steps=(), seconds={})
+    assert Cell.joined([refused, fast]) == refused
 
 
 def test_quotes_stand_beside_ours() -> None:
-    settings = cells_of(("token", "block"), depths=(4,), temperatures=(1.0,))
+    settings = sheets.cells_of(("token", "block"), depths=(4,), temperatures=(1.0,))
     quote = Quote(
         text="1.083",
         models="large models",
@@ -304,7 +306,7 @@ def test_quotes_stand_beside_ours() -> None:
         temperature=1.0,
     )
     sheet = Sheet("s", "Title", Way.SAME_DRAFTS, settings, quotes=(quote,))
-    tables = sheet_tables(sheet, [cell(settings[0], 2.0), cell(settings[1], 2.5)])
+    tables = sheets.sheet_tables(sheet, [cell(settings[0], 2.0), cell(settings[1], 2.5)])
     assert tables[0].rows == [
         ["tokens a step", "L = 4"],
         ["token K1", "2.000"],
@@ -315,7 +317,7 @@ def test_quotes_stand_beside_ours() -> None:
     assert row[3:] == ["1.250", "block K1 L4"]
     assert "a summary" in tables[-1].notes[0]
     timed = Sheet("s", "Title", Way.TIMED, settings[:1])
-    assert sheet_tables(timed, [cell(settings[0], 2.0, verify=0.5, draft=1.5)])[1].rows == [
+    assert sheets.sheet_tables(timed, [cell(settings[0], 2.0, verify=0.5, draft=1.5)])[1].rows == [
         ["milliseconds a token", "draft", "verify", "all", "verify / all"],
         ["token K1 L4", "750.000", "250.000", "1000.000", "25.0%"],
     ]
@@ -330,7 +332,7 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     ratios = (None, Estimate(1.0, 1.0, 1.0), Estimate(1.1, 0.9, 1.2), rounded)
     assert {finding(ratio).verdict for ratio in ratios} == {OPEN}
     assert finding(Estimate(1.1, 1.05, 1.2)).verdict == AGREES
-    assert findings_table([finding(Estimate(0.9, 0.85, 0.95)), finding(None)]) == [
+    assert sheets.findings_table([finding(Estimate(0.9, 0.85, 0.95)), finding(None)]) == [
         ["should be", "ratio", "measured"],
         ["x", "0.900 [0.850, 0.950]", AGAINST],
         ["x", "-", OPEN],

@@ -13,7 +13,7 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval import statistics
-from eaglegbv.eval.papers.base import Finding, PaperResults, Report, Table
+from eaglegbv.eval.papers.sheets import Finding, PaperResults, Report, Table
 from eaglegbv.eval.plots import (
     PHASE_COLOURS,
     block_efficiency_by_paths,

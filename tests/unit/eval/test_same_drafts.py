@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from support.grown_trees import Candidates, Prefix, grown
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
@@ -24,7 +25,14 @@ from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.eval.cells import Cell
-from eaglegbv.eval.paired_comparison import Offer, Sampling, Text, collect, same_drafts
+from eaglegbv.eval.paired_comparison import (
+    Offer,
+    Sampling,
+    Text,
+    collect,
+    latin_hypercube,
+    same_drafts,
+)
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting, describe_environment, grid
 from eaglegbv.eval.statistics import Estimate
@@ -263,6 +271,40 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     llm.generate("again", SamplingParams(max_tokens=2), plan=PLAIN)
 
 
+# Numbers of several judgements lie in different parts, and each judgement's alone are uniform.
+
+
+BATCH, LONG, MANY = 3, 40, 5
+
+
+def columns(
+    count: int, seeds: Sequence[tuple[int, ...]] = ((0, 7), (1, 7), (2, 7))
+) -> torch.Tensor:
+    """All numbers, ``[judgements, numbers]``, of the right shapes."""
+    found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
+    parts = [(own.selection, own.acceptance, own.correction) for own in found]
+    shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
+    assert [[x.shape for x in own] for own in parts] == [shapes] * count
+    return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
+
+
+def test_one_number_lies_in_each_part() -> None:
+    places = (columns(4) * 4).floor().sort(dim=0).values
+    assert (places == torch.arange(4.0).unsqueeze(1)).all()
+
+
+def test_each_judgement_alone_is_uniform_and_independent() -> None:
+    for own in columns(4):
+        assert ((own >= 0) & (own < 1)).all()
+        assert stats.kstest(own.numpy(), "uniform").pvalue > 1e-4
+        assert stats.pearsonr(own[:-1].numpy(), own[1:].numpy()).pvalue > 1e-4
+
+
+def test_the_order_is_the_seeds() -> None:
+    assert torch.equal(columns(3), columns(3))
+    assert not torch.equal(columns(3), columns(3, [(n, 8) for n in range(BATCH)]))
+
+
 # A part of an offer is the tree that fewer and shorter paths make.
 
 
@@ -362,10 +404,7 @@ SMALL = StudySettings(
 
 def a_tally(nodes: float, tokens: tuple[float, ...]) -> Cell:
     return Cell(
-        setting=Setting(plan=Plan()),
-        tokens=tokens,
-        steps=(2, 2),
-        nodes=(2 * nodes, 2 * nodes),
+        setting=Setting(plan=Plan()), tokens=tokens, steps=(2, 2), nodes=(2 * nodes, 2 * nodes)
     )
 
 

@@ -8,23 +8,11 @@ from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, records, ru
 
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.comparison import (
-    Comparison,
-    Difference,
-    compare,
-    compare_runs,
-    side,
-    unlike,
-)
+from eaglegbv.eval.comparison import Comparison, Difference, compare, compare_runs, side, unlike
 from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.eval.report import markdown, plain_text, table
 from eaglegbv.eval.runner import RunFolder, load_results, run, write_results
-from eaglegbv.eval.statistics import (
-    FIGURES,
-    Estimate,
-    bootstrap_ratio,
-    summarise,
-)
+from eaglegbv.eval.statistics import FIGURES, Estimate, bootstrap_ratio, summarise
 from eaglegbv.metrics import Phase, RequestMetrics
 
 
