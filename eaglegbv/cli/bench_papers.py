@@ -126,12 +126,10 @@ def study(
 ) -> None:
     """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
 
-    The target writes texts by plain decoding at every temperature. At places of these texts,
-    sampled trees (K paths, otbv) and best-first fixed trees (target_only, which is optimal for
-    them) are drafted and judged. 'nodes' are those that the target scores; a sampled tree is
-    compared with the mixture of two fixed trees with the same mean number of nodes. Writes
-    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out; results are saved
-    after every temperature.
+    Sampled trees (K paths, otbv) are compared with mixtures of two best-first fixed trees
+    (target_only) of the same mean number of nodes, at places of plainly decoded texts. Writes
+    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out, after every
+    temperature.
     """
     given = locals()
     check_matplotlib()

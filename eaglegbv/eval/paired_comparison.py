@@ -1,16 +1,9 @@
 """Verifiers on the same drafts: what each accepts of the very same trees.
 
-At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
-verifier judges it several times with different random numbers. All verifiers see the same tokens,
-draft distributions and target distributions, and use the same numbers, so what makes a place easy
-or hard cancels out in the ratio of two of them.
-
-What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
-from texts that follow the target's distribution. This is not the engine's block efficiency,
-because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
-weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
-step to step (greedy_block, spectr_gbv) modify the target of later ones. One step says nothing
-about them, and they are measured in the engine instead.
+All see the same trees, distributions and random numbers, at places drawn evenly from plain texts,
+so what makes a place easy or hard cancels out in a ratio. Measured is *one step*, which is not the
+engine's block efficiency: its steps begin where earlier ones ended, more of them where the drafter
+is weak. Verifiers that keep state from step to step are measured in the engine instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

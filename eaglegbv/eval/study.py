@@ -1,11 +1,9 @@
 """Sampled against deterministic draft trees, and the draft temperature, at equal nodes verified.
 
-Trees are drafted at places of texts that the target wrote at a temperature. ``iid`` trees (K paths
-of L tokens, judged by ``otbv``) are drafted at several multiples of that temperature, and
-best-first ``fixed`` trees (judged by ``target_only``, which is optimal for them) in several sizes.
-A sampled tree has as many nodes as its paths happen to have different prefixes. It is compared with
-the mixture of the fixed trees of the next smaller and the next larger size whose mean number of
-nodes is the same. Everything is paired by text.
+A sampled tree (``iid``, judged by ``otbv``, at several draft temperatures) has as many nodes as its
+paths happen to have different prefixes. It is compared with the mixture of the best-first ``fixed``
+trees (judged by ``target_only``, which is optimal for them) of the next smaller and the next larger
+size whose mean number of nodes is the same. Everything is paired by text.
 
 At temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
 """
