@@ -198,7 +198,7 @@ def test_a_node_is_never_in_a_greedy_tree_without_its_parent() -> None:
     certain[0, 4] = 200.0
     for logits in (certain, torch.full((1, VOCAB), math.nan)):
         values, ids = logits.topk(5, dim=1)
-        probs = ShortProbs.of_top(ids, values.double(), torch.ones(1, 1))
+        probs = ShortProbs(ids, values.double()).tempered(torch.ones(1, 1))
         every = ShortProbs(probs.ids.expand(K, -1), probs.probs.expand(K, -1))
         uniforms = torch.zeros(1, K, L, dtype=torch.float64)
         growth = TreeGrowth(probs, uniforms, torch.ones(1, 1, dtype=torch.bool))
@@ -211,7 +211,7 @@ def short_probs(
     logits: list[list[float]], *, temperature: float = 1.0, width: int = 8
 ) -> ShortProbs:
     values, ids = torch.tensor(logits).topk(min(width, len(logits[0])), dim=1)
-    return ShortProbs.of_top(ids, values.double(), torch.full((len(logits), 1), temperature))
+    return ShortProbs(ids, values.double()).tempered(torch.full((len(logits), 1), temperature))
 
 
 def test_keeps_the_most_likely_tempers_and_normalises_them() -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from eaglegbv.backends.sglang.launch import served_head
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import require_integer
@@ -19,8 +19,6 @@ from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_PATHS = 3
-DEFAULT_DEPTH = 4
 DEFAULT_RUNNING = 48
 MASKLESS_BACKENDS = ("torch_native", "flex_attention")
 TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
@@ -97,10 +95,7 @@ class NotServed(EagleGBVError):
 def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> None:
     """Check SGLang's arguments and fill in what depends on K and L.
 
-    Args:
-        server_args: SGLang's arguments.
-        settings: Our settings.
-        latent: Whether the target's attention is latent (MLA).
+    ``latent`` says whether the target's attention is (MLA).
 
     Raises:
         InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
@@ -108,7 +103,11 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         DrafterMismatch: The head is not of the named kind, or does not fit the target.
     """
     stateful = settings.verifier in STATEFUL_VERIFIERS
-    _refuse(server_args, REFUSED)
+    refused = {**REFUSED, **(REFUSED_WITH_STATE if stateful else {})}
+    for option, (harmless, reason, remedy) in refused.items():
+        value = getattr(server_args, option)
+        if value not in harmless:
+            raise NotServed(option, value, reason, remedy)
     _settle_shape(server_args)
     if settings.verifier.startswith("global_resolution_"):
         expected = "global_resolution, which is exact; other solvers are for comparisons only"
@@ -116,8 +115,6 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
     make_any_verifier(settings.verifier).check_sampling(
         DraftSampling.IID, server_args.speculative_eagle_topk
     )
-    if stateful:
-        _refuse(server_args, REFUSED_WITH_STATE)
     _check_attention(server_args, latent=latent)
     _settle_head(server_args)
     if server_args.max_running_requests is None:
@@ -131,18 +128,11 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         _log.warning("mixed chunked prefill is off: it decodes running requests without drafts")
 
 
-def _refuse(server_args: Any, refusals: Refusals) -> None:
-    for option, (harmless, reason, remedy) in refusals.items():
-        value = getattr(server_args, option)
-        if value not in harmless:
-            raise NotServed(option, value, reason, remedy)
-
-
 def _settle_shape(server_args: Any) -> None:
     if server_args.speculative_eagle_topk is None:
-        server_args.speculative_eagle_topk = DEFAULT_PATHS
+        server_args.speculative_eagle_topk = Plan().paths
     if server_args.speculative_num_steps is None:
-        server_args.speculative_num_steps = DEFAULT_DEPTH
+        server_args.speculative_num_steps = Plan().depth
     K, L = server_args.speculative_eagle_topk, server_args.speculative_num_steps
     require_integer("speculative_eagle_topk", K, 1, MAX_PATHS)
     require_integer("speculative_num_steps", L, 1, MAX_DEPTH)
@@ -192,7 +182,7 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
             raise NotServed(option, backend, f"it {does} chains only{where}", remedy)
         if not chains and backend not in PAGED_TREE_BACKENDS and (server_args.page_size or 1) > 1:
             reason = (
-                f"attention backend {backend!r} drafts several paths with pages of one token only"
+                f"attention backend {backend!r} drafts several paths in pages of one token only"
             )
             remedy = f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}"
             raise NotServed("page_size", server_args.page_size, reason, remedy)

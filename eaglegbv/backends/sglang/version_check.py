@@ -59,15 +59,6 @@ _DRAFTER = f"{_EAGLE}_worker_v2:EagleDraftWorker"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager:TokenizerManager"
 _PARTS = f"{_MANAGERS}.scheduler_components"
 
-KERNELS: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_EAGLE}_utils:tree_speculative_sampling_target_only": "predicts accept_index",
-        f"{_EAGLE}_utils:top_k_renorm_prob": "probs",
-        f"{_EAGLE}_utils:top_p_renorm_prob": "probs",
-    }
-)
-"""Functions that 0.5.22 has elsewhere; see :func:`eaglegbv.backends.sglang.verify.install`."""
-
 OVERRIDE_POINTS: Mapping[str, str] = MappingProxyType(
     {
         f"{_EAGLE}_worker_v2:EAGLEWorkerV2.verify": "self batch",
@@ -87,7 +78,9 @@ OVERRIDE_POINTS: Mapping[str, str] = MappingProxyType(
             "retrieve_next_token retrieve_next_sibling target_predict"
         ),
         f"{_EAGLE}_utils:_verify_uses_greedy": "is_all_greedy",
-        **KERNELS,
+        f"{_EAGLE}_utils:tree_speculative_sampling_target_only": "predicts accept_index",
+        f"{_EAGLE}_utils:top_k_renorm_prob": "probs",
+        f"{_EAGLE}_utils:top_p_renorm_prob": "probs",
         "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
             "self probs sampling_info positions simple_sampling_case"
         ),
@@ -136,9 +129,12 @@ NAMES_READ: Mapping[str, str] = MappingProxyType(
 
 
 def override_points(installed: str) -> dict[str, str]:
-    """Return :data:`OVERRIDE_POINTS` as far as a version has them."""
-    missing = KERNELS if installed == "0.5.22" else ()
-    return {place: names for place, names in OVERRIDE_POINTS.items() if place not in missing}
+    """Return :data:`OVERRIDE_POINTS` as far as a version has them.
+
+    0.5.22 has the kernels elsewhere; see :func:`eaglegbv.backends.sglang.verify.install`.
+    """
+    elsewhere = ("target_only", "renorm_prob") if installed == "0.5.22" else ()
+    return {p: names for p, names in OVERRIDE_POINTS.items() if not p.endswith(elsewhere)}
 
 
 def check_override_points() -> None:
