@@ -182,5 +182,5 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         }
         self._first_probs = probs = keep(probs, **limits) if limits else probs
         uniforms = self._book.uniforms(self._prefilled, Purpose.CORRECTION)
-        drawn = draw(probs, send(uniforms.squeeze(1), probs.device))
-        return torch.where(sampling_info.top_ks == 1, probs.argmax(dim=1), drawn), None
+        token_ids = draw(probs, send(uniforms.squeeze(1), probs.device))
+        return torch.where(sampling_info.top_ks == 1, probs.argmax(dim=1), token_ids), None
