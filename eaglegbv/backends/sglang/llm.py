@@ -6,7 +6,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
@@ -34,26 +33,22 @@ ANSWERS_WITHIN = 3600.0
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """Names that differ in the OpenAI endpoints."""
 
-LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
-    {
-        "dtype": "SGLang chooses it",
-        "generate_async": "SGLang has an event loop of its own",
-        "explain_plans": "one plan serves every request",
-        "metrics": "SGLang counts for itself, see its /metrics",
-        "observe": "SGLang's steps are its own",
-        "pair": "SGLang holds the models",
-        "reset_prefix_cache": "SGLang keeps its own cache",
-        "unobserve": "SGLang's steps are its own",
-    }
-)
+LOCAL_ALONE: Mapping[str, str] = {
+    "dtype": "SGLang chooses it",
+    "generate_async": "SGLang has an event loop of its own",
+    "explain_plans": "one plan serves every request",
+    "metrics": "SGLang counts for itself, see its /metrics",
+    "observe": "SGLang's steps are its own",
+    "pair": "SGLang holds the models",
+    "reset_prefix_cache": "SGLang keeps its own cache",
+    "unobserve": "SGLang's steps are its own",
+}
 """Members of only the local engine's :class:`eaglegbv.llm.LLM`, and why they are missing here."""
 
-UNUSED_SIZES: Mapping[str, str] = MappingProxyType(
-    {
-        "kv_bytes": "give it mem_fraction_static, or kv_slots",
-        "check_slots": "it checks its pools by variables of its own",
-    }
-)
+UNUSED_SIZES: Mapping[str, str] = {
+    "kv_bytes": "give it mem_fraction_static, or kv_slots",
+    "check_slots": "it checks its pools by variables of its own",
+}
 """Fields of :class:`EngineConfig` that SGLang does not use, and what to do instead. ``calibrate``
 is for plans that the engine chooses, which SGLang does not run.
 """

@@ -6,7 +6,6 @@ wrong or ignore.
 
 import logging
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from eaglegbv.backends.sglang.launch import served_head
@@ -42,29 +41,27 @@ _HALVES = "the two halves of a batch would share one round's random numbers"
 _SUMS = "the order of the verifiers' sums is not fixed; seeds fix random numbers without it"
 _DROP = "leave it out"
 
-REFUSED: Refusals = MappingProxyType(
-    {
-        "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
-        "attn_dp_size": ((1,), "other requests on other ranks have not been tried", "use --dp"),
-        "disaggregation_mode": (
-            (None, "null"),
-            "draft distributions are not transferred between prefill and decode servers",
-            "use one server",
-        ),
-        "enable_lora": ((False, None), _BASE_ONLY, _DROP),
-        "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
-        "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
-        "speculative_use_block_verification": ((False,), _OURS, _BLOCK),
-        "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
-        "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _CHOOSE),
-        "enable_custom_logit_processor": ((False,), _PROCESSORS, "use logit_bias or a grammar"),
-        "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
-        "enable_attn_tp_input_scattered": ((False,), "the head needs features whole", _DROP),
-        "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
-        "enable_deterministic_inference": ((False,), _SUMS, _DROP),
-        "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
-    }
-)
+REFUSED: Refusals = {
+    "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
+    "attn_dp_size": ((1,), "other requests on other ranks have not been tried", "use --dp"),
+    "disaggregation_mode": (
+        (None, "null"),
+        "draft distributions are not transferred between prefill and decode servers",
+        "use one server",
+    ),
+    "enable_lora": ((False, None), _BASE_ONLY, _DROP),
+    "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
+    "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
+    "speculative_use_block_verification": ((False,), _OURS, _BLOCK),
+    "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
+    "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _CHOOSE),
+    "enable_custom_logit_processor": ((False,), _PROCESSORS, "use logit_bias or a grammar"),
+    "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
+    "enable_attn_tp_input_scattered": ((False,), "the head needs features whole", _DROP),
+    "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
+    "enable_deterministic_inference": ((False,), _SUMS, _DROP),
+    "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
+}
 """Options that are refused rather than ignored."""
 
 _STATELESS = "use a verifier without modified-target state, such as otbv"
@@ -73,14 +70,12 @@ _OWN_STATE = "every rank would keep a state of its own, by distributions that di
 _WHOLE = "earlier draft distributions are replayed over the whole text"
 _OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
 
-REFUSED_WITH_STATE: Refusals = MappingProxyType(
-    {
-        "tp_size": ((1,), _OWN_STATE, _STATELESS),
-        "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
-        "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
-        "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
-    }
-)
+REFUSED_WITH_STATE: Refusals = {
+    "tp_size": ((1,), _OWN_STATE, _STATELESS),
+    "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
+    "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
+    "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
+}
 """Options that verifiers with modified-target state (``greedy_block``, ``spectr_gbv``) refuse."""
 
 
