@@ -440,8 +440,8 @@ def served(
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
     given = locals()
-    from eaglegbv.backends.sglang.client import Endpoint
     from eaglegbv.backends.sglang.launch import check_ready, running
+    from eaglegbv.backends.sglang.llm import Endpoint
 
     check_ready(context.args)
     require_integer("at-once", at_once, 1, 1024)
