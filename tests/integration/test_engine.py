@@ -40,9 +40,7 @@ SAMPLES, SHIFT, POWER = 1_500, 0.08, 0.65
 
 PLANS = {
     "otbv": Plan(paths=3, depth=2, draft_width=5, draft_temperature=1.7),
-    "otbv fixed": Plan(paths=3, depth=2, draft_sampling=DraftSampling.FIXED),
     "specinfer wor": Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
-    "spechub": Plan(verifier="spechub", paths=4, depth=2),
 }
 
 
@@ -112,22 +110,6 @@ def test_greedy_text_equals_transformers(arch: Arch) -> None:
     ]
     for plan in (Plan(paths=3, depth=4), PLAIN):
         assert tiny.tokens(prompts, params, plan) == plain
-
-
-@pytest.mark.parametrize(
-    ("name", "top_p"), [("specinfer wor", 0.8), ("spechub", 0.8), ("otbv fixed", 1.0)]
-)
-def test_trees_of_different_sizes_do_not_move_each_others_numbers(
-    tiny: TinyEngine, name: str, top_p: float
-) -> None:
-    plan = PLANS[name]
-    # top_p leaves some nodes fewer tokens than paths are wanted.
-    prompts = [PROMPT[: 1 + n % 5] for n in range(6)]
-    params = [SamplingParams(max_tokens=12, seed=n, top_p=top_p) for n in range(6)]
-    together = [tiny.engine.add(p, s, plan) for p, s in zip(prompts, params, strict=True)]
-    tiny.run(together)
-    for request, prompt, own in zip(together, prompts, params, strict=True):
-        assert [request.token_ids] == tiny.tokens([prompt], own, plan)
 
 
 def test_requests_without_a_seed_differ_but_follow_the_engines(tiny: TinyEngine) -> None:

@@ -25,10 +25,7 @@ PROMPT = (3, 1, 4, 1, 5)
 ALL_PLANS = [
     *PLANS[2:5],
     *PLANS[7:],
-    Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, paths=3, depth=3),
-    Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
     Plan(verifier="traversal", paths=3, depth=3),
-    Plan(verifier="spechub", paths=4, depth=2),
 ]
 BLOCK_RULES = {"block", "gbv", "otbv", "greedy_block", "spectr_gbv"}
 
