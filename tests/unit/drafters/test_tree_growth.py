@@ -28,7 +28,8 @@ from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
 
 VOCAB = 9
-SAMPLED = sorted(set(DraftSampling) - {DraftSampling.FIXED})
+IID, WOR, GREEDY, HUB, FIXED = DraftSampling
+SAMPLED = sorted(set(DraftSampling) - {FIXED})
 SHAPES = ((), EAGLE1_SHAPE, ((0,), (6,), (0, 1), (0, 0), (6, 2), (0, 0, 3)), ((1,), (0,), (0, 0)))
 
 
@@ -64,7 +65,7 @@ def peaked(seed: int, width: int, *, logs: bool = False) -> ProbsAt:
 def test_trees_are_those_of_plain_growth(
     draft_sampling, paths, depth, seeds, confidence, width, extra, shape
 ) -> None:
-    fixed = draft_sampling is DraftSampling.FIXED
+    fixed = draft_sampling is FIXED
     plan = Plan(
         paths=max(paths, draft_sampling.min_paths),
         depth=max(map(len, shape)) if fixed and shape else depth,
@@ -112,7 +113,7 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
         return [torch.randint(VOCAB, (2,), generator=generator), uniforms, probs.softmax(-1)]
 
     def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
-        if draft_sampling is DraftSampling.FIXED:
+        if draft_sampling is FIXED:
             probs = probs[..., :4].log()
         growth, count = TreeGrowth(plan, draft_sampling, roots, uniforms), 1
         for level in probs:
@@ -155,14 +156,14 @@ def listed(q, order) -> ProbsAt:
     return cache(lambda prefix: (order, [q(prefix)[token] for token in order]))
 
 
-FORKED = {DraftSampling.WOR: draw_wor, DraftSampling.GREEDY: draw_greedy}
+FORKED = {WOR: draw_wor, GREEDY: draw_greedy}
 
 
 def reference(draft_sampling, q, paths, length, chooser):
     """Draw the paths of one tree, by the definition of its sampling."""
-    if draft_sampling is DraftSampling.IID:
+    if draft_sampling is IID:
         return draft_iid(q, paths, length, chooser)
-    if draft_sampling is DraftSampling.HUB:
+    if draft_sampling is HUB:
         return pairs_below_the_best(q, paths // 2, length, chooser)
     return draft_tree(FORKED[draft_sampling], q, (paths, *[1] * (length - 1)), chooser)
 
@@ -178,14 +179,8 @@ def pairs_below_the_best(q, beam, length, chooser):
     return tuple(paths)
 
 
-CASES = [
-    (DraftSampling.IID, 2, 2),
-    (DraftSampling.WOR, 2, 2),
-    (DraftSampling.WOR, 4, 1),  # more than a distribution's support holds
-    (DraftSampling.GREEDY, 3, 2),
-    (DraftSampling.HUB, 2, 3),
-    (DraftSampling.HUB, 4, 2),
-]
+# One draws more than a distribution's support holds.
+CASES = [(IID, 2, 2), (WOR, 2, 2), (WOR, 4, 1), (GREEDY, 3, 2), (HUB, 2, 3), (HUB, 4, 2)]
 
 
 def sharper(q, power: float):
@@ -224,12 +219,10 @@ def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_draw
         rng = np.random.default_rng(seed)
         at = [listed(lambda prefix: (0.1, 0.3, 0.0, 0.3, 0.3), rng.permutation(5).tolist())]
         plan = Plan(paths=3, depth=1)
-        first, second, third = paths_of(
-            grown(plan, DraftSampling.GREEDY, at, rng.random((1, 3, 1))), 0
-        )
+        first, second, third = paths_of(grown(plan, GREEDY, at, rng.random((1, 3, 1))), 0)
         assert (first, second) == ((1,), (3,))
         assert third in {(0,), (4,)}
-        pair = paths_of(grown(plan, DraftSampling.HUB, at, rng.random((1, 3, 1))), 0)
+        pair = paths_of(grown(plan, HUB, at, rng.random((1, 3, 1))), 0)
         assert (1,) in pair
         pairs[tuple(pair)] += 1
     # Drawn first or second, the hub keeps its place: the two orders mean different things.
@@ -264,7 +257,7 @@ def in_session(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
 )
 @settings(deadline=None)
 def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shape) -> None:
-    fixed = draft_sampling is DraftSampling.FIXED
+    fixed = draft_sampling is FIXED
     depth = max(map(len, shape)) if fixed and shape else 5
     plan = Plan(
         paths=4, depth=depth, draft_width=7, min_confidence=floor, shape=shape if fixed else ()
@@ -287,7 +280,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
             for prefix in prefixes(alone, 0):
                 sure = confidence(table, prefix, b) >= floor * (1 + 1e-9)
                 assert not sure or len(prefix) == depth or prefix in inner_prefixes(alone)
-    if draft_sampling is DraftSampling.IID:
+    if draft_sampling is IID:
         # One less, and a verifier would take a fork's first draft for its only one.
         assert together.forks == max(forks(together))
 
