@@ -12,7 +12,7 @@ from torch import Tensor
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
+    DraftCall,
     DraftProbs,
     NewRows,
     ProbsSettings,
@@ -60,23 +60,11 @@ class Drafter(ABC):
         """Run what was observed but not yet run; ``draft`` does so too."""
 
     @abstractmethod
-    def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],
-    ) -> DraftTree:
-        """Propose one tree per request.
+    def draft(self, call: DraftCall) -> DraftTree:
+        """Propose one tree per request, of one of :attr:`draft_samplings`.
 
         The tokens are drawn from exactly the distributions the tree carries, with the numbers of
         each request's own rng at its own step.
-
-        Args:
-            requests: Requests with at least one committed token each.
-            plan: Paths, depth, width and draft temperature, shared by all of them.
-            draft_sampling: How children arise; one of :attr:`draft_samplings`.
-            tree_slots: For each request ``[plan.tree_slots - 1]`` KV slots it may overwrite.
         """
 
     def forget(self, request: Request) -> None:  # noqa: B027
@@ -111,7 +99,7 @@ class Drafter(ABC):
 class TextDrafter(Drafter):
     """A drafter whose logits are a function of the text, and that keeps nothing."""
 
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
     order: int | None = None  # number of a text's last tokens that `logits` is given; None for all
 
     @abstractmethod
@@ -122,15 +110,9 @@ class TextDrafter(Drafter):
         """Return all positions: there are no rows."""
         return request.context
 
-    def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],  # noqa: ARG002  there are no keys to store
-    ) -> DraftTree:
+    def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
-        texts = [self.last_tokens(request) for request in requests]
+        texts = [self.last_tokens(request) for request in call.requests]
 
         def follow(rows: NewRows) -> Tensor:
             nonlocal texts
@@ -140,7 +122,7 @@ class TextDrafter(Drafter):
 
         logits = self.logits(texts)
         ids = torch.arange(logits.shape[1], device=logits.device)
-        return draft_trees(requests, plan, draft_sampling, ids, logits, follow)
+        return draft_trees(call, ids, logits, follow)
 
     def last_tokens(self, request: Request) -> tuple[int, ...]:
         """Return what :meth:`logits` is given of a request's text."""
@@ -210,7 +192,7 @@ class RowSnapshot(DraftSnapshot):
 class RowDrafter(ReplayingDrafter):
     """A drafter that has rows in a KV pool, and goes on from its output at the last of them."""
 
-    draft_samplings: ClassVar[frozenset[DraftSampling]] = GROWN_SAMPLINGS
+    draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
 
     @abstractmethod
     def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:

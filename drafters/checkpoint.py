@@ -36,14 +36,13 @@ from eaglegbv.drafters.formats.read import (
     FormatName,
     Settings,
     detect_format,
-    find_format,
     read_json,
     read_settings,
     read_weights,
 )
 from eaglegbv.drafters.formats.write import Contents, check_holds, write_head
 from eaglegbv.drafters.tabular import TABULAR
-from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +116,12 @@ def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
     """
     target = target_config.get_text_config(decoder=True)
     config = checkpoint.config
-    _expect("vocab_size", config.vocab_size, target.vocab_size)
-    _expect("target_hidden_size", config.target_hidden_size, target.hidden_size)
+    for key, value, expected in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+    ):
+        if value != expected:
+            raise DrafterMismatch(f"config.json key {key}", value, f"the target's, {expected}")
     remarks = list(checkpoint.remarks)
     limit = checkpoint.passed_on.get("max_position_embeddings")
     context = getattr(target, "max_position_embeddings", None)
@@ -148,15 +151,10 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device,
 ) -> EagleHead:
-    """Load the head in the folder ``path``, of any format.
+    """Load the head in the folder ``path``, of any format, its weights as ``dtype`` on ``device``.
 
-    Args:
-        path: The folder.
-        target_config: The target's configuration.
-        target_embedding: ``[vocab, hidden]``, shared with a head that carries none.
-        target_lm_head: ``[vocab, hidden]``, shared with an EAGLE-1 head.
-        dtype: Type of the head's weights.
-        device: Device of the head's weights.
+    The target's embedding ``[vocab, hidden]`` is shared with a head that carries none, its output
+    layer ``[vocab, hidden]`` with an EAGLE-1 head.
 
     Raises:
         DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
@@ -212,7 +210,9 @@ def _checked(config: EagleHeadConfig, named: NamedTensors) -> tuple[NamedTensors
     bias, eagle1 = named.tensors.get(FC_BIAS), config.arch is Arch.EAGLE1
     if bias is not None and eagle1 and not config.fc_bias and not bool(bias.any()):
         # SGLang wants one in every EAGLE-1 head.
-        named = named.without(FC_BIAS, "zeros, and config.json says there is none")
+        reason = {named.stored.pop(FC_BIAS): "zeros, and config.json says there is none"}
+        del named.tensors[FC_BIAS]
+        named = replace(named, left_aside={**named.left_aside, **reason})
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
         expected = _blank(config, table, table, None).state_dict()
@@ -311,14 +311,7 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
             logger.warning("%s: %s", checkpoint.folder, remark.text)
 
 
-def _expect(key: str, value: object, expected: object) -> None:
-    if value != expected:
-        raise DrafterMismatch(f"config.json key {key}", value, f"the target's, {expected}")
-
-
 # The kind of drafter in a folder, told by its tensors, as configurations do not name it.
-
-
 class Kind(StrEnum):
     """Kinds of drafters that are stored in folders."""
 
@@ -419,58 +412,47 @@ def _list(words: Iterable[str]) -> str:
 
 
 # Exporting a head for other engines.
-
-
-@dataclass(frozen=True, slots=True)
-class ExportTarget:
-    """The target a head is exported for."""
-
-    name: str  # name or path, written where the format has a place for it
-    architectures: tuple[str, ...]  # its class names
-    num_layers: int  # its decoder layers
-    read_embedding: Callable[[], Tensor]  # returns its token embedding, [vocab, hidden]
-
-
 def export_head(
-    checkpoint: Checkpoint, format_name: str, folder: Path, target: ExportTarget | None = None
+    checkpoint: Checkpoint,
+    format_name: str,
+    folder: Path,
+    target: PreTrainedConfig | None = None,
+    read_embedding: Callable[[], Tensor] | None = None,
 ) -> None:
     """Write a checkpoint into ``folder`` in another format; tensors keep every bit.
 
     Layer ids are written the way the format counts. A checkpoint that names no layers leaves them
     to the default, which is the same in all engines. Known tensors that are not needed are not
-    written.
-
-    Args:
-        checkpoint: The head to export.
-        format_name: One of :class:`FormatName`.
-        folder: Destination; it must be empty or not exist.
-        target: Needed where the format wants the embedding and the checkpoint has none; its name
-            is written where the format has a place for it.
+    written. What reads the target's embedding is needed where the format wants one and the
+    checkpoint has none; the target's name is written where the format has a place for it.
 
     Raises:
         InvalidArgument: There is no such format, or the folder is not empty.
         DrafterMismatch: The format cannot express the head, or an embedding is missing.
     """
-    kind = find_format(format_name)
+    if format_name not in set(FormatName):
+        raise InvalidArgument("format", format_name, one_of(FormatName, format_name))
+    kind = FORMATS[FormatName(format_name)]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
     check_holds(kind, checkpoint.config)
     tensors = dict(checkpoint.named.tensors)
     if kind.nested and EMBEDDING not in tensors:
-        if target is None:
+        if read_embedding is None:
             expected = f"the target's, which {kind.name} heads carry; name the target"
             raise DrafterMismatch(EMBEDDING, None, expected)
-        tensors[EMBEDDING] = target.read_embedding()
+        tensors[EMBEDDING] = read_embedding()
     # A checkpoint that names no layers leaves them open.
     layers = None
     if checkpoint.layers is not None and checkpoint.layers.ids is not None:
-        layers = checkpoint.layers.resolve(None if target is None else target.num_layers)
+        decoder = None if target is None else target.get_text_config(decoder=True)
+        layers = checkpoint.layers.resolve(None if decoder is None else decoder.num_hidden_layers)
     contents = Contents(
         config=checkpoint.config,
         layers=None if layers is None else layers.inputs,
         dtype=tensors["fc.weight"].dtype,
         passed_on=checkpoint.passed_on,
-        verifier=checkpoint.verifier if target is None else target.name,
-        verifier_architectures=() if target is None else target.architectures,
+        verifier=checkpoint.verifier if target is None else target.name_or_path,
+        verifier_architectures=() if target is None else tuple(target.architectures or ()),
     )
     write_head(folder, kind, contents, tensors)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.config import Plan
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
 from eaglegbv.drafters.tree_growth import (
+    DraftCall,
     DraftedRows,
     DraftProbs,
     NewRows,
@@ -32,7 +32,7 @@ from eaglegbv.drafters.tree_growth import (
     replayed_probs,
 )
 from eaglegbv.request import DraftState, Request
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 
 class Scores(Protocol):
@@ -100,14 +100,9 @@ class StandaloneDrafter(RowDrafter):
             _state(request).context = request.context
 
     @torch.inference_mode()
-    def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],
-    ) -> DraftTree:
+    def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
+        requests, tree_slots = call.requests, call.tree_slots
         known = [
             torch.cat((request.slots, slots[:1]))
             for request, slots in zip(requests, tree_slots, strict=True)
@@ -125,7 +120,7 @@ class StandaloneDrafter(RowDrafter):
         def follow(rows: NewRows) -> Tensor:
             return self._run(drafted.segments(rows), None)
 
-        return draft_trees(requests, plan, draft_sampling, self._ids, logits, follow)
+        return draft_trees(call, self._ids, logits, follow)
 
     def snapshot(self, request: Request) -> RowSnapshot:
         """Remember the last tree's root; see :meth:`DraftReplay.snapshot`.

@@ -29,8 +29,9 @@ from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
 from eaglegbv.devices import send
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots, own_state
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
-from eaglegbv.drafters.graph_drafting import DeviceDrafting, Roots
+from eaglegbv.drafters.graph_drafting import DeviceDrafting
 from eaglegbv.drafters.tree_growth import (
+    DraftCall,
     DraftedRows,
     DraftProbs,
     NewRows,
@@ -95,10 +96,7 @@ class EagleDrafter(RowDrafter):
         recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
         self.head = head
         self._forward = HeadForward(
-            head,
-            attention,
-            compile_backend=compile_backend,
-            recorded=recorder is not None,
+            head, attention, compile_backend=compile_backend, recorded=recorder is not None
         )
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
@@ -166,28 +164,19 @@ class EagleDrafter(RowDrafter):
             state.hidden = hidden[end - 1]
 
     @torch.inference_mode()
-    def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],
-    ) -> DraftTree:
+    def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
+        requests = call.requests
         self.catch_up(requests)
         if self._rounds and requests[0].replayed:
-            return self._draft_as_replayed(requests, plan, draft_sampling, tree_slots)
-        roots = Roots(
-            contexts=[self._state(request).rows(request) for request in requests],
-            hidden=torch.stack([self._root_hidden(request) for request in requests]),
-            tree_slots=tree_slots,
-        )
+            return self._draft_as_replayed(call)
+        contexts = [self._state(request).rows(request) for request in requests]
+        hidden = torch.stack([self._root_hidden(request) for request in requests])
         if self._on_device is not None:
-            found = self._on_device.draft(requests, plan, draft_sampling, roots)
+            found = self._on_device.draft(call, contexts, hidden)
             if found is not None:
                 return found
-        drafted = DraftedRows(roots.contexts, tree_slots)
-        hidden = roots.hidden
+        drafted = DraftedRows(contexts, call.tree_slots)
 
         def follow(rows: NewRows) -> Tensor:
             # The head reads its own output for a node's parent.
@@ -197,21 +186,13 @@ class EagleDrafter(RowDrafter):
             return logits
 
         logits = self._forward.logits(hidden)
-        return draft_trees(
-            requests, plan, draft_sampling, self.head.draft_to_target, logits, follow
-        )
+        return draft_trees(call, self.head.draft_to_target, logits, follow)
 
-    def _draft_as_replayed(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],
-    ) -> DraftTree:
+    def _draft_as_replayed(self, call: DraftCall) -> DraftTree:
         """Draft a row at a time, as :meth:`advance` will find it again, to the last bit."""
-        free = [iter(slots.split(1)) for slots in tree_slots]
-        owners = list(range(len(requests)))
-        known = [self.snapshot(request) for request in requests]
+        free = [iter(slots.split(1)) for slots in call.tree_slots]
+        owners = list(range(len(call.requests)))
+        known = [self.snapshot(request) for request in call.requests]
 
         def logits() -> Tensor:
             return self._logits(torch.stack([snapshot.last for snapshot in known]))
@@ -221,7 +202,7 @@ class EagleDrafter(RowDrafter):
             above = rows.parents.tolist()
             owners = [owners[parent] for parent in above]
             found = self.advance(
-                [requests[b] for b in owners],
+                [call.requests[b] for b in owners],
                 [known[parent] for parent in above],
                 rows.token_ids,
                 torch.cat([next(free[b]) for b in owners]),
@@ -229,8 +210,7 @@ class EagleDrafter(RowDrafter):
             known = own_snapshots(found, RowSnapshot)
             return logits()
 
-        ids = self.head.draft_to_target
-        return draft_trees(requests, plan, draft_sampling, ids, logits(), follow)
+        return draft_trees(call, self.head.draft_to_target, logits(), follow)
 
     def snapshot(self, request: Request) -> RowSnapshot:
         """Remember the last tree's root, behind the positions run on true features.

@@ -115,8 +115,6 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 # Rotary position embeddings of an EAGLE head.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
     """Rotary angles, for the half-split layout of Llama.
@@ -231,8 +229,6 @@ class FeedForward(nn.Module):
 
 
 # The heads.
-
-
 class EagleHead(nn.Module, ABC):
     """A head: :meth:`fuse` the target's features, then one :meth:`forward` per drafted level.
 
@@ -248,12 +244,9 @@ class EagleHead(nn.Module, ABC):
     def __init__(
         self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
     ) -> None:
-        """Build a head with fresh weights.
+        """Build a head with fresh weights; the embedding is shared, and not saved with the head.
 
-        Args:
-            config: Sizes and settings.
-            embedding: ``[vocab, hidden]``; shared, not copied, and not saved with the head.
-            draft_to_target: ``[draft_vocab]`` int64; None for the full vocabulary.
+        ``draft_to_target`` is None for the full vocabulary.
         """
         super().__init__()
         self.config = config
@@ -410,8 +403,6 @@ class Eagle3Head(EagleHead):
 
 
 # Forwards of an EAGLE head over rows, as functions of tensors and of attention.
-
-
 class Drafted(NamedTuple):
     """Result of rows that continue the head's own output."""
 
@@ -449,8 +440,6 @@ def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> D
 
 
 # Forwards of an EAGLE head over packed rows and a pool.
-
-
 class HeadForward:
     """A head over a one-layer pool, whose forwards may be compiled at construction.
 
@@ -469,13 +458,11 @@ class HeadForward:
         compile_backend: str | None = None,
         recorded: bool = False,
     ) -> None:
-        """Take a head on its final device and in its final dtype.
+        """Take a head on its final device and in its final dtype, and make its products ready.
 
-        Args:
-            head: The head; its products are made ready for few rows.
-            attention: Paged attention over its pool, of four slots or more, none of them in use.
-            compile_backend: A known backend of ``torch.compile``; None for no compilation.
-            recorded: Whether drafts come from a recorded loop over :meth:`level`.
+        The pool has four slots or more, none of them in use. ``compile_backend`` is a known backend
+        of ``torch.compile``, or None; ``recorded`` says whether drafts come from a recorded loop
+        over :meth:`level`.
         """
         backend, like = compile_backend, head.embedding
         head.prepare_products(compiled=backend is not None)

@@ -17,6 +17,7 @@ from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Outcomes, Re
 from eaglegbv.devices import send
 from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
 from eaglegbv.drafters.tree_growth import (
+    DraftCall,
     DraftProbs,
     DrawPaths,
     Frontier,
@@ -42,15 +43,6 @@ from eaglegbv.tree import DraftSampling, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
-class Roots:
-    """What the drafts of some requests continue."""
-
-    contexts: Sequence[Tensor]  # for each request [rows] int64, the slots of its true rows
-    hidden: Tensor  # [requests, hidden], the drafter's output at the last of them
-    tree_slots: Sequence[Tensor]  # for each request, KV slots it may overwrite
-
-
-@dataclass(frozen=True, slots=True)
 class _Kind:
     """The settings a recording is made for."""
 
@@ -70,7 +62,10 @@ class _Kind:
         requests = len(settings.temperature)
         if draft_sampling is DraftSampling.FIXED:
             return cls(requests, plan, draft_sampling)
-        limit = _limit(settings.limits, support(plan, draft_sampling, draft_vocab))
+        # One bound for all limits, so that one recording serves many mixtures of them.
+        candidates = support(plan, draft_sampling, draft_vocab)
+        largest = max((own for own in settings.limits if own < candidates), default=None)
+        limit = None if largest is None else min(1 << (largest - 1).bit_length(), candidates - 1)
         used = frozenset(settings.columns) - ({"top_k"} if limit is None else set())
         return cls(requests, plan, draft_sampling, used, limit)
 
@@ -93,13 +88,9 @@ class DeviceDrafting:
     ) -> None:
         """Begin with nothing recorded.
 
-        Args:
-            head: The head.
-            forward: Its forwards, over a pool whose last slot nobody owns.
-            recorder: Makes work repeatable.
-            max_context: Most positions of a text.
-            compile_backend: A known backend of ``torch.compile``, which compiles the growth of
-                drawn trees now; None runs it uncompiled.
+        The last slot of the pool of ``forward`` is nobody's; texts have ``max_context`` positions
+        at most. A ``compile_backend``, a known one of ``torch.compile``, compiles the growth of
+        drawn trees now.
         """
         self.counts = Outcomes()
         self._head = head
@@ -113,11 +104,15 @@ class DeviceDrafting:
         self._refused: dict[_Kind, str] = {}
 
     def draft(
-        self, requests: Sequence[Request], plan: Plan, draft_sampling: DraftSampling, roots: Roots
+        self, call: DraftCall, contexts: Sequence[Tensor], hidden: Tensor
     ) -> DraftTree | None:
-        """Draft one tree per request; return None where that has to be done on the host."""
+        """Draft one tree per request; return None where that has to be done on the host.
+
+        ``contexts`` are for each request the slots ``[rows]`` int64 of its true rows, ``hidden``
+        ``[requests, hidden]`` is the head's output at the last of them.
+        """
         try:
-            tree = self._replay(requests, plan, draft_sampling, roots)
+            tree = self._replay(call, contexts, hidden)
         except NotRecordable as obstacle:
             self.counts.note("drafts", obstacle.reason)
             return None
@@ -138,18 +133,17 @@ class DeviceDrafting:
                 for _ in range(count)
             ]
             slots = [slot.expand(plan.tree_slots)] * count
-            roots = Roots([slot] * count, like.new_zeros((count, size)), slots)
-            self.draft(made, plan, draft_sampling, roots)
+            call = DraftCall(made, plan, draft_sampling, slots)
+            self.draft(call, [slot] * count, like.new_zeros((count, size)))
         self.counts.clear()
         self.counts.update(counts)
 
-    def _replay(
-        self, requests: Sequence[Request], plan: Plan, draft_sampling: DraftSampling, roots: Roots
-    ) -> DraftTree:
+    def _replay(self, call: DraftCall, contexts: Sequence[Tensor], hidden: Tensor) -> DraftTree:
         """Draft one tree per request.
 
         Raises NotRecordable where texts are too long, or as was found now or before.
         """
+        requests, plan, draft_sampling = call.requests, call.plan, call.draft_sampling
         padded = 1 << (len(requests) - 1).bit_length()
         if draft_sampling is DraftSampling.FIXED and plan.shape:
             raise NotRecordable("shape")
@@ -163,7 +157,7 @@ class DeviceDrafting:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
         drafting = known or self._make(kind, settings)
-        drafting.load(requests, settings, roots)
+        drafting.load(call, settings, contexts, hidden)
         if known is None:
             try:
                 drafting.replay = self._recorder.record(drafting.work)
@@ -226,11 +220,13 @@ class _Drafting:
             own = replace(settings, top_k=top_k, limits=limits, tempered=True)
             self._settings = own.mapped(lambda column: torch.zeros_like(column, device=device))
 
-    def load(self, requests: Sequence[Request], settings: WarpSettings, roots: Roots) -> None:
+    def load(
+        self, call: DraftCall, settings: WarpSettings, contexts: Sequence[Tensor], hidden: Tensor
+    ) -> None:
         """Copy a step's numbers into the buffers, and plan; NotRecordable for too many keys."""
-        kind, real = self._kind, len(requests)
+        kind, real = self._kind, len(call.requests)
         missing = kind.requests - real  # with one key each
-        contexts = [*roots.contexts, *[torch.tensor([self._scratch_slot])] * missing]
+        contexts = [*contexts, *[torch.tensor([self._scratch_slot])] * missing]
         lengths = [len(context) for context in contexts]
         attention = self._attention
         if attention is not None:
@@ -238,17 +234,17 @@ class _Drafting:
             most = attention.most_keys
             if most is not None and sum(lengths) + slots.numel() > most:
                 raise NotRecordable("too many keys")
-            for row, own in zip(slots.flatten(1)[:real], roots.tree_slots, strict=True):
+            for row, own in zip(slots.flatten(1)[:real], call.tree_slots, strict=True):
                 row.copy_(own[: len(row)])
             attention.plan(contexts, slots)
-        tokens = [request.token_ids[-1] for request in requests]
+        tokens = [request.token_ids[-1] for request in call.requests]
         _fill(self._roots, torch.tensor([*tokens, *[0] * missing]))
         _fill(self._contexts, torch.tensor(lengths))
-        self._hidden[:real].copy_(roots.hidden)
+        self._hidden[:real].copy_(hidden)
         if kind.draft_sampling is not DraftSampling.FIXED:
             for name, buffer in self._settings.columns.items():
                 _fill(buffer, settings.columns[name])
-            _fill(self._uniforms[:real], draft_numbers(requests, kind.plan))
+            _fill(self._uniforms[:real], draft_numbers(call.requests, kind.plan))
 
     def work(self) -> tuple[Tensor, ...]:
         """Draft, and return the tensors of the trees in order."""
@@ -310,14 +306,6 @@ class _Drafting:
             return log_probs(logits, width=width, draft_to_target=ids)
         settings = self._settings.mapped(lambda column: column.repeat_interleave(rows))
         return draft_probs(logits, settings, width=width, draft_to_target=ids)
-
-
-def _limit(limits: frozenset[int], candidates: int) -> int | None:
-    """Return one bound for all limits, so that one recording serves many mixtures of them."""
-    largest = max((limit for limit in limits if limit < candidates), default=None)
-    if largest is None:
-        return None
-    return min(1 << (largest - 1).bit_length(), candidates - 1)
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:

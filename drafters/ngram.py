@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import ClassVar
 
-from torch import Tensor
-
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter, own_state
-from eaglegbv.drafters.tree_growth import given_trees
+from eaglegbv.drafters.tree_growth import DraftCall, given_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -50,26 +48,20 @@ class NgramDrafter(Drafter):
         """Return all positions: there are no rows."""
         return request.context
 
-    def draft(
-        self,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],  # noqa: ARG002
-    ) -> DraftTree:
+    def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request: the trie of up to K continuations, each of L tokens.
 
         Continuations of longer n-grams come first, and later ones among those of one n-gram; see
         :meth:`Drafter.draft`.
 
         Raises:
-            InvalidArgument: ``draft_sampling`` is not ``fixed``.
+            InvalidArgument: The draft sampling is not ``fixed``.
         """
-        if draft_sampling is not DraftSampling.FIXED:
+        if call.draft_sampling is not DraftSampling.FIXED:
             expected = "'fixed': a lookup draws nothing"
-            raise InvalidArgument("draft_sampling", str(draft_sampling), expected)
-        trees = [self._tree(request, plan) for request in requests]
-        return given_trees(trees, paths=plan.paths, length=plan.depth)
+            raise InvalidArgument("draft_sampling", str(call.draft_sampling), expected)
+        trees = [self._tree(request, call.plan) for request in call.requests]
+        return given_trees(trees, paths=call.plan.paths, length=call.plan.depth)
 
     def matched(self, request: Request) -> int:
         """Return how many of the text's last tokens also precede the place of the first draft.

@@ -14,7 +14,8 @@ from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.errors import InvalidArgument, one_of
 
 OwnDrafter = TypeVar("OwnDrafter", bound=type[Drafter])
-_CLASSES: dict[str, type[Drafter]] = {"ngram": NgramDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {"ngram": NgramDrafter}
+"""The classes of all drafters that are registered, by their names."""
 
 
 def register_drafter(name: str) -> Callable[[OwnDrafter], OwnDrafter]:
@@ -25,34 +26,18 @@ def register_drafter(name: str) -> Callable[[OwnDrafter], OwnDrafter]:
     Raises:
         InvalidArgument: The name is taken.
     """
-    if name in _CLASSES:
-        raise InvalidArgument("name", name, f"a new one, not {one_of(_CLASSES)}")
+    if name in DRAFTERS:
+        raise InvalidArgument("name", name, f"a new one, not {one_of(DRAFTERS)}")
 
     def register(drafter: OwnDrafter) -> OwnDrafter:
-        _CLASSES[name] = drafter
+        DRAFTERS[name] = drafter
         return drafter
 
     return register
 
 
-def drafter_names() -> tuple[str, ...]:
-    """Return the names of all drafters that are registered."""
-    return tuple(_CLASSES)
-
-
-def registered_drafter(name: str) -> type[Drafter]:
-    """Return the class of that name.
-
-    Raises:
-        InvalidArgument: There is none.
-    """
-    if name not in _CLASSES:
-        raise InvalidArgument("drafter", name, one_of(_CLASSES, name))
-    return _CLASSES[name]
-
-
 def make_drafter(name: str, vocab_size: int, device: torch.device) -> Drafter:
     """Make the drafter of that name; lookups need to know nothing of the target."""
-    drafter: Any = registered_drafter(name)
+    drafter: Any = DRAFTERS[name]
     made: Drafter = drafter() if drafter is NgramDrafter else drafter(vocab_size, device)
     return made

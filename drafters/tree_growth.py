@@ -43,9 +43,6 @@ from eaglegbv.rng import Purpose
 from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
 from eaglegbv.tree import DraftSampling, DraftTree
 
-GROWN_SAMPLINGS = frozenset(DraftSampling)
-"""Draft samplings of the trees that grow from distributions of the next token: all of them."""
-
 # Logits to draft distributions: short lists of candidates that sum to one.
 
 
@@ -64,13 +61,10 @@ class DraftProbs:
 def draft_probs(
     logits: Tensor, settings: WarpSettings, *, width: int, draft_to_target: Tensor
 ) -> DraftProbs:
-    """Keep the ``width`` most likely tokens, warp and normalise them.
+    """Keep the ``width`` most likely tokens of ``logits`` ``[rows, draft_vocab]``, warped.
 
-    Args:
-        logits: ``[rows, draft_vocab]``.
-        settings: One entry per row.
-        width: Candidates to keep; a vocabulary no larger is kept whole, and not sorted.
-        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
+    A vocabulary no larger is kept whole, and not sorted. ``settings`` have an entry per row;
+    ``draft_to_target`` ``[draft_vocab]`` int64 is the target's id of each draft token.
     """
     if width >= logits.shape[1]:
         ids = draft_to_target.expand(logits.shape)
@@ -332,8 +326,6 @@ def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> S
 
 
 # Growing the trees.
-
-
 @dataclass(frozen=True, slots=True)
 class Frontier:
     """What the drafter continues: a fixed number of rows per request, some of them meaningless."""
@@ -377,12 +369,8 @@ class TreeGrowth:
     ) -> None:
         """Start trees at ``roots`` ``[batch]`` int64, token ids.
 
-        Args:
-            plan: Paths or beam, depth, shape, and from which confidence on paths are continued.
-            draft_sampling: How children arise.
-            roots: Token ids.
-            uniforms: ``[batch, paths, depth]`` float64, each request's numbers; None for ``fixed``.
-            draw: :func:`draw_paths`, compiled or not.
+        ``uniforms`` ``[batch, paths, depth]`` float64 are each request's numbers, None for
+        ``fixed``; ``draw`` is :func:`draw_paths`, compiled or not.
         """
         self._plan = plan
         self._sampling = draft_sampling
@@ -404,9 +392,8 @@ class TreeGrowth:
     def grow(self, probs: DraftProbs) -> Frontier:
         """Give the frontier children by its distributions; return the next one.
 
-        Args:
-            probs: ``[batch * rows, width]``, those of what follows each row, at first of the roots;
-                log-probabilities, the best first, for ``fixed``.
+        They are ``[batch * rows, width]``, at first of the roots; log-probabilities, the best
+        first, for ``fixed``.
         """
         batch, rows = self._rows.node.shape
         probs = DraftProbs(probs.ids.view(batch, rows, -1), probs.probs.view(batch, rows, -1))
@@ -694,8 +681,6 @@ def given_trees(
 
 
 # Growing trees on the host: a forward runs the rows that go on, one for each node.
-
-
 @dataclass(frozen=True, slots=True)
 class NewRows:
     """The new nodes of one level that a forward runs, request after request."""
@@ -711,24 +696,25 @@ FollowRows: TypeAlias = Callable[[NewRows], Tensor]
 """Runs new rows; returns the logits ``[rows, draft_vocab]`` of what follows them."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCall:
+    """What to draft: one tree for each of some requests."""
+
+    requests: Sequence[Request]  # with at least one committed token each
+    plan: Plan  # paths, depth, width and draft temperature, shared by all of them
+    draft_sampling: DraftSampling  # how children arise
+    tree_slots: Sequence[Tensor]  # for each request [plan.tree_slots - 1] KV slots to overwrite
+
+
 def draft_trees(
-    requests: Sequence[Request],
-    plan: Plan,
-    draft_sampling: DraftSampling,
-    draft_to_target: Tensor,
-    logits: Tensor,
-    follow: FollowRows,
+    call: DraftCall, draft_to_target: Tensor, logits: Tensor, follow: FollowRows
 ) -> DraftTree:
     """Draft one tree per request; the trees are on the host, padded to the largest.
 
-    Args:
-        requests: The requests, for their warping and their random numbers.
-        plan: The plan they share.
-        draft_sampling: How children arise.
-        draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
-        logits: ``[requests, draft_vocab]``, of what follows the roots.
-        follow: A forward of new nodes.
+    ``draft_to_target`` ``[draft_vocab]`` int64 is the target's id of each draft token, ``logits``
+    ``[requests, draft_vocab]`` are of what follows the roots, and ``follow`` runs new nodes.
     """
+    requests, plan, draft_sampling = call.requests, call.plan, call.draft_sampling
     batch, device = len(requests), logits.device
     width = support(plan, draft_sampling, len(draft_to_target))
     params = [draft_params(request.params, plan) for request in requests]

@@ -116,9 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             _make_member(self, "draft_sampling", DraftSampling)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
-        msgspec.structs.force_setattr(self, "shape", _shape(self.shape))
-        if self.shape:
-            _check_shape(self.shape, self.depth, self.nodes)
+        msgspec.structs.force_setattr(self, "shape", _shape(self.shape, self.depth, self.nodes))
         _make_member(self, "source", Source)
 
     @property
@@ -235,30 +233,27 @@ def _make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> No
     msgspec.structs.force_setattr(settings, name, kind(value))
 
 
-def _shape(nodes: object) -> Shape:
-    """Return a shape, given as any nested sequences, as tuples."""
+def _shape(given: object, depth: int, nodes: int | None) -> Shape:
+    """Return a plan's shape, given as any nested sequences, as tuples; or raise."""
     expected = "a sequence of nodes, each a sequence of child ranks"
-    if not isinstance(nodes, Sequence) or isinstance(nodes, str):
-        raise InvalidArgument("shape", nodes, expected)
-    for ranks in nodes:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidArgument("shape", given, expected)
+    shape: Shape = ()
+    for ranks in given:
         if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
             raise InvalidArgument("shape", ranks, expected)
         for rank in ranks:
             require_integer("shape", rank, 0, MAX_BEAM - 1)
-    return tuple(map(tuple, nodes))
-
-
-def _check_shape(shape: Shape, depth: int, nodes: int | None) -> None:
-    if nodes is not None:
+        own = tuple(ranks)
+        if own[:-1] not in ((), *shape) or own in shape:
+            raise InvalidArgument("shape", own, "different nodes after their parents")
+        shape = (*shape, own)
+    if shape and nodes is not None:
         raise InvalidArgument("nodes", nodes, "None: the shape says how many")
-    known: set[tuple[int, ...]] = {()}
-    for ranks in shape:
-        if ranks[:-1] not in known or ranks in known:
-            raise InvalidArgument("shape", ranks, "different nodes after their parents")
-        known.add(ranks)
-    deepest = max(map(len, shape))
+    deepest = max(map(len, shape), default=depth)
     if depth != deepest:
         raise InvalidArgument("depth", depth, f"{deepest}, the depth of the shape")
+    return shape
 
 
 PLAIN = Plan(verifier="none", paths=1, depth=1)  # plain autoregressive decoding
@@ -269,7 +264,6 @@ PLAIN = Plan(verifier="none", paths=1, depth=1)  # plain autoregressive decoding
 _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LOOKUP_DEPTHS = (2, 4, 8, 16)
-_MAX_TEMPERATURES = 4
 _WHOLE_VOCAB = 8192
 """Size up to which single paths keep draft vocabularies whole: width hardly slows verification.
 
@@ -291,7 +285,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         max_depth: Most drafted tokens of a path.
         draft_width: See :class:`eaglegbv.config.Plan`. Single paths keep draft vocabularies of up
             to 8,192 tokens whole.
-        draft_temperatures: Draft temperatures to choose from; the first is the usual one.
+        draft_temperature: See :class:`eaglegbv.config.Plan`.
         lookup_depth: Most tokens that are looked up in the text itself instead of drafted, at
             temperature 0 and where lookups promise more; 0 for no lookups.
 
@@ -303,7 +297,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_paths: int = 4
     max_depth: int = 8
     draft_width: int = DRAFT_WIDTH
-    draft_temperatures: tuple[float, ...] = (1.0,)
+    draft_temperature: float = 1.0
     lookup_depth: int = 16
 
     def __post_init__(self) -> None:
@@ -316,14 +310,6 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
         if self.verifier == "none":
             raise InvalidArgument("verifier", "none", "a verifier; a fixed plan decodes plainly")
-        given = self.draft_temperatures
-        for temperature in given if isinstance(given, Sequence) else ():
-            require_number("draft_temperatures", temperature, 0.05, 20)
-        several = isinstance(given, Sequence) and 1 <= len(given) <= _MAX_TEMPERATURES
-        if not several or len(set(given)) < len(given):
-            expected = f"a sequence of 1 to {_MAX_TEMPERATURES} different numbers"
-            raise InvalidArgument("draft_temperatures", given, expected)
-        msgspec.structs.force_setattr(self, "draft_temperatures", tuple(given))
         # The plans themselves check the rest.
         _ = self.candidates
 
@@ -340,9 +326,8 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 depth=depth,
                 draft_width=self.draft_width,
                 whole_vocab=_WHOLE_VOCAB if paths == 1 else 0,
-                draft_temperature=temperature,
+                draft_temperature=self.draft_temperature,
             )
-            for temperature in reversed(self.draft_temperatures)
             for paths in _up_to(_PATHS, self.max_paths)
             for depth in _up_to(_DEPTHS, self.max_depth)
         )
@@ -393,7 +378,7 @@ class PlanChoices:
         """Return such a plan, or the engine's own choice if none of the first four is given."""
         if (self.verifier, self.paths, self.depth, self.draft_sampling) != (None,) * 4:
             return self.plan()
-        return AutoPlan(draft_width=self.draft_width, draft_temperatures=(self.draft_temperature,))
+        return AutoPlan(draft_width=self.draft_width, draft_temperature=self.draft_temperature)
 
     def give_way_to(self, plan: Planning | str) -> Planning:
         """Return the planning that a user's ``plan`` stands for; InvalidArgument beside others."""

@@ -1,17 +1,18 @@
 """The drafters of an engine: its own, if it has one, and lookups in the text itself."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
+from eaglegbv.attention.base import offsets_of
 from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request, RequestOutput
-from eaglegbv.scheduler.batch import Layout
+from eaglegbv.scheduler.batch import Group
 from eaglegbv.tree import DraftSampling, DraftTree
 
 _KEPT, _MOST_KEPT = 64, 128
@@ -58,7 +59,8 @@ class Drafting:
     ) -> DraftTree:
         """Propose trees for requests of one plan; each has ``[plan.tree_slots]`` slots."""
         plan = requests[0].plan
-        return self.by(plan).draft(requests, plan, draft_sampling, [own[:-1] for own in slots])
+        call = DraftCall(requests, plan, draft_sampling, [own[:-1] for own in slots])
+        return self.by(plan).draft(call)
 
     def observe_prefill(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
         """Pass on the features ``[tokens, feature_size]`` of parts of prompts."""
@@ -69,12 +71,11 @@ class Drafting:
                 self.drafter.observe(request, own)
 
     def observe_commit(
-        self, outputs: Sequence[RequestOutput], layout: Layout, features: Tensor | None
+        self, outputs: Sequence[RequestOutput], group: Group, features: Tensor | None
     ) -> None:
         """Pass on the features of what was committed of a group, all gathered at once.
 
-        ``layout`` is the group's in the forward, ``features`` ``[rows, feature_size]`` are those
-        of the whole forward, or None.
+        ``features`` ``[rows, feature_size]`` are those of the whole forward, or None.
         """
         if self.drafter is None or features is None:
             return
@@ -84,9 +85,15 @@ class Drafting:
         if len(features) == len(shown):  # one row for each request, as when none drafted
             parts = features.clone().split(1)
         else:
-            rows = [layout.committed_rows(b, outputs[b].nodes) for b in shown]
-            places = upload(list(chain(*rows)), dtype=torch.int64, device=features.device)
-            parts = features.index_select(0, places).split([len(own) for own in rows])
+            firsts = offsets_of(segment.num_new for segment in group.segments)
+            kept = [group.committed(b, outputs[b].nodes) for b in shown]
+            rows = [
+                group.first_token + firsts[b] + place
+                for b, own in zip(shown, kept, strict=True)
+                for place in own
+            ]
+            places = upload(rows, dtype=torch.int64, device=features.device)
+            parts = features.index_select(0, places).split([len(own) for own in kept])
         for b, part in zip(shown, parts, strict=True):
             self.drafter.observe(outputs[b].request, part)
 

@@ -330,12 +330,11 @@ class Engine:
 
     def _last_chunks(self, batch: StepBatch) -> list[Group]:
         """Prefill the last parts of prompts, which yield first tokens."""
-        last = {id(c.request): c for c in batch.prefilling if c.brings_first_token}
-        groups = []
-        for members in by_plan(chunk.request for chunk in last.values()):
-            slots = [self._kv.allocate(r, last[id(r)].count) for r in members]
-            groups.append(Group.prefill(members, slots))
-        return groups
+        last = [chunk.request for chunk in batch.prefilling if chunk.brings_first_token]
+        return [
+            Group.prefill(members, [self._kv.allocate(r, r.to_prefill) for r in members])
+            for members in by_plan(last)
+        ]
 
     def _other_chunks(self, batch: StepBatch) -> list[Chunk]:
         """Prefill parts that yield no token."""
@@ -349,17 +348,14 @@ class Engine:
         self, verified: VerifyOutput, decided: list[RequestOutput], features: Tensor | None
     ) -> list[RequestOutput]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        segments, counts = verified.group.segments, verified.group.counts
         for b, own in enumerate(decided):
             if own.fault:
                 own.request.error = fault_error(own.fault, own.request.number)
                 self.finish(own.request, FinishReason.ERROR)
                 continue
             own.request.target_layers = verified.target_layers[b]
-            root = segments[b].num_new - counts[b]  # a prompt's other tokens come before it
-            kept = [*range(root + 1), *(root + node for node in own.nodes)]
-            self._kv.commit(own.request, kept)
-        self._drafting.observe_commit(decided, verified.layout, features)
+            self._kv.commit(own.request, verified.group.committed(b, own.nodes))
+        self._drafting.observe_commit(decided, verified.group, features)
         return [replace(own, token_ids=[] if own.fault else self._extend(own)) for own in decided]
 
     def _extend(self, output: RequestOutput) -> list[int]:
@@ -505,7 +501,7 @@ class Engine:
             (KV_USED, allocator.num_used),
             (KV_SLOTS, allocator.num_slots),
             (PREEMPTIONS, self._scheduler.preemptions),
-            (CACHED, self._cache.counts.shared),
+            (CACHED, self._cache.shared),
         ):
             self.metrics.set(metric, value)
         for metric, counts in (

@@ -143,7 +143,6 @@ def _write(file: Path, folder: Path) -> None:
 
 
 def _facts(file: Path) -> Mapping[str, Any]:
-    """Return what the file says about its tokenizer, by key."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
@@ -153,7 +152,6 @@ def _facts(file: Path) -> Mapping[str, Any]:
 
 
 def _repair(tokenizer: FastTokenizer, facts: Mapping[str, Any]) -> None:
-    """Make the tokenizer what the file says it is."""
     for name, stored in _TOKENS.items():
         token_id = facts.get(f"{stored}_token_id")
         if token_id is not None:

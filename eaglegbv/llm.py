@@ -50,7 +50,7 @@ from eaglegbv.text import (
 )
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, FairLock
-from eaglegbv.verification import check_plan, check_verifier
+from eaglegbv.verification import check_plan
 
 Prompts: TypeAlias = Sequence[Prompt]
 AnyParams: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
@@ -292,9 +292,7 @@ class LLM(TextGenerator):
         )
         planning = choices.planning() if plan is None else choices.give_way_to(plan)
         # What can be wrong is found before minutes go by with loading.
-        plans = plans_of(planning, greedy=False)
-        check_verifier(plans[0])
-        if not any(p.asks_drafter for p in plans):
+        if not any(p.asks_drafter for p in plans_of(planning, greedy=False)):
             models = replace(models, drafter=None)
         elif models.drafter is None:
             _log.warning(
@@ -504,7 +502,6 @@ class LLM(TextGenerator):
         plan: AnyPlan,
         priority: int,
     ) -> None:
-        """Begin to answer each prompt, or note what is wrong with it."""
         check_priority(priority)
         for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
             try:
@@ -522,7 +519,6 @@ class LLM(TextGenerator):
             self._let_go()
 
     def _step(self) -> None:
-        """Advance every open answer, whoever waits for it."""
         with self._turn():
             for commit in self._engine.step():
                 answer = self._open.get(commit.request.number)

@@ -23,7 +23,7 @@ from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_che
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
-from eaglegbv.drafters.registry import drafter_names, make_drafter, registered_drafter
+from eaglegbv.drafters.registry import DRAFTERS, make_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.gguf import SMOLLM2, find_model
@@ -125,7 +125,7 @@ def load_pair(
         own = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
         return HFTarget(own, max_slots=slots, compile_backend=compile_backend, **how)
 
-    folder = None if drafter is None or str(drafter) in drafter_names() else drafter_folder(drafter)
+    folder = None if drafter is None or str(drafter) in DRAFTERS else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
     features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
@@ -185,8 +185,8 @@ def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
     """Return the class of a drafter as :func:`load_pair` takes it; InvalidArgument if none is."""
     if drafter is None:
         return None
-    if str(drafter) in drafter_names():
-        return registered_drafter(str(drafter))
+    if str(drafter) in DRAFTERS:
+        return DRAFTERS[str(drafter)]
     return _CLASSES[kind_of(drafter_folder(drafter))]
 
 
@@ -243,7 +243,7 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
     folder = _HEADS.get(str(drafter), Path(drafter))
     if folder.is_dir():
         return folder
-    own = () if head else drafter_names()
+    own = () if head else tuple(DRAFTERS)
     names = " or ".join(repr(name) for name in (*_HEADS, *own))
     kinds = "an EAGLE head" if head else "an EAGLE head, a language model or a table"
     expected = f"a folder with {kinds}, or {names}"

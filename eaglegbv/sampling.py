@@ -300,46 +300,29 @@ def _keep_first_maximum(logits: Tensor) -> Tensor:
     return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(1, best, kept - kept)
 
 
-@dataclass(frozen=True, slots=True)
-class PenaltySettings:
-    """Per-row penalties, each ``[rows]`` float32 (see :class:`SamplingParams`)."""
-
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        params: Sequence[SamplingParams],
-        rows_each: Sequence[int],
-        *,
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Gather the penalties of requests that own ``rows_each`` consecutive rows."""
-        values = zip(
-            *((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params),
-            strict=True,
-        )
-        return cls(*(_column(own, rows_each, torch.float32, device) for own in values))
-
-
 def penalise(
-    logits: Tensor, in_prompt: Tensor, generated: Tensor, settings: PenaltySettings
+    logits: Tensor,
+    in_prompt: Tensor,
+    generated: Tensor,
+    params: Sequence[SamplingParams],
+    rows_each: Sequence[int],
 ) -> Tensor:
     """Return penalised logits ``[rows, tokens]`` float32; penalties are in vLLM's order.
 
     ``in_prompt`` ``[rows, tokens]`` bool says whether a token occurs in the prompt, ``generated``
     int64 how often among the generated tokens *on the path of the row's node*, so that each node
-    is judged by its own history.
+    is judged by its own history. ``params`` are those of requests that own ``rows_each``
+    consecutive rows.
     """
-    logits = logits.float()
-    repetition = settings.repetition.unsqueeze(1)
+    logits, occurred = logits.float(), generated > 0
+    penalties = ((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params)
+    repetition, presence, frequency = (
+        _column(own, rows_each, torch.float32, logits.device).unsqueeze(1)
+        for own in zip(*penalties, strict=True)
+    )
     punished = torch.where(logits > 0, logits / repetition, logits * repetition)
-    occurred = generated > 0
     logits = torch.where(in_prompt | occurred, punished, logits)
-    logits = logits - settings.frequency.unsqueeze(1) * generated
-    return logits - settings.presence.unsqueeze(1) * occurred
+    return logits - frequency * generated - presence * occurred
 
 
 def _column(

@@ -87,14 +87,6 @@ class Tracer(AbstractContextManager["Tracer", None]):
 
 
 @dataclass(slots=True)
-class _Tail:
-    """The end of a request's text: the last token whose text is known, and those after it."""
-
-    anchor: int
-    waiting: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Texts:
     """Token ids as text.
 
@@ -103,8 +95,9 @@ class _Texts:
     """
 
     decode: Decode
-    # Ends of texts by request, the latest last. A request may end between steps without notice.
-    tails: dict[int, _Tail] = field(default_factory=dict)
+    # By request, the latest last: the last token whose text is known, and those after it. A request
+    # may end between steps without notice.
+    tails: dict[int, list[int]] = field(default_factory=dict)
 
     def of_nodes(self, tree: TreeRecord) -> list[str]:
         """Return the texts of a tree's nodes; the root's text does not depend on a parent."""
@@ -114,21 +107,19 @@ class _Texts:
 
     def of_committed(self, tree: TreeRecord) -> list[str]:
         """Return the texts of the tokens committed to a request; joined, they are its text."""
-        tail = self.tails.pop(tree.request, None) or _Tail(tree.token_ids[0])
-        self.tails[tree.request] = tail
-        if len(self.tails) > _MOST_TAILS:
-            del self.tails[next(iter(self.tails))]
-        texts = []
+        tail, texts = self.tails.pop(tree.request, [tree.token_ids[0]]), []
         for token in tree.committed:
-            tail.waiting.append(token)
-            text = self.added([tail.anchor], tail.waiting)
-            if text.endswith(_REPLACEMENT) and len(tail.waiting) < _LONGEST_CHARACTER:
+            tail.append(token)
+            text = self.added(tail[:1], tail[1:])
+            if text.endswith(_REPLACEMENT) and len(tail) <= _LONGEST_CHARACTER:
                 text = ""
             else:
-                tail.anchor, tail.waiting = token, []
+                tail = [token]
             texts.append(text)
-        if tree.finish_reason is not None:
-            del self.tails[tree.request]
+        if tree.finish_reason is None:
+            self.tails[tree.request] = tail
+            if len(self.tails) > _MOST_TAILS:
+                del self.tails[next(iter(self.tails))]
         return texts
 
     def added(self, before: list[int], tokens: list[int]) -> str:
@@ -145,7 +136,6 @@ _AS_THEY_ARE = (
 
 
 def _tree(tree: TreeRecord, texts: _Texts | None) -> Event:
-    """Return a tree in the format of a step's arguments."""
     event: Event = {name: getattr(tree, name) for name in _AS_THEY_ARE}
     event |= {
         "p": _rounded(tree.target_probs),

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name, plans_of
@@ -28,8 +29,8 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
-from eaglegbv.sampling import PenaltySettings, SamplingParams, WarpSettings, penalise, warp
-from eaglegbv.scheduler.batch import Forward, Group, Layout
+from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
+from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
@@ -63,7 +64,6 @@ class VerifyOutput:
     """What was decided about a group's trees."""
 
     group: Group  # the trees, on the device of the logits
-    layout: Layout  # positions of their nodes in the forward
     verdict: Verdict  # what is accepted, and the token after it; meaningless where there are faults
     faults: Tensor  # [batch] int64, faults of the probabilities on which the verdict rests, or 0
     # For each request, what it leaves to the target of the next tokens.
@@ -114,19 +114,15 @@ class Verification:
         ``logits`` ``[rows, vocab]`` are those of the whole forward; ``record`` keeps what
         :func:`tree_records` needs.
         """
-        return [
-            self._verify(group.on(logits.device), layout, logits, record=record)
-            for group, layout in zip(forward.groups, forward.layouts, strict=True)
-        ]
+        groups = [group.on(logits.device) for group in forward.groups]
+        return [self._verify(group, logits, record=record) for group in groups]
 
-    def _verify(
-        self, group: Group, layout: Layout, logits: Tensor, *, record: bool
-    ) -> VerifyOutput:
+    def _verify(self, group: Group, logits: Tensor, *, record: bool) -> VerifyOutput:
         requests, tree = group.requests, group.tree
         plan, greedy = requests[0].plan, requests[0].params.greedy
         name = verifier_name(plan, greedy=greedy)
         verifier = make_verifier(name) if greedy else self._verifier(name)
-        target = probs_of_nodes(group, layout, logits)
+        target = probs_of_nodes(group, logits)
         layers: list[tuple[TargetLayer, ...]] = [()] * tree.batch
         verdict: Verdict
         if isinstance(verifier, StatefulVerifier):
@@ -148,7 +144,7 @@ class Verification:
             verdict, faults = checked.verify(tree, target, uniforms)
             stats = partial(verifier.stats, tree, target, uniforms)
         kept = target if record else None
-        return VerifyOutput(group, layout, verdict, faults, layers, kept, stats)
+        return VerifyOutput(group, verdict, faults, layers, kept, stats)
 
     def _verifier(self, name: str) -> Verifier | StatefulVerifier:
         if name not in self._verifiers:
@@ -161,14 +157,6 @@ class Verification:
         if backend is None or draft_sampling is not DraftSampling.IID:
             return checked_verifier(verifier.name)
         return checked_verifier(verifier.name, backend, target.vocab_size, target.device)
-
-
-def check_verifier(plan: Plan) -> None:
-    """Raise unless the plan's verifier exists and takes the sampling it names, whatever drafts."""
-    if plan.speculative:
-        verifier = make_any_verifier(plan.verifier)
-        if plan.draft_sampling is not None:
-            verifier.check_sampling(plan.draft_sampling, plan.paths)
 
 
 def check_plan(planning: Planning, drafter: type[Drafter] | None) -> None:
@@ -200,22 +188,18 @@ def _check_speculation(plan: Plan, drafter: type[Drafter] | None) -> None:
     if plan.paths < sampling.min_paths:
         expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
         raise InvalidArgument("paths", plan.paths, expected)
-    if isinstance(verifier, StatefulVerifier):
-        _check_state(plan, drafter)
+    if isinstance(verifier, StatefulVerifier):  # it asks for draft distributions of earlier steps
+        judge = f"verifier {plan.verifier!r}"
+        if not issubclass(drafter, ReplayingDrafter):
+            expected = f"one that recalls earlier draft distributions, for {judge}"
+            raise InvalidArgument("drafter", drafter.__name__, expected)
+        if plan.min_confidence > 0:
+            expected = f"0 for {judge}, whose state needs the full depth"
+            raise InvalidArgument("min_confidence", plan.min_confidence, expected)
     for needed in (sampling, DraftSampling.FIXED):
         if needed not in drafter.draft_samplings:
             expected = f"one the drafter draws: {', '.join(sorted(drafter.draft_samplings))}"
             raise InvalidArgument("draft_sampling", str(needed), expected)
-
-
-def _check_state(plan: Plan, drafter: type[Drafter]) -> None:
-    """Raise unless a stateful verifier can ask for the draft distributions of earlier steps."""
-    if not issubclass(drafter, ReplayingDrafter):
-        expected = f"one that recalls earlier draft distributions, for verifier {plan.verifier!r}"
-        raise InvalidArgument("drafter", drafter.__name__, expected)
-    if plan.min_confidence > 0:
-        expected = f"0 for verifier {plan.verifier!r}, whose state needs the full depth"
-        raise InvalidArgument("min_confidence", plan.min_confidence, expected)
 
 
 def verifier_name(plan: Plan, *, greedy: bool) -> str:
@@ -274,22 +258,17 @@ def _request_output(request: Request, row: list[int]) -> RequestOutput:
 # The target's probabilities at the nodes: logits, penalised and warped.
 
 
-def probs_of_nodes(group: Group, layout: Layout, logits: Tensor) -> TargetProbs:
+def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
     """Warp the logits of a group's nodes, each with its request's settings and its own path.
 
-    ``logits`` ``[rows, vocab]`` are those of the whole forward, and ``layout`` says whose they are.
+    ``logits`` ``[rows, vocab]`` are those of the whole forward.
     """
     params = [request.params for request in group.requests]
-    counts = group.counts
-    own = logits[layout.logits]
+    own = logits[group.logits]
     if any(p.penalised for p in params):
-        own = penalise(
-            own,
-            *_occurrences(group, logits.shape[1]),
-            PenaltySettings.of(params, counts, device=logits.device),
-        )
-    warped = warp(own, WarpSettings.of(params, counts, device=logits.device))
-    rows = send(layout.node_rows, logits.device)
+        own = penalise(own, *_occurrences(group, logits.shape[1]), params, group.counts)
+    warped = warp(own, WarpSettings.of(params, group.counts, device=logits.device))
+    rows = send(group.node_rows(), logits.device)
     if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
         rows = torch.where(real, rows, rows[:, :1])
@@ -449,7 +428,6 @@ class _ReplayedProbs:
         return SparseProbs(ids, torch.zeros_like(ids, dtype=torch.float64))
 
     def _advance(self, trails: Sequence[_Trail], tokens: Tensor) -> None:
-        """Advance trails by one token each."""
         slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
         requests = [trail.request for trail in trails]
         places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
@@ -460,12 +438,11 @@ class _ReplayedProbs:
 def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
     """Return the requests' layers as columns, padded with columns without effect."""
     layers = [request.target_layers for request in requests]
-    columns = max(map(len, layers))
 
     def table(name: str, dtype: torch.dtype) -> Tensor:
         values = [[getattr(layer, name) for layer in own] for own in layers]
-        padded = [[*row, *[0] * (columns - len(row))] for row in values]
-        return torch.tensor(padded, dtype=dtype, device=device).view(len(requests), columns)
+        rows = [torch.tensor(row, dtype=dtype) for row in values]
+        return pad_sequence(rows, batch_first=True).to(device)
 
     return Layers(
         rho=table("rho", torch.float64),
@@ -552,7 +529,6 @@ def draft_of_tokens(tree: DraftTree) -> Tensor:
 
 
 def _next_probs(verdict: Verdict, target: TargetProbs) -> list[float]:
-    """Return p of the token after the accepted nodes."""
     stops = verdict.accepted.new_zeros(verdict.accepted.shape)
     if verdict.path_nodes.shape[1]:
         last = (verdict.accepted - 1).clamp(min=0).unsqueeze(1)

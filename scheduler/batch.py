@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment
+from eaglegbv.attention.base import Segment, offsets_of
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree
 
@@ -29,8 +29,8 @@ class Group:
     # The requests' parts of the target's packed forward. The last rows of a segment are its tree's
     # nodes in order; a prompt's other tokens come before its root.
     segments: list[Segment]
-    # For each request, the KV slots allocated for this step, those of its segment first.
-    slots: list[Tensor]
+    first_token: int = 0  # packed row of its first token in the forward
+    first_logit: int = 0  # the first of its rows of the forward's logits
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
@@ -40,7 +40,7 @@ class Group:
             Segment.causal(torch.tensor(r.prompt_ids[r.context :]), r.slots, s)
             for r, s in zip(requests, slots, strict=True)
         ]
-        return cls(requests, tree, [1] * len(requests), segments, slots)
+        return cls(requests, tree, [1] * len(requests), segments)
 
     @classmethod
     def decode(cls, requests: list[Request], tree: DraftTree, slots: list[Tensor]) -> Self:
@@ -48,11 +48,19 @@ class Group:
         visible = tree.ancestor_mask()
         drawn_on_host = tree.token_ids.device.type == "cpu"
         counts = tree.num_nodes.tolist() if drawn_on_host else [tree.nodes] * tree.batch
-        segments = [
-            _tree_segment(request, tree, visible, b, count, slots[b][:count])
-            for b, (request, count) in enumerate(zip(requests, counts, strict=True))
-        ]
-        return cls(requests, tree, counts, segments, slots)
+        segments = []
+        for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            positions = request.context + tree.depth[b, :count]
+            segment = Segment(
+                token_ids=tree.token_ids[b, :count],
+                positions=positions,
+                context_slots=request.slots,
+                tree_slots=slots[b][:count],
+                tree_positions=positions,
+                visible=visible[b, :count, :count],
+            )
+            segments.append(segment)
+        return cls(requests, tree, counts, segments)
 
     def on(self, device: torch.device) -> Self:
         """Return the group with its trees on ``device``."""
@@ -60,9 +68,25 @@ class Group:
         return self if tree is self.tree else replace(self, tree=tree)
 
     @property
-    def prefilling(self) -> bool:
-        """Whether the group prefills prompts."""
-        return not self.requests[0].prefilled
+    def logits(self) -> slice:
+        """Its rows of the forward's logits."""
+        return slice(self.first_logit, self.first_logit + sum(self.counts))
+
+    def node_rows(self) -> Tensor:
+        """Return ``[batch, nodes]`` int64, each node's row within :attr:`logits`.
+
+        Padding nodes repeat the root's row.
+        """
+        rows = [
+            [*range(root, root + count), *[root] * (self.tree.nodes - count)]
+            for root, count in zip(offsets_of(self.counts), self.counts, strict=False)
+        ]
+        return torch.tensor(rows)
+
+    def committed(self, b: int, nodes: Sequence[int]) -> list[int]:
+        """Return the places in a request's segment down to its root, then those of ``nodes``."""
+        root = self.segments[b].num_new - self.counts[b]  # a prompt's other tokens come before it
+        return [*range(root + 1), *(root + node for node in nodes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,50 +104,25 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Positions of a group's tokens and logits in the packed forward."""
-
-    first_tokens: list[int]  # for each request, the packed row of its segment's first token
-    root_tokens: list[int]  # for each request, the packed row of its tree's root
-    logits: slice  # the group's rows of the forward's logits
-    # [batch, nodes] int64, row of each node within `logits`; padding nodes repeat the root's row.
-    node_rows: Tensor
-
-    def committed_rows(self, b: int, nodes: Sequence[int]) -> list[int]:
-        """Return a request's packed rows down to its root, then those of ``nodes`` below it."""
-        root = self.root_tokens[b]
-        return [*range(self.first_tokens[b], root + 1), *(root + node for node in nodes)]
-
-
-@dataclass(frozen=True, slots=True)
 class Forward:
     """A step's packed forward of the target."""
 
     groups: list[Group]  # trees and ends of prompts
-    layouts: list[Layout]  # the layout of each group
     chunks: list[Chunk]  # other prefill chunks, after the groups
     logit_rows: Tensor  # [rows] int64, the packed rows whose logits are wanted
 
     @classmethod
     def of(cls, groups: list[Group], chunks: list[Chunk]) -> Self:
         """Lay out the groups one after the other, followed by the chunks."""
-        layouts: list[Layout] = []
+        placed: list[Group] = []
         wanted: list[int] = []
         token = 0
         for group in groups:
-            firsts, roots, rows = [], [], []
-            first_row = len(wanted)
+            placed.append(replace(group, first_token=token, first_logit=len(wanted)))
             for segment, count in zip(group.segments, group.counts, strict=True):
-                firsts.append(token)
-                token += len(segment.token_ids)
-                roots.append(token - count)
-                root_row = len(wanted) - first_row
-                padding = [root_row] * (group.tree.nodes - count)
-                rows.append([*range(root_row, root_row + count), *padding])
+                token += segment.num_new
                 wanted.extend(range(token - count, token))
-            own = slice(first_row, len(wanted))
-            layouts.append(Layout(firsts, roots, own, torch.tensor(rows)))
-        return cls(groups, layouts, chunks, torch.tensor(wanted, dtype=torch.int64))
+        return cls(placed, chunks, torch.tensor(wanted, dtype=torch.int64))
 
     @property
     def segments(self) -> list[Segment]:
@@ -143,17 +142,3 @@ def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
     for request in requests:
         groups.setdefault((request.plan, request.params.greedy), []).append(request)
     return list(groups.values())
-
-
-def _tree_segment(
-    request: Request, tree: DraftTree, visible: Tensor, b: int, count: int, slots: Tensor
-) -> Segment:
-    positions = request.context + tree.depth[b, :count]
-    return Segment(
-        token_ids=tree.token_ids[b, :count],
-        positions=positions,
-        context_slots=request.slots,
-        tree_slots=slots,
-        tree_positions=positions,
-        visible=visible[b, :count, :count],
-    )

@@ -58,6 +58,5 @@ class KVSlots:
         self.allocator.check([*self.cache.owned(), *own, *borrowed])
 
     def _release(self, request: Request) -> None:
-        """Take back the slots lent for a step."""
         lent, request.borrowed = request.borrowed, request.borrowed[:0]
         self.allocator.release(lent)

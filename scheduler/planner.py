@@ -572,9 +572,8 @@ class Planner:
         left = request.max_tokens - len(request.token_ids)
         surplus, information = self._texts.get(request.number, np.zeros(2)).tolist()
         shift = surplus / (information + 1 / _TEXT_VARIANCE) if plans[0].asks_drafter else 0.0
-        kinds = {plan.draft_temperature: self._acceptance_of(request, plan) for plan in plans}
-        tables = {t: kind.count(self._now).tokens(shift, left) for t, kind in kinds.items()}
-        return np.array([tables[p.draft_temperature][p.paths - 1, p.depth - 1] for p in plans])
+        tokens = self._acceptance_of(request, plans[0]).count(self._now).tokens(shift, left)
+        return np.array([tokens[p.paths - 1, p.depth - 1] for p in plans])
 
     def _acceptance_of(self, request: Request, plan: Plan) -> Acceptance:
         """Return what is known of drafts by a class of temperatures, or of lookups by one of

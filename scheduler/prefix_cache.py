@@ -57,22 +57,13 @@ class Block:
 
 
 @dataclass(slots=True)
-class CacheCounts:
-    """What a cache has done so far."""
-
-    asked: int = 0  # tokens that requests had to read when they were admitted
-    shared: int = 0  # those of them that were found in the cache, and were not read again
-    stored: int = 0  # blocks stored
-    forgotten: int = 0  # blocks forgotten because their slots were needed
-
-
-@dataclass(slots=True)
 class PrefixCache:
     """Blocks, found by their tokens."""
 
     allocator: SlotAllocator  # owner of the slots
     enabled: bool = True  # whether texts share blocks at all
-    counts: CacheCounts = field(default_factory=CacheCounts)  # what the cache has done so far
+    shared: int = 0  # tokens so far that requests found, and did not read again
+    forgotten: int = 0  # blocks so far that were forgotten because their slots were needed
     _blocks: dict[Key, Block] = field(default_factory=dict)
     _idle: dict[int, Block] = field(default_factory=dict)
     _held: dict[int, list[Block]] = field(default_factory=dict)
@@ -110,7 +101,6 @@ class PrefixCache:
 
     def lend(self, request: Request, blocks: list[Block]) -> None:
         """Let ``request``, which holds nothing, begin with ``blocks`` found by :meth:`match`."""
-        self.counts.asked += request.prefill_length
         if not blocks:
             return
         for block in blocks:
@@ -120,7 +110,7 @@ class PrefixCache:
         request.shared = len(request.slots)
         if request.drafted and not blocks[-1].followed:
             request.skipped = request.shared
-        self.counts.shared += request.shared
+        self.shared += request.shared
 
     def store(self, request: Request, positions: int, *, followed: bool) -> None:
         """Take over the full blocks among the first ``positions`` positions of ``request``.
@@ -152,7 +142,6 @@ class PrefixCache:
             if block is None:
                 block = Block(key, next(self._numbers), own.clone(), users=1)
                 self._blocks[key] = block
-                self.counts.stored += 1
             else:
                 self._use(block)
                 self.allocator.release(own)
@@ -214,7 +203,7 @@ class PrefixCache:
             block = self._idle.pop(number)
             del self._blocks[block.key]
             self.allocator.blank(block.slots)
-            self.counts.forgotten += 1
+            self.forgotten += 1
 
 
 def idle_slots(blocks: Sequence[Block]) -> int:

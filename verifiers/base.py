@@ -200,8 +200,6 @@ def fault_error(faults: int, request: int) -> InvalidProbabilities:
 
 
 # Walks down a draft tree.
-
-
 def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdict:
     """Follow ``next_token`` from the root for as long as it names a child.
 

@@ -113,7 +113,7 @@ class BlockVerifier(BlockRule):
 
     def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002
         """Return the only path, where b = q."""
-        return DraftedPath.only(tree, target)
+        return DraftedPath.drawn(tree, target)
 
 
 _LARGEST = math.log(torch.finfo(torch.float64).max)  # logarithm of the largest number

@@ -30,12 +30,12 @@ from eaglegbv.verifiers.transport import RankedProbs, power_step, ranked
 
 def gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Verify the best-ranked path as a block."""
-    path = max(tree.paths, key=lambda path: _ranks(tree, path))
+
+    def ranks(path: Prefix) -> tuple[int, ...]:
+        return tuple(_order(tree, path[:i]).index(x) for i, x in enumerate(path))
+
+    path = max(tree.paths, key=ranks)
     return block_verification(tree, path, skewed_probs(tree, path), chooser)
-
-
-def _ranks(tree: ReferenceTree, path: Prefix) -> tuple[int, ...]:
-    return tuple(_order(tree, path[:i]).index(x) for i, x in enumerate(path))
 
 
 _ranked = lru_cache(maxsize=1 << 16)(ranked)
@@ -89,7 +89,12 @@ class GbvVerifier(BlockRule):
         """Return the best path, with the distributions that being the best gives it."""
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         q = tree.draft_probs.flatten(1).gather(1, tree.parents * tree.width + places)
-        ranks = _sibling_ranks(tree, target_of_tokens(tree, target) / q)
+        ratios = target_of_tokens(tree, target) / q
+        own, other = ratios.unsqueeze(2), ratios.unsqueeze(1)
+        earlier = tree.token_ids.unsqueeze(1) < tree.token_ids.unsqueeze(2)
+        # How many siblings rank below: those of smaller p/q, among equals of smaller token id.
+        below = (other < own) | ((other == own) & earlier)
+        ranks = (below & siblings(tree)).sum(dim=2)
         path = DraftedPath.drawn(tree, target, preferred_path(tree, ranks))
         probs = RankedProbs.of(path.ids, path.draft, path.target)
         tokens = tree.token_ids.gather(1, path.nodes[:, 1:])
@@ -101,17 +106,6 @@ class GbvVerifier(BlockRule):
             chosen=place_of(tokens, probs.ids, probs.draft),
         )
         return _skewed(path, (tree.path_lengths > 0).sum(dim=1))
-
-
-def _sibling_ranks(tree: DraftTree, values: Tensor) -> Tensor:
-    """Return ``[batch, nodes]`` int64: how many of its siblings rank below each node.
-
-    The smaller of ``values`` ``[batch, nodes]`` ranks below, among equals the smaller token id.
-    """
-    own, other = values.unsqueeze(2), values.unsqueeze(1)
-    earlier = tree.token_ids.unsqueeze(1) < tree.token_ids.unsqueeze(2)
-    below = (other < own) | ((other == own) & earlier)
-    return (below & siblings(tree)).sum(dim=2)
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:

@@ -165,7 +165,10 @@ class GlobalResolutionVerifier(Verifier):
 
 
 class HostSolver(Verifier):
-    """Global resolution by a solver that runs on the host, for comparison only."""
+    """Global resolution by a solver that runs on the host, for comparison only.
+
+    O(W^n) a node; by ``race`` O(W) an evaluation, of which there are some hundred.
+    """
 
     draft_samplings = frozenset({DraftSampling.IID})
     solver: ClassVar[Solver]
@@ -184,32 +187,14 @@ class HostSolver(Verifier):
         return Verdict(path_nodes, accepted, token_ids)
 
 
-class ConvexResolutionVerifier(HostSolver):
-    """The convex programme. O(W^n) on the host."""
+def host_solver(kind: Solver) -> type[HostSolver]:
+    """Return the verifier of a solver other than the exact one."""
 
-    name = "global_resolution_convex"
-    solver = Solver.CONVEX
+    class OfKind(HostSolver):
+        name = f"{GlobalResolutionVerifier.name}_{kind}"
+        solver = kind
 
-
-class RaceResolutionVerifier(HostSolver):
-    """The convex programme for weights of drafts. O(W) an evaluation, some hundred a node."""
-
-    name = "global_resolution_race"
-    solver = Solver.RACE
-
-
-class MaxFlowResolutionVerifier(HostSolver):
-    """The linear programme as an integer flow. O(W^n) on the host."""
-
-    name = "global_resolution_max_flow"
-    solver = Solver.MAX_FLOW
-
-
-class LinearResolutionVerifier(HostSolver):
-    """The linear programme, by HiGHS. O(W^n) on the host."""
-
-    name = "global_resolution_lp"
-    solver = Solver.LP
+    return OfKind
 
 
 @dataclass(frozen=True, slots=True)

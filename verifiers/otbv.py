@@ -8,7 +8,6 @@ draft, so block verification on that alphabet is lossless, and so is its token p
 this is block verification; with one level it reaches the optimal acceptance alpha*.
 """
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from eaglegbv.rng import Purpose
@@ -70,47 +69,37 @@ def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser)
 
 
 def _select_fixed(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
+    """Draw a child by p restricted to the children; evenly where p has no mass on them."""
     children = tuple(tree.children(prefix))
-    probs = fixed_probs(p, children)
+    wanted = [p[x] if x in children else p[x] - p[x] for x in range(len(p))]
+    probs = normalised(wanted if sum(wanted) > 0 else [int(x in children) for x in range(len(p))])
     index = selection_index(len(tree.paths), len(prefix), 0, 0)
     chosen = chooser.choose([probs[x] for x in children], Purpose.SELECTION, index)
     return children[chosen], probs
 
 
 def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
+    """Select where the most likely tokens are fixed and one is drawn from the tail r.
+
+    The drawn child keeps what the target wants of it, min(p, r); the others share the rest in
+    proportion to p.
+    """
     q, children = tree.draft_probs(prefix), tuple(tree.children(prefix))
     kept = most_likely(q, len(children) - 1)
     (drawn,) = set(children) - set(kept)
-    probs, r = greedy_probs(p, q, kept), exact_tail_probs(q, kept)
+    probs = r = exact_tail_probs(q, kept)
+    total = sum(p[x] for x in kept)
+    if total > 0:
+        overlap = [0 if x in kept else min(p[x], r[x]) for x in range(len(p))]
+        rest = 1 - sum(overlap)
+        shares = (rest * share(p[x], total) if x in kept else overlap[x] for x in range(len(p)))
+        probs = tuple(shares)
     take, which = (selection_index(len(tree.paths), len(prefix), 0, i) for i in (1, 0))
     if accepts(chooser, share(probs[drawn], r[drawn]), Purpose.SELECTION, take):
         return drawn, probs
     others = tuple(x for x in children if x in kept)
     chosen = chooser.choose([p[x] for x in others], Purpose.SELECTION, which)
     return others[chosen], probs
-
-
-def fixed_probs(p: Probs, children: Sequence[int]) -> Probs:
-    """Return the distribution of the child selected at a node whose children are not random."""
-    total = sum(p[x] for x in set(children))
-    if total > 0:
-        return tuple(share(p[x], total) if x in children else p[x] - p[x] for x in range(len(p)))
-    return normalised(1 if x in children else 0 for x in range(len(p)))
-
-
-def greedy_probs(p: Probs, q: Probs, kept: Sequence[int]) -> Probs:
-    """Return the distribution of the child selected where ``kept`` are fixed and one is drawn.
-
-    The drawn child keeps what the target wants of it, min(p, r); ``kept`` shares the rest in
-    proportion to p.
-    """
-    r = exact_tail_probs(q, kept)
-    total = sum(p[x] for x in kept)
-    if not total > 0:
-        return r
-    overlap = [0 if x in kept else min(p[x], r[x]) for x in range(len(p))]
-    rest = 1 - sum(overlap)
-    return tuple(rest * share(p[x], total) if x in kept else overlap[x] for x in range(len(p)))
 
 
 # The same for batches.
@@ -131,5 +120,5 @@ class OtbvVerifier(BlockRule):
         if tree.draft_sampling is DraftSampling.GREEDY:
             return select_greedy(tree, target, uniforms.selection)
         if tree.paths == 1:
-            return DraftedPath.only(tree, target)
+            return DraftedPath.drawn(tree, target)
         return select_iid(tree, target, uniforms.selection)

@@ -121,8 +121,6 @@ def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor
 
 
 # Rows and places in the lists that nodes have: token ids, and a probability of each.
-
-
 def rows_at(table: Tensor, nodes: Tensor) -> Tensor:
     """Return the rows of ``table`` ``[batch, nodes, width]`` at ``nodes`` ``[batch, steps]``."""
     return table.gather(1, nodes.unsqueeze(2).expand(-1, -1, table.shape[2]))
@@ -155,8 +153,6 @@ def target_of_tokens(tree: DraftTree, target: TargetProbs) -> Tensor:
 
 
 # The paths of a tree, and choosing one by a preference among the children of every node.
-
-
 def steps_of(tree: DraftTree) -> Tensor:
     """Return ``[batch, paths, length]`` bool: whether the path has a node at depth 1, 2, ..."""
     depths = torch.arange(tree.length, device=tree.path_lengths.device)
@@ -223,18 +219,14 @@ class DraftedPath:
     chosen: Tensor  # [batch, length] int64, the place of the path's own token in the support
 
     @classmethod
-    def drawn(cls, tree: DraftTree, target: TargetProbs, number: Tensor) -> Self:
-        """Return path ``number`` ``[batch]``, with the distributions it was drawn from."""
+    def drawn(cls, tree: DraftTree, target: TargetProbs, number: Tensor | None = None) -> Self:
+        """Return path ``number`` ``[batch]``, or the first, with what it was drawn from."""
+        number = torch.zeros_like(tree.num_nodes) if number is None else number
         nodes, lengths = path_at(tree, number)
         steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
         ids, draft = rows_at(tree.draft_ids, steps), rows_at(tree.draft_probs, steps)
         probs = probs_along(target, steps, ids)
         return cls(nodes, lengths, ids, draft, probs, place_of(tokens, ids, draft))
-
-    @classmethod
-    def only(cls, tree: DraftTree, target: TargetProbs) -> Self:
-        """Return the path of trees of one path, with the distributions it was drawn from."""
-        return cls.drawn(tree, target, torch.zeros_like(tree.num_nodes))
 
     def ratios(self) -> Tensor:
         """Return p(x) / draft(x) of the path's own tokens, ``[batch, length]`` float64.
@@ -263,8 +255,6 @@ class DraftedPath:
 
 
 # The children of nodes.
-
-
 def drafted_nodes(tree: DraftTree) -> Tensor:
     """Return ``[batch, nodes]`` bool: real nodes other than the root."""
     return tree.depth > 0

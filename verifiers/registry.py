@@ -24,13 +24,10 @@ from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, find_faul
 from eaglegbv.verifiers.block import BlockVerifier, block
 from eaglegbv.verifiers.gbv import GbvVerifier, gbv
 from eaglegbv.verifiers.global_resolution import (
-    ConvexResolutionVerifier,
     GlobalResolution,
     GlobalResolutionVerifier,
-    LinearResolutionVerifier,
-    MaxFlowResolutionVerifier,
-    RaceResolutionVerifier,
     Solver,
+    host_solver,
 )
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier, greedy_block
 from eaglegbv.verifiers.greedy_draft import GreedyDraftVerifier, greedy_draft
@@ -58,10 +55,7 @@ _RULES: tuple[tuple[type[Verifier], Verify], ...] = (
     (GreedyDraftVerifier, greedy_draft),
     (TraversalVerifier, traversal),
     (GlobalResolutionVerifier, GlobalResolution()),
-    (ConvexResolutionVerifier, GlobalResolution(Solver.CONVEX)),
-    (RaceResolutionVerifier, GlobalResolution(Solver.RACE)),
-    (MaxFlowResolutionVerifier, GlobalResolution(Solver.MAX_FLOW)),
-    (LinearResolutionVerifier, GlobalResolution(Solver.LP)),
+    *((host_solver(own), GlobalResolution(own)) for own in Solver if own is not Solver.EXACT),
     (TargetOnlyVerifier, target_only),
 )
 """The batched class and the reference of each rule whose steps are lossless by themselves."""

@@ -12,9 +12,7 @@ from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, 
 from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_paths
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
-    Number,
     Prefix,
-    Probs,
     exact_tail_probs,
     most_likely,
     positive,
@@ -37,7 +35,11 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
     others = [x for x in children if x != hub]
     tail = exact_tail_probs(q, (hub,)) if others else tuple(mass - mass for mass in q)
     first = q if others else tail
-    taken = _taken(p, first, tail, hub)
+    # What the pairs serve of p(x) off the hub: min(p, q(x) / (1 - q(a))).
+    taken = [
+        px - px if x == hub else min(px, fx) + min(positive(px - fx), positive(tx - fx))
+        for x, (px, fx, tx) in enumerate(zip(p, first, tail, strict=True))
+    ]
     for x in others:
         second = tail[x] - first[x]
         if next(iter(children)) == x:
@@ -55,14 +57,6 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
         for x, (px, tx) in enumerate(zip(p, taken, strict=True))
     )
     return Rejected(weights if sum(weights) > 0 else p)
-
-
-def _taken(p: Probs, first: Probs, tail: Probs, hub: int) -> list[Number]:
-    """Return what the pairs serve of p(x) off the hub: min(p, q(x) / (1 - q(a)))."""
-    return [
-        px - px if x == hub else min(px, fx) + min(positive(px - fx), positive(tx - fx))
-        for x, (px, fx, tx) in enumerate(zip(p, first, tail, strict=True))
-    ]
 
 
 # The same for batches.

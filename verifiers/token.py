@@ -34,7 +34,7 @@ class TokenVerifier(Verifier):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge one path per request; the test of depth i uses acceptance number i - 1."""
         tests = uniforms.acceptance[:, : tree.length]
-        path = DraftedPath.only(tree, target)
+        path = DraftedPath.drawn(tree, target)
         return verify_tokens(path, target, tests, uniforms.correction)
 
 

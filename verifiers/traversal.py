@@ -43,10 +43,6 @@ class _Node:
     q: Probs  # draft distribution of the next child, given the children tried
     untried: list[int]  # children not yet tried, in draft order
 
-    def child_weight(self, x: int) -> Number:
-        """Return min(1, w p(x) / q(x))."""
-        return min(1, self.w * self.p[x] / self.q[x])
-
     def reject(self, x: int) -> None:
         """Take the rejected child's mass out of the distributions and update the weight."""
         weights = residual(self.w, self.p, self.q)
@@ -73,7 +69,7 @@ def traversal(tree: ReferenceTree, chooser: Chooser) -> Outcome:
         node = stack[-1]
         if node.untried:
             x = node.untried.pop(0)
-            stack.append(_node(tree, (*node.prefix, x), node.child_weight(x)))
+            stack.append(_node(tree, (*node.prefix, x), min(1, node.w * node.p[x] / node.q[x])))
         elif len(stack) == 1 or accepts(
             chooser, node.w, Purpose.ACCEPTANCE, numbers[node.prefix] - 1
         ):
@@ -192,10 +188,7 @@ class _Visit:
         self.stop = torch.where(passed.squeeze(1), node.squeeze(1), self.stop)
         self.path = torch.where(passed, leaf.nodes, self.path)
         self.accepted = self.accepted | passed
-        self._reject(parent, node, tested & ~passed)
-
-    def _reject(self, parent: Tensor, node: Tensor, rejected: Tensor) -> None:
-        old = self.weights.gather(1, parent)
+        rejected, old = tested & ~passed, self.weights.gather(1, parent)
         mass = self.left.subtract(parent, old, rejected)
         self.left.lose(parent, node, rejected)
         new = torch.where(old < 1, mass / (mass + (1 - old)), 1.0)

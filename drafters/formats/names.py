@@ -1,7 +1,7 @@
 """Names of tensors: one set inside this package, several in files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import Tensor
@@ -46,15 +46,6 @@ class NamedTensors:
     def has_attention_bias(self, parts: str) -> bool:
         """Return whether one of the projections ``parts``, of "qkvo", has a bias."""
         return any(f"layer.self_attn.{part}_proj.bias" in self.tensors for part in parts)
-
-    def without(self, name: str, reason: str) -> "NamedTensors":
-        """Return these tensors without one, which is left aside."""
-        return replace(
-            self,
-            tensors={key: t for key, t in self.tensors.items() if key != name},
-            stored={key: stored for key, stored in self.stored.items() if key != name},
-            left_aside={**self.left_aside, self.stored[name]: reason},
-        )
 
     def shown(self, name: str) -> str:
         """Return what ``name`` is called, or would be called, in the file."""
@@ -111,8 +102,6 @@ def _plain(name: str) -> str:
 
 
 # Something a user should know about a head's files.
-
-
 class RemarkKind(StrEnum):
     """What a remark is about."""
 

@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 
 from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, default_feature_layers
 from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors, Remark, RemarkKind
-from eaglegbv.errors import DrafterMismatch, InvalidArgument, first_line, one_of
+from eaglegbv.errors import DrafterMismatch, first_line
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -39,8 +39,6 @@ LAYER_SECTION = "transformer_layer_config"  # where speculators keeps the decode
 
 
 # The tensors of a folder, from safetensors or from what ``torch.save`` wrote, whole or sharded.
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Tensors by the names they are stored under."""
@@ -127,8 +125,6 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 # The formats.
-
-
 class Numbering(StrEnum):
     """What a layer id stands for: two ways to count, off by one, in the same key.
 
@@ -216,17 +212,6 @@ FORMATS: Mapping[FormatName, Format] = MappingProxyType(
 )
 
 
-def find_format(name: str) -> Format:
-    """Return the format called ``name``.
-
-    Raises:
-        InvalidArgument: There is none.
-    """
-    if name not in set(FormatName):
-        raise InvalidArgument("format", name, one_of(FormatName, name))
-    return FORMATS[FormatName(name)]
-
-
 def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
     """Tell the format of a config.json and its tensors.
 
@@ -243,8 +228,6 @@ def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
 
 
 # Which target layers EAGLE-3 reads.
-
-
 @dataclass(frozen=True, slots=True)
 class FeatureLayers:
     """Target layers whose inputs are read, and why."""
@@ -282,13 +265,9 @@ class StoredLayers:
     format: Format  # the format, by whose numbering they are read where nothing tells
 
     def resolve(self, num_layers: int | None) -> FeatureLayers | None:
-        """Return the layers whose inputs are meant.
+        """Return the layers whose inputs are meant, None if neither file nor target tells.
 
-        Args:
-            num_layers: Layers of the target; None where it is unknown.
-
-        Returns:
-            None where neither the file nor the target tells.
+        ``num_layers`` of the target is None where it is unknown.
         """
         if self.ids is None:
             if num_layers is None:

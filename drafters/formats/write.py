@@ -43,14 +43,10 @@ class Contents:
 def write_head(
     folder: Path, kind: Format, contents: Contents, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``.
+    """Write ``config.json`` and ``model.safetensors`` into a folder, which need not exist.
 
-    Args:
-        folder: Created if missing.
-        kind: The format.
-        contents: What config.json is written from.
-        tensors: Tensors by their names inside this package. They are written unchanged; an EAGLE-1
-            head without a bias gets one of zeros for SGLang, which would start a random one.
+    Tensors, by their names inside this package, are written unchanged; an EAGLE-1 head without a
+    bias gets one of zeros for SGLang, which would start a random one.
 
     Raises:
         DrafterMismatch: The format cannot express the head.

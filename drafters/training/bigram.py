@@ -69,15 +69,8 @@ def cross_entropy(pairs: csr_array, prior: float, measured: csr_array) -> float:
 def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int, command: str = "") -> str:
     """Count texts, choose the prior by the held-out ones, and save the table in ``out``.
 
-    Args:
-        texts: What to count.
-        out: Folder to write.
-        vocab: Tokens of the target.
-        width: Followers kept of every token.
-        command: Command line, for the report.
-
-    Returns:
-        A summary for a reader.
+    The target has ``vocab`` tokens; ``width`` followers are kept of each. ``command``, the command
+    line, is saved with the table. Return a summary for a reader.
 
     Raises:
         InvalidArgument: There is nothing to count, or a token is none of the target's.

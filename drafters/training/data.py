@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 
 # Rows.
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One training row: a chat or a plain text."""
@@ -98,8 +96,6 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 # Documents, and rows of tokens filled with them.
-
-
 @dataclass(frozen=True, slots=True)
 class Document:
     """A tokenised document: its source's index, its tokens, and which the assistant wrote."""
@@ -192,14 +188,9 @@ def documents_to_fill(window: int) -> int:
 def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
     """Put every document into a row, whole: long ones first, each into the first row with room.
 
-    Args:
-        lengths: ``[documents]`` int64, none above ``window``.
-        window: Tokens of a row.
-        seed: Seed of the documents that rows are filled up with.
-
-    Returns:
-        ``[rows, number]`` int64, documents for :func:`pack`: in every row its own ones, then random
-        others, which are cut at the row's end.
+    ``lengths`` are ``[documents]`` int64, none above ``window``. Return ``[rows, number]`` int64,
+    documents for :func:`pack`: in every row its own ones, then others, which are drawn by ``seed``
+    and cut at the row's end.
     """
     free = torch.full_like(lengths, window)
     rows: list[list[int]] = [[] for _ in lengths]
@@ -343,8 +334,6 @@ def _render(
 
 
 # The texts that drafters are trained and measured on: the data's, or the target's own answers.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """Which texts to train and measure on."""
@@ -373,12 +362,7 @@ Answer = Callable[[Sequence[list[int]]], list[list[int]]]
 def gather_texts(
     settings: TextSettings, tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> Texts:
-    """Read the data and let the target answer, unless its answers are kept already.
-
-    Args:
-        settings: Which texts to gather.
-        tokenizer: The target's.
-        answer: Has the target answer; not called where nothing is to be answered.
+    """Read the data and let the target ``answer``, unless nothing is asked or answers are kept.
 
     Raises:
         InvalidArgument: The data or the kept answers cannot be read, or there is nothing to learn.

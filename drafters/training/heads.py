@@ -29,14 +29,7 @@ from eaglegbv.drafters.training.data import (
     documents_to_fill,
     draw_documents,
 )
-from eaglegbv.drafters.training.train import (
-    Evaluation,
-    Schedule,
-    Task,
-    optimise,
-    optimise_once,
-    write_report,
-)
+from eaglegbv.drafters.training.train import Evaluation, Schedule, Task, optimise_once, train
 from eaglegbv.drafters.training.unroll import (
     FrozenTarget,
     KeptRuns,
@@ -110,40 +103,19 @@ def train_eagle(
     resume: bool = False,
     validate: Validate | None = None,
 ) -> str:
-    """Train a head and save it in the EAGLE repository's format.
+    """Train a head, save it in the EAGLE repository's format, and return a report in Markdown.
 
-    Args:
-        config: Settings.
-        model: The target, on the device. It is frozen.
-        texts: Those of ``config.texts``.
-        command: Command line, for the report.
-        resume: Continue from the checkpoint in ``config.out``, if there is one.
-        validate: Measures the head at every evaluation, on ``config.validation_prompts`` held-out
-            prompts.
-
-    Returns:
-        A report on the run, in Markdown.
+    ``model`` is the target, on the device, and gets frozen; ``texts`` are those of the settings,
+    ``command`` is the command line for the report. With ``resume`` the run goes on from the
+    checkpoint in ``config.out``, if there is one. ``validate`` measures the head at every
+    evaluation, on ``config.validation_prompts`` held-out prompts.
 
     Raises:
         InvalidArgument: A target that no such head fits, a checkpoint of another run, or a loss
             that is not finite.
     """
-    run = _Run(config, model, texts, validate)
-    progress = optimise(run.task, config.schedule, config.out, resume=resume)
-    save_head(run.head, config.out)
-    saved = _loaded(config.out, model)
-    with torch.no_grad():
-        final = run.evaluate(saved)
-    return write_report(
-        config.out,
-        run.task,
-        progress,
-        final,
-        title=f"{config.arch.upper()} head",
-        command=command,
-        data=config.texts.data,
-        corpus=texts.training,
-    )
+    task = _Run(config, model, texts, validate).task
+    return train(task, config.schedule, config.out, command=command, resume=resume)
 
 
 def try_out(config: EagleTrainingConfig, model: PreTrainedModel, texts: Texts) -> str:
@@ -184,15 +156,16 @@ class _Run:
         texts: Texts,
         validate: Validate | None,
     ) -> None:
-        """Make a head."""
         self.config = config
+        self.model = model
         self.validate = validate
         model.requires_grad_(requires_grad=False)
         texts.training.check_vocabulary(model.config.get_text_config(decoder=True).vocab_size)
         torch.manual_seed(config.schedule.seed)
         self.head = _new_head(config, model, texts.training).to(config.device)
-        if config.compile:
-            for layer in _layers(model):
+        if config.compile:  # the decoder's layers, whatever the family calls them
+            modules = model.base_model.modules()
+            for layer in next(m for m in modules if isinstance(m, nn.ModuleList)):
                 layer.compile()
         target = FrozenTarget(model, self.head.config.feature_layers, config.texts.window)
         self.draw, self.held_out = _runs(config, target, texts)
@@ -200,16 +173,19 @@ class _Run:
         settings = asdict(config)
         settings |= settings.pop("texts")
         self.task = Task(
+            title=f"{config.arch.upper()} head",
+            data=config.texts.data,
+            corpus=texts.training,
             module=self.head,
             loss=self.loss,
             evaluate=lambda: self.evaluate(self.head),
+            finish=self.finish,
             keep=lambda: save_head(self.head, config.out),
             tokens_per_step=config.batch * config.texts.window,
             identity={name: v for name, v in settings.items() if name not in _NOT_IDENTITY},
         )
 
     def loss(self, step: int, spent: float) -> Tensor:
-        """Return the mean over depths, weighted by the decay."""
         config, seed = self.config, self.config.schedule.step_seed(step)
         run = self.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
@@ -218,6 +194,10 @@ class _Run:
         if config.arch is Arch.EAGLE3:
             return loss
         return loss + config.feature_weight * feature_loss(depths, config.decay)
+
+    def finish(self) -> Evaluation:
+        save_head(self.head, self.config.out)
+        return self.evaluate(_loaded(self.config.out, self.model))
 
     def evaluate(self, head: EagleHead) -> Evaluation:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
@@ -277,11 +257,6 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     return prompts[:number]
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder's layers, whatever the family calls them."""
-    return next(m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
-
-
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
     target = model.config.get_text_config(decoder=True)
     eagle3 = config.arch is Arch.EAGLE3
@@ -328,12 +303,8 @@ def head_config_of(
 ) -> EagleHeadConfig:
     """Return the configuration of a new head for a target, whatever family it is of.
 
-    Args:
-        target: The configuration of the target's decoder. Of its keys only sizes that all have are
-            needed; others are taken where they are there.
-        arch: Which head.
-        draft_vocab: Tokens the head can draft.
-        intermediate: Width of the feed-forward layer; None for the target's.
+    Of the keys of the target's decoder only sizes that all have are needed; others are taken where
+    they are there. ``intermediate``, the width of the feed-forward layer, is None for the target's.
     """
     facts = target.to_dict()
     hidden, heads = int(target.hidden_size), int(target.num_attention_heads)

@@ -23,14 +23,7 @@ from eaglegbv.drafters.training.data import (
     pack,
     read_rows,
 )
-from eaglegbv.drafters.training.train import (
-    CHECKPOINT,
-    Evaluation,
-    Schedule,
-    Task,
-    optimise,
-    write_report,
-)
+from eaglegbv.drafters.training.train import CHECKPOINT, Evaluation, Schedule, Task, train
 
 BOS = "<|bos|>"
 USER = "<|user|>"
@@ -83,8 +76,7 @@ class TargetTrainingConfig:
 def train_target(config: TargetTrainingConfig, *, command: str = "", resume: bool = False) -> str:
     """Train a tokenizer and a target and save both, bf16, in transformers' format.
 
-    Returns:
-        A report on the run, in Markdown.
+    Return a report on the run, in Markdown.
 
     Raises:
         InvalidArgument: No data, a checkpoint of another run, or a loss that is not finite.
@@ -98,41 +90,48 @@ def train_target(config: TargetTrainingConfig, *, command: str = "", resume: boo
         tokenizer.save_pretrained(config.out)
     training, held_out = (c.to(device) for c in build_corpora(rows, tokenizer, config.window))
     torch.manual_seed(config.schedule.seed)
+    settings = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=_CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with device:
-        model = LlamaForCausalLM(_model_config(config, tokenizer))
+        model = LlamaForCausalLM(settings)
+
+    def finish() -> Evaluation:
+        model.to(torch.bfloat16)  # type: ignore[arg-type]
+        model.save_pretrained(config.out)
+        return _evaluate(model, held_out, config.batch)
+
     task = Task(
+        title="target",
+        data=config.data,
+        corpus=training,
         module=model,
         loss=lambda step, _: _loss(model, training, config, step),
         evaluate=lambda: _evaluate(model, held_out, config.batch),
+        finish=finish,
         tokens_per_step=config.batch * config.window,
         identity={k: v for k, v in asdict(config).items() if k not in {"data", "out"}},
     )
-    progress = optimise(task, config.schedule, config.out, resume=resume)
-    model.to(torch.bfloat16)  # type: ignore[arg-type]
-    model.save_pretrained(config.out)
-    with torch.no_grad():
-        final = _evaluate(model, held_out, config.batch)
-    return write_report(
-        config.out,
-        task,
-        progress,
-        final,
-        title="target",
-        command=command,
-        data=config.data,
-        corpus=training,
-    )
+    return train(task, config.schedule, config.out, command=command, resume=resume)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer that decodes every text to exactly what was encoded.
 
-    Each digit is split off, so that numbers of any length are spelled the same way.
-
-    Args:
-        texts: Training text.
-        vocab_size: Number of tokens, the 256 bytes and five special tokens included.
-        context: Number of positions of the model, recorded in the tokenizer.
+    Each digit is split off, so that numbers of any length are spelled the same way. The 256 bytes
+    and five special tokens count to ``vocab_size``; ``context``, the model's positions, is noted.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -150,9 +149,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreT
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A",
-        pair=f"{BOS} $A $B",
-        special_tokens=[(BOS, bpe.token_to_id(BOS))],
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, bpe.token_to_id(BOS))]
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -175,24 +172,6 @@ def _tokenizer_texts(rows: list[Row]) -> Iterator[str]:
         parts = [message["content"] for message in row.messages] or [row.text]
         characters[row.source] += sum(map(len, parts))
         yield from parts
-
-
-def _model_config(config: TargetTrainingConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=_HEAD_DIM,
-        max_position_embeddings=_CONTEXT,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 def _loss(

@@ -105,16 +105,31 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained."""
+    """What is trained, and on what."""
 
+    title: str  # what it is, for the report
+    data: Sequence[Path]  # its files and folders
+    corpus: Corpus  # what they come to
     module: nn.Module  # the module whose trainable weights are optimised
     # Loss of a step, given its number and the spent fraction of the budget. It draws its batch as a
     # function of these alone.
     loss: Callable[[int, float], Tensor]
     evaluate: Callable[[], Evaluation]  # held-out evaluation
+    finish: Callable[[], Evaluation]  # saves the module at the end, and evaluates what was saved
     tokens_per_step: int  # tokens a step trains on, for the log
     identity: Mapping[str, Any]  # what must be the same for a checkpoint to be resumed
     keep: Callable[[], None] = lambda: None  # saves the module, whose weights are the best so far
+
+
+def train(task: Task, schedule: Schedule, folder: Path, *, command: str, resume: bool) -> str:
+    """Optimise, save what came out, and write and return a report; ``command`` is the command line.
+
+    See :func:`optimise`.
+    """
+    progress = optimise(task, schedule, folder, resume=resume)
+    with torch.no_grad():
+        final = task.finish()
+    return _write_report(folder, task, progress, final, command)
 
 
 def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> Progress:
@@ -282,38 +297,21 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
 
 
 # What a run reports.
-
-
-def write_report(
-    folder: Path,
-    task: Task,
-    progress: Progress,
-    final: Evaluation,
-    *,
-    title: str,
-    command: str,
-    data: Sequence[Path],
-    corpus: Corpus,
+def _write_report(
+    folder: Path, task: Task, progress: Progress, final: Evaluation, command: str
 ) -> str:
-    """Write ``training_report.json``, and ``TRAINING.md``, which is returned.
-
-    ``final`` evaluates the weights as saved, ``title`` says what was trained, ``command`` is the
-    command line that was run, ``data`` its files and folders, and ``corpus`` what it trained on.
-
-    Returns:
-        A section of a model card, in Markdown.
-    """
+    """Write ``training_report.json``, and ``TRAINING.md``, a section of a model card, returned."""
     device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     if (place := next(task.module.parameters()).device).type == "cuda":
         device = torch.cuda.get_device_name(place)
     versions = {"Python": platform.python_version()}
     versions |= {m.__name__: str(m.__version__) for m in (torch, transformers, tokenizers)}
     report: dict[str, Any] = {
-        "title": title,
+        "title": task.title,
         "command": command,
-        "config": {**task.identity, "data": [str(path) for path in data]},
+        "config": {**task.identity, "data": [str(path) for path in task.data]},
         "parameters": sum(p.numel() for p in task.module.parameters()),
-        "data": corpus.token_counts(),
+        "data": task.corpus.token_counts(),
         "steps": progress.step,
         "best_step": progress.best_step,
         "tokens": progress.step * task.tokens_per_step,

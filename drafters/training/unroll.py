@@ -29,8 +29,6 @@ _ROWS_AT_ONCE = 1024  # hidden states whose logits over the whole vocabulary are
 
 
 # What a head is trained on: runs of the target over texts, and files in which they are kept.
-
-
 @dataclass(frozen=True, slots=True)
 class TargetRun:
     """A batch of texts and what the frozen target computed on them."""
@@ -129,13 +127,9 @@ class KeptRuns:
 
     @classmethod
     def over(cls, target: FrozenTarget, corpus: Corpus, folder: Path, *, seed: int) -> Self:
-        """Lay ``corpus`` out in rows, and open the files in ``folder``, or make them.
+        """Lay ``corpus``, texts no longer than the target's window, out in rows; open their files.
 
-        Args:
-            target: The target.
-            corpus: Texts no longer than its window.
-            folder: Folder of the files.
-            seed: Seed of which texts share a row.
+        ``seed`` says which texts share a row. Files that are not there in ``folder`` are made.
 
         Raises:
             InvalidArgument: The folder is of other texts or another target, or the target's logits
@@ -211,8 +205,6 @@ def _claim(path: Path, target: FrozenTarget, corpus: Corpus, rows: Tensor) -> No
 
 
 # The unroll.
-
-
 @dataclass(frozen=True, slots=True)
 class Anchors:
     """The rows to unroll."""
@@ -293,13 +285,10 @@ class Loss(StrEnum):
     BLOCK = "block"  # minus what block verification accepts of a path; see `block_accepted`
 
     def of(self, depths: Sequence[Depth], spent: float, decay: float) -> Tensor:
-        """Return the loss of a path after a fraction ``spent`` of training.
+        """Return the loss of a path after a fraction ``spent`` of training, which ``MIX`` needs.
 
-        Args:
-            depths: The unrolled depths.
-            spent: From 0 to 1; only ``MIX`` changes with it.
-            decay: Weight of a depth relative to the one before. ``BLOCK`` has none: its depths
-                are parts of one sum.
+        ``decay`` is the weight of a depth relative to the one before. ``BLOCK`` has none: its
+        depths are parts of one sum.
         """
         if self is Loss.BLOCK:
             accepted = [_mean(a, depths[0].used) for a in block_accepted(depths)]

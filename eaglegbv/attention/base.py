@@ -47,12 +47,11 @@ class Segment:
         q, m = self.num_new, self.num_pending
         if not 1 <= q <= m:
             raise InvalidArgument("token_ids", q, f"from 1 to len(tree_slots) = {m} new tokens")
-        if self.positions.shape[0] != q:
-            raise InvalidArgument("positions", tuple(self.positions.shape), f"({q},)")
-        if self.tree_positions.shape[0] != m:
-            raise InvalidArgument("tree_positions", tuple(self.tree_positions.shape), f"({m},)")
-        if self.visible is not None and self.visible.shape != (q, m):
-            raise InvalidArgument("visible", tuple(self.visible.shape), f"({q}, {m})")
+        expected = {"positions": (q,), "tree_positions": (m,), "visible": (q, m)}
+        for name, shape in expected.items():
+            part: Tensor | None = getattr(self, name)
+            if part is not None and part.shape != shape:
+                raise InvalidArgument(name, tuple(part.shape), str(shape))
 
     @classmethod
     def causal(cls, token_ids: Tensor, context_slots: Tensor, new_slots: Tensor) -> Self:

@@ -198,10 +198,10 @@ class FlashInferBranches(BranchAttention):
     def __init__(self, wrappers: "Wrappers", shape: BranchShape) -> None:
         """Make the wrapper; wrappers of all shapes share the list of keys."""
         super().__init__(wrappers.pool, shape)
-        self.most_keys = wrappers.most_row_keys(shape.max_context)
         rows, drafted = shape.requests * shape.branches, shape.levels * shape.branches
         keys = wrappers.longest(shape.max_context) + drafted
         slots = wrappers.row_keys(shape.max_context)
+        self.most_keys = len(slots)
         self._buffers = TreeBuffers.of(shape.requests, rows, keys, slots)
         self._planned = wrappers.static(self._buffers, rows, shape.heads)
         self._kind = LayerKind(None, shape.scale, None, shape.heads)
@@ -222,7 +222,7 @@ class FlashInferBranches(BranchAttention):
         branches, drafted, device = self.shape.branches, slots[0].numel(), self.slots.device
         lengths = np.array([len(context) + drafted for context in contexts])
         masks = [_mask_of_context(length, drafted, branches) for length in lengths]
-        octets = _offsets(np.array([len(mask) for mask in masks]))
+        octets = np.array(offsets_of(map(len, masks)), dtype=np.int32)
         ends = 8 * octets[:-1, np.newaxis] + lengths[:, np.newaxis] * np.arange(1, branches + 1)
         self._firsts.copy_(send(torch.from_numpy(ends - drafted), device))
         keys = [part for own in zip(contexts, slots.flatten(1), strict=True) for part in own]
@@ -230,7 +230,7 @@ class FlashInferBranches(BranchAttention):
         self._planned_mask[: len(bits)].copy_(bits)
         self._planned.plan_queries(
             self._queries,
-            torch.from_numpy(_offsets(lengths)),
+            torch.tensor(offsets_of(lengths.tolist()), dtype=torch.int32),
             torch.cat(keys),
             self._kind,
             PackedMasks(bits, torch.from_numpy(octets)),
@@ -238,8 +238,11 @@ class FlashInferBranches(BranchAttention):
 
     def attend(self, level: int, q: Tensor, k: Tensor, v: Tensor, chains: Tensor | None) -> Tensor:
         """See :meth:`BranchAttention.attend`."""
-        if level == 0:
-            self._begin()
+        if level == 0:  # hidden values count 0 times: none may be NaN
+            self.pool.layer(0)[1].index_fill_(0, self.slots.flatten(), 0)
+            own = self._levels.view(-1, 1, 1) + self._firsts + self._branches
+            self._own = _octets_and_bits(own)
+            self._buffers.mask.copy_(self._planned_mask)
         keys, values = self.pool.write(0, self.slots[:, level].flatten(), k, v)
         mask = self._buffers.mask
         if chains is None:  # each sees its own branch at this level; it already sees the earlier
@@ -251,14 +254,6 @@ class FlashInferBranches(BranchAttention):
         mask.index_add_(0, octets.flatten(), bits.flatten())
         return self._planned.attend(q, keys, values)
 
-    def _begin(self) -> None:
-        """Prepare for a draft's first level. Hidden values count 0 times: none may be NaN."""
-        _, values = self.pool.layer(0)
-        values.index_fill_(0, self.slots.flatten(), 0)
-        levels = self._levels.view(-1, 1, 1)
-        self._own = _octets_and_bits(levels + self._firsts + self._branches)
-        self._buffers.mask.copy_(self._planned_mask)
-
 
 def _octets_and_bits(places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mask bytes that hold these bits, int64, and the bits' values there, uint8."""
@@ -266,15 +261,9 @@ def _octets_and_bits(places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_of_context(length: int, drafted: int, branches: int) -> NDArray[np.uint8]:
-    """Return the packed mask that shows ``branches`` all keys but the last ``drafted``."""
     seen = np.ones((branches, length), dtype=bool)
     seen[:, length - drafted :] = False
     return np.packbits(seen, bitorder="little")
-
-
-def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return where parts of ``sizes`` begin, and where the last ends."""
-    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
 # Masks of one bit per (query, key), as FlashInfer's kernels read them (``variants.cuh``).
@@ -324,7 +313,6 @@ class PlannedWrapper:
     """A wrapper over a pool, and what it takes to plan and run it."""
 
     def __init__(self, wrapper: Any, pool: KVPool) -> None:  # noqa: ANN401  FlashInfer has no types
-        """Take over a wrapper of FlashInfer's."""
         self._wrapper = wrapper
         self._pool = pool
         # A plan is copied from host memory that the next plan overwrites, so that one waits.
@@ -487,7 +475,6 @@ class Wrappers:
     """
 
     def __init__(self, pool: KVPool, kernels: FlashInferKernels) -> None:
-        """Start without wrappers."""
         self.pool = pool
         self._kernels = kernels
         self._workspace = pool.keys.new_empty(0, dtype=torch.uint8)
@@ -513,14 +500,11 @@ class Wrappers:
         """Return the most keys that a text of ``max_context`` positions has."""
         return min(max_context, self.pool.num_slots)
 
-    def most_row_keys(self, max_context: int) -> int:
-        """Return how many keys all requests of a draft may have together."""
-        return min(MAX_ROWS * (self.longest(max_context) + MAX_DEPTH), _MOST_ROW_KEYS)
-
     def row_keys(self, max_context: int) -> Tensor:
-        """Return room for the keys of a draft, which all drafts share, int32."""
+        """Return room for the keys of all requests of a draft, which all drafts share, int32."""
         if self._row_keys is None:
-            self._row_keys = self.room_for_keys(self.most_row_keys(max_context))
+            most = MAX_ROWS * (self.longest(max_context) + MAX_DEPTH)
+            self._row_keys = self.room_for_keys(min(most, _MOST_ROW_KEYS))
         return self._row_keys
 
     def room_for_keys(self, count: int) -> Tensor:

@@ -51,24 +51,19 @@ class SlotAllocator:
         self._blank = list(range(num_slots))
         self._nooks: list[int] = []
         self._floor = 0
-        self._num_kept = 0
+        self.num_kept = 0  # number of free slots that are kept
         self._state = bytearray(num_slots)
         self._keepers: list[Callable[[int], None]] = []
 
     @property
     def num_free(self) -> int:
         """Number of free slots, blank or kept."""
-        return self._num_blank + self._num_kept
+        return self._num_blank + self.num_kept
 
     @property
     def num_used(self) -> int:
         """Number of slots that are not free."""
         return self.num_slots - self.num_free
-
-    @property
-    def num_kept(self) -> int:
-        """Number of free slots that are kept."""
-        return self._num_kept
 
     def add_keeper(self, blank: Callable[[int], None]) -> None:
         """Register ``blank(count)``, to be called when blank slots are short by ``count``.
@@ -112,7 +107,7 @@ class SlotAllocator:
         """Give back taken slots so that they are handed out last; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _KEPT, "slots that are taken")
-            self._num_kept += 1
+            self.num_kept += 1
             self._floor = max(self._floor, slot + 1)
         while self._blank and self._blank[0] < self._floor:
             heapq.heappush(self._nooks, heapq.heappop(self._blank))
@@ -121,15 +116,15 @@ class SlotAllocator:
         """Take kept slots again, with their contents; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _KEPT, _TAKEN, "slots that are kept")
-            self._num_kept -= 1
+            self.num_kept -= 1
 
     def blank(self, slots: Tensor) -> None:
         """Stop keeping ``slots``, whose contents nobody needs; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _KEPT, _BLANK, "slots that are kept")
-            self._num_kept -= 1
+            self.num_kept -= 1
             self._push(slot)
-        if self._num_kept == 0:
+        if self.num_kept == 0:
             self._blank, self._nooks, self._floor = sorted(self._blank + self._nooks), [], 0
 
     def check(self, owned: Iterable[Tensor]) -> None:
@@ -154,15 +149,14 @@ class SlotAllocator:
         blank = [slot for slot in range(self.num_slots) if self._state[slot] == _BLANK]
         if sorted(self._blank + self._nooks) != blank:
             raise InvalidArgument("blank", self._num_blank, "every blank slot, once")
-        if self._state.count(_KEPT) != self._num_kept:
-            raise InvalidArgument("num_kept", self._num_kept, str(self._state.count(_KEPT)))
+        if self._state.count(_KEPT) != self.num_kept:
+            raise InvalidArgument("num_kept", self.num_kept, str(self._state.count(_KEPT)))
 
     @property
     def _num_blank(self) -> int:
         return len(self._blank) + len(self._nooks)
 
     def _push(self, slot: int) -> None:
-        """Add a slot to the blank ones."""
         heapq.heappush(self._nooks if slot < self._floor else self._blank, slot)
 
     def _change(self, slot: int, before: int, after: int, expected: str) -> None:
@@ -223,12 +217,6 @@ class KVPool:
     def num_slots(self) -> int:
         """Number of slots."""
         return self.keys.shape[1]
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        layers, _, kv_heads, head_dim = self.keys.shape
-        return slot_bytes(layers, kv_heads, head_dim, self.keys.dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -311,17 +299,11 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that PyTorch caches is free too
         return int(torch.cuda.mem_get_info(device)[0])
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([pages, *_limits()])
-
-
-def _limits() -> list[int]:
-    """Return the bytes that Linux reports as available, and those a container may still take."""
-    found: list[int] = []
-    if _MEMINFO.is_file():
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    if _MEMINFO.is_file():  # what Linux reports as available
         available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
-        found += [1024 * int(available[1])] if available else []
-    if _LIMIT.is_file() and _USED.is_file():
+        limits += [1024 * int(available[1])] if available else []
+    if _LIMIT.is_file() and _USED.is_file():  # what a container may still take
         limit = _LIMIT.read_text().strip()
-        found += [int(limit) - int(_USED.read_text())] if limit.isdigit() else []
-    return found
+        limits += [int(limit) - int(_USED.read_text())] if limit.isdigit() else []
+    return min(limits)

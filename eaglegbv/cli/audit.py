@@ -47,9 +47,7 @@ def audit(
         str | None, opt(f"Verifier, not needed if a module has only one: {opts.VERIFIERS}.")
     ] = None,
     draft_sampling: opts.SamplingName = None,
-    every: Annotated[
-        bool, opt("Audit every verifier with every draft sampling it accepts.", "--all")
-    ] = False,
+    every: Annotated[bool, opt("Every verifier on all it accepts.", "--all")] = False,
     module: Annotated[Path | None, opt("Python file with verifiers of your own.")] = None,
     vocab: Annotated[int, opt("Number of tokens.")] = 3,
     depth: opts.Depth = 2,
@@ -59,11 +57,7 @@ def audit(
     instances: Annotated[int, opt("Number of random problems.")] = 50,
     iterations: Annotated[int, opt("Verification steps in a row.")] = 2,
     samples: Annotated[
-        int | None,
-        opt(
-            "Test the batched implementation by this many samples of each problem, instead of "
-            "enumerating the reference."
-        ),
+        int | None, opt("Test the batched implementation by so many samples of each problem.")
     ] = None,
     tolerance: Annotated[float, opt("Largest error that passes.")] = 1e-12,
     seed: opts.Seed = 0,
@@ -104,7 +98,6 @@ def audit(
 
 
 def _refuse_own_options(context: typer.Context) -> None:
-    """Refuse options before a subcommand, which would have no effect."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -113,7 +106,6 @@ def _refuse_own_options(context: typer.Context) -> None:
 
 
 def _subjects(module: Path | None, samples: int | None) -> dict[str, Subject]:
-    """Return the available verifiers by name."""
     if module is not None:
         return {v.name: as_subject(v, samples) for v in load_verifiers(module)}
     exact = package_subjects()
@@ -166,8 +158,7 @@ def _verdict(*, passed: bool) -> dict[str, str]:
 @app.command(short_help="Test the whole engine on real models.")
 def pair(
     prompt: Annotated[
-        list[str] | None,
-        opt("A prompt of the texts; may be given several times.", shown="about fruit"),
+        list[str] | None, opt("A prompt of the texts; may be repeated.", shown="about fruit")
     ] = None,
     raw: opts.Raw = False,
     verifier: Annotated[
@@ -189,11 +180,7 @@ def pair(
     device: opts.Device = None,
     dtype: Annotated[str, opt("One of float32, bfloat16, float16.")] = "float32",
     against: Annotated[
-        str | None,
-        opt(
-            "Compare with the exact distribution, or with plain decoding: exact or plain.",
-            shown="exact in float32, else plain",
-        ),
+        str | None, opt("What to compare with, exact or plain.", shown="exact in float32")
     ] = None,
     as_json: opts.AsJson = False,
 ) -> None:
@@ -250,9 +237,7 @@ def picture(
     ] = "0.2,0.4,0.6,0.8,1.0,1.25,1.5",
     at_paths: Annotated[int, opt("Paths, K, for comparing temperatures.")] = 4,
     paths: Annotated[str, opt("Numbers of paths.")] = "1,2,3,4,6,8",
-    at_temperature: Annotated[
-        float, opt("Temperature at which numbers of paths are compared.")
-    ] = 1.0,
+    at_temperature: Annotated[float, opt("Temperature of the numbers of paths.")] = 1.0,
     vocab: Annotated[int, opt("Number of tokens.")] = 64,
     depth: opts.Depth = 6,
     sharpness: Annotated[float, opt("Standard deviation of the target's logits.")] = 3.0,

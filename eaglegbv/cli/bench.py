@@ -69,26 +69,13 @@ def mt_bench(
     data: opts.QuestionData = None,
     verifiers: Annotated[
         str | None,
-        opt(
-            "Verifiers to compare, as in generate; 'none' is plain decoding.",
-            shown="none,token,block,gbv,otbv; of lookups, which are not drawn, none,otbv; "
-            "with --backend transformers, no verifier",
-        ),
+        opt("As in generate; 'none' is plain decoding.", shown="none,token,block,gbv,otbv"),
     ] = None,
-    backend: Annotated[
-        str, opt("What runs the plans: local, sglang, or transformers for none.")
-    ] = "local",
-    backend_arguments: Annotated[
-        str | None, opt("More arguments for SGLang's engine, as a JSON object.")
-    ] = None,
+    backend: Annotated[str, opt("Runs the plans: local, sglang, or transformers.")] = "local",
+    backend_arguments: Annotated[str | None, opt("SGLang's arguments, as a JSON object.")] = None,
     baselines: Annotated[
         str | None,
-        opt(
-            "Other ways to generate, measured in turn with the rest: transformers for its plain "
-            "decoding; lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its assisted "
-            "generation.",
-            shown="none; with --backend transformers its plain decoding",
-        ),
+        opt("Other ways, in turn: transformers, lookup:N, exit:LAYERS:N, assistant:FOLDER."),
     ] = None,
     paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "3",
     depth: Annotated[str, opt("Lengths of a drafted path, L.")] = "4",
@@ -97,9 +84,7 @@ def mt_bench(
         str, opt("Draft samplings: own (of each verifier), iid, wor, greedy, hub, fixed.")
     ] = "own",
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: Annotated[
-        str, opt("Temperatures of the drafts, as multiples of the request's.")
-    ] = "1.0",
+    draft_temperature: Annotated[str, opt("Draft temperatures, times the request's.")] = "1.0",
     max_tokens: opts.MaxTokens = 128,
     system: Annotated[str | None, opt("System message of every question.")] = None,
     seed: opts.Seed = 0,
@@ -109,16 +94,8 @@ def mt_bench(
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
-    out: Annotated[
-        Path | None,
-        opt(
-            "Folder for results.json and results.md; a run that is in it is resumed.",
-            shown="runs/ and the set's name",
-        ),
-    ] = None,
-    plots: Annotated[
-        bool, opt("Also draw pictures, into plots/ in that folder.", "--plots")
-    ] = False,
+    out: Annotated[Path | None, opt("Folder; a run in it is resumed.", shown="runs/SET")] = None,
+    plots: Annotated[bool, opt("Also draw pictures, into plots/ of it.", "--plots")] = False,
 ) -> None:
     """Hold conversations of MT-Bench, or of another set, in every setting, in turns.
 
@@ -180,7 +157,6 @@ def _baseline_names(backend: BackendName, text: str | None) -> list[str]:
 
 
 def _arguments(text: str | None) -> dict[str, Scalar]:
-    """Return the arguments in a JSON object."""
     if text is None:
         return {}
     return decode_json(
@@ -258,7 +234,6 @@ def _hold(
     folder: RunFolder,
     at_once: int | None = None,
 ) -> None:
-    """Hold all conversations that are not yet in the folder of a run."""
     if folder.records:
         total = sum(1 for _ in folder.settings.keys(folder.settings.settings))
         known = f"{len(folder.records)}/{total} conversations of it are measured"
@@ -281,7 +256,6 @@ def _hold(
 
 
 def _report(folder: RunFolder, *, plots: bool) -> None:
-    """Write the results into the folder of a run, and print the table."""
     found = folder.results()
     summaries = statistics.summarise(found)
     report = folder.path / "results.md"
@@ -295,7 +269,6 @@ def _report(folder: RunFolder, *, plots: bool) -> None:
 
 
 def _report_errors(summaries: Sequence[statistics.Summary]) -> None:
-    """Print how many conversations broke off, if any did."""
     broken = ", ".join(f"{s.setting}: {s.errors}" for s in summaries if s.errors)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
@@ -352,7 +325,6 @@ def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
 
 
 def _transformers(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
-    """Load only transformers."""
     device, dtype = place_of(models.device, models.dtype)
     target = str(models.named.target)
     check_model(target)
@@ -448,10 +420,7 @@ def served(
     verifiers: Annotated[
         str, opt("Verifiers of sampled trees, as in generate; 'none' is plain decoding.")
     ] = "block,gbv,otbv,spectr,specinfer,traversal",
-    eagle: Annotated[
-        str | None,
-        opt("Temperatures of SGLang's own EAGLE trees; on a CPU only 0.", shown="none"),
-    ] = None,
+    eagle: Annotated[str | None, opt("Temperatures of SGLang's own EAGLE trees.")] = None,
     paths: Annotated[int, opt("Drafted paths, K; top-k of EAGLE.")] = 3,
     depth: opts.Depth = 4,
     temperature: opts.Temperatures = "1.0",
@@ -462,11 +431,7 @@ def served(
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     out: Annotated[
-        Path | None,
-        opt(
-            "Folder for records, logs and the table; a run in it is resumed.",
-            shown="runs/served-SET",
-        ),
+        Path | None, opt("Folder; a run in it is resumed.", shown="runs/served-SET")
     ] = None,
 ) -> None:
     """Serve the pair with SGLang, one server per verifier, and hold all conversations in each.
@@ -475,8 +440,8 @@ def served(
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
     given = locals()
-    from eaglegbv.backends.sglang.client import Endpoint
     from eaglegbv.backends.sglang.launch import check_ready, running
+    from eaglegbv.backends.sglang.llm import Endpoint
 
     check_ready(context.args)
     require_integer("at-once", at_once, 1, 1024)
@@ -544,8 +509,7 @@ def demo(
         str, opt("The prompt to answer first.")
     ] = "Give three tips for a good night's sleep.",
     model: Annotated[
-        str | None,
-        opt("tiny, smollm2, or another, as in generate.", shown="smollm2 if it is here, or tiny"),
+        str | None, opt("tiny, smollm2, or another.", shown="smollm2 if it is here, or tiny")
     ] = None,
     questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 2,
     max_tokens: opts.MaxTokens = 48,

@@ -11,17 +11,22 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table, measure_drafter
+from eaglegbv.eval.drafters import (
+    NamedReport,
+    category_table,
+    converse,
+    depth_table,
+    drafter_report,
+)
 from eaglegbv.eval.paired_comparison import collect
-from eaglegbv.eval.papers.base import AGAINST, AGREES, Options, Report, Site, findings_table
-from eaglegbv.eval.papers.cells import CELLS, measured_so_far
-from eaglegbv.eval.papers.registry import paper_named
-from eaglegbv.eval.papers.sheets import GridPaper
+from eaglegbv.eval.papers.cells import Options, Site
+from eaglegbv.eval.papers.grids import paper_named
+from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.eval.questions import Question, load_questions
-from eaglegbv.eval.records import describe_environment, name_of_model
+from eaglegbv.eval.records import Record, describe_environment, name_of_model
 from eaglegbv.eval.report import plain_text
-from eaglegbv.eval.results import DrafterResults, NamedReport
+from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
@@ -73,36 +78,27 @@ def drafters(
     chosen = load_questions(questions_set, data).first(questions)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
-    found: list[tuple[str, DrafterReport]] = []
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
+    found: list[NamedReport] = []
+    first: dict[Plan, list[Record]] = {}
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
             llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
-            for number, plan in enumerate(plans):
-                first = found[number][1] if len(found) >= len(plans) else None
-                report = measure_drafter(
-                    llm,
-                    plan,
-                    chosen.questions,
-                    params,
-                    batch=batch,
-                    first=first,
-                    on_batch=bar.update,
-                )
-                found.append((name, report))
-    names, reports = [name for name, _ in found], [report for _, report in found]
+            for plan in plans:
+                held = converse(llm, plan, chosen, params, batch, lambda _: bar.update())
+                own = drafter_report(llm.drafter_name or "none", plan, held, first.get(plan))
+                first.setdefault(plan, held)
+                found.append(NamedReport(name=name, report=own))
     if as_json:
-        own = tuple(NamedReport(name=name, report=report) for name, report in found)
         where_and_when = describe_environment(str(llm.device))
         opts.print_json(
-            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=own)
+            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=tuple(found))
         )
         return
-    tables = (depth_table(reports, names), category_table(reports, names))
-    typer.echo("\n\n".join(map(plain_text, tables)))
-    broken = sum(report.errors for report in reports)
+    typer.echo("\n\n".join(map(plain_text, (depth_table(found), category_table(found)))))
+    broken = sum(one.report.errors for one in found)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
@@ -115,9 +111,7 @@ def study(
     ] = "0.5,1,1.5,2,3",
     paths: Annotated[str, opt("Numbers of paths of sampled trees, K.")] = "1,2,4",
     depth: Annotated[int, opt("Length of a path, and depth of fixed trees.")] = 4,
-    sizes: Annotated[
-        str, opt("Numbers of nodes of fixed trees, up to K L or more.")
-    ] = "1,2,4,6,8,12,16",
+    sizes: Annotated[str, opt("Nodes of fixed trees, up to K L or more.")] = "1,2,4,6,8,12,16",
     questions: opts.Questions = None,
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
@@ -132,12 +126,10 @@ def study(
 ) -> None:
     """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
 
-    The target writes texts by plain decoding at every temperature. At places of these texts,
-    sampled trees (K paths, otbv) and best-first fixed trees (target_only, which is optimal for
-    them) are drafted and judged. 'nodes' are those that the target scores; a sampled tree is
-    compared with the mixture of two fixed trees with the same mean number of nodes. Writes
-    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out; results are saved
-    after every temperature.
+    Sampled trees (K paths, otbv) are compared with mixtures of two best-first fixed trees
+    (target_only) of the same mean number of nodes, at places of plainly decoded texts. Writes
+    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out, after every
+    temperature.
     """
     given = locals()
     check_matplotlib()
@@ -207,33 +199,17 @@ def paper(
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
     max_tokens: opts.MaxTokens = 128,
-    places: Annotated[
-        int, opt("Places per text at which all verifiers judge the same drafts.")
-    ] = 5,
+    places: Annotated[int, opt("Places of a text at which drafts are judged.")] = 5,
     judgements: Annotated[int, opt("How many times each verifier judges each tree.")] = 4,
-    engine_questions: Annotated[
-        int, opt("Questions to answer in the engine, for what one step cannot show.")
-    ] = 16,
-    engine: Annotated[
-        bool, opt("Also measure in the engine what one step can show.", "--engine")
-    ] = False,
-    sheets: Annotated[
-        str | None,
-        opt(
-            "Parts of the comparison, separated by commas, for papers with parts: drafts, engine "
-            "and time of bv; grid, lengths and engine of gbv; engine of spectr-gbv.",
-            shown="all, but gbv's engine only with --engine",
-        ),
-    ] = None,
-    so_far: Annotated[bool, opt("Only report what has been measured so far.", "--so-far")] = False,
+    engine_questions: Annotated[int, opt("Questions that the engine answers.")] = 16,
+    engine: Annotated[bool, opt("Measure in the engine as well.", "--engine")] = False,
     seed: Annotated[int, opt("Seed of texts, drafts and judgements.")] = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     out: Annotated[
-        Path | None,
-        opt("Folder of the run; a run in it is resumed.", shown="runs/paper-NAME"),
+        Path | None, opt("Folder; a run in it is resumed.", shown="runs/paper-NAME")
     ] = None,
 ) -> None:
     """Measure what a paper compares, and test the direction of each difference.
@@ -244,29 +220,20 @@ def paper(
     """
     given, chosen = locals(), paper_named(name)
     folder = out or Path("runs") / f"paper-{name}"
-    if so_far:
-        if not isinstance(chosen, GridPaper):
-            expected = "nothing, for a paper that is not measured in cells"
-            raise InvalidArgument("so-far", True, expected)
-        measured = measured_so_far(folder)
-        (folder / CELLS).write_bytes(msgspec.json.encode(measured) + b"\n")
-        report = chosen.report(measured.sheets, measured.run)
-    else:
-        models = opts.made_of(given, opts.Models)
-        site = Site(
-            folder,
-            load_questions(questions_set, data).first(questions),
-            opts.made_of(given, Options),
-            # Every setting answers the same prompts, and must read them itself.
-            lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
-            lambda what, steps: opts.progress(steps, "text", what),
-            sheets=opts.entries("sheets", sheets, str) if sheets is not None else (),
-        )
-        typer.echo(chosen.title)
-        report = chosen.measure(site)
-    text = report_text(report)
+    models = opts.made_of(given, opts.Models)
+    site = Site(
+        folder,
+        load_questions(questions_set, data).first(questions),
+        opts.made_of(given, Options),
+        # Every setting answers the same prompts, and must read them itself.
+        lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
+        lambda what, steps: opts.progress(steps, "text", what),
+    )
+    typer.echo(chosen.title)
+    found = chosen.measure(site)
+    text = report_text(found.report)
     (folder / "report.txt").write_text(f"{chosen.title}\n\n{text}\n", encoding="utf-8")
-    (folder / "report.json").write_bytes(msgspec.json.encode(report) + b"\n")
+    (folder / "report.json").write_bytes(msgspec.json.encode(found) + b"\n")
     typer.echo("\n" + text)
 
 
@@ -291,18 +258,12 @@ def report_text(report: Report) -> str:
 
 
 def solvers(
-    vocab: Annotated[
-        str | None, opt("Sizes of the vocabulary.", shown="the standard table")
-    ] = None,
+    vocab: Annotated[str | None, opt("Vocabulary sizes.", shown="the standard table")] = None,
     drafts: Annotated[str | None, opt("Numbers of drafts, n.", shown="the standard table")] = None,
-    width: Annotated[
-        str, opt("Tokens that draft distributions keep; 'all' keeps the whole vocabulary.")
-    ] = "all,64",
+    width: Annotated[str, opt("Tokens that draft distributions keep, or 'all'.")] = "all,64",
     solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,race,max_flow,lp",
     instances: Annotated[int, opt("Number of random nodes of each size.")] = 10,
-    time_limit: Annotated[
-        float, opt("Milliseconds of processor time after which a solver has failed.")
-    ] = 1000.0,
+    time_limit: Annotated[float, opt("Milliseconds after which a solver fails.")] = 1000.0,
     seed: opts.Seed = 0,
     as_json: opts.AsJson = False,
 ) -> None:

@@ -11,13 +11,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import comparison
 from eaglegbv.eval.plots import check_matplotlib, draw_all
 from eaglegbv.eval.report import plain_text
-from eaglegbv.eval.results import (
-    add_evidence,
-    draw,
-    other_files,
-    page,
-    read_evidence,
-)
+from eaglegbv.eval.results import add_evidence, draw, page, read_evidence
 from eaglegbv.eval.runner import load_results
 from eaglegbv.eval.view import view as page_of
 
@@ -69,8 +63,7 @@ def compare(
 
 
 def plot(
-    run: Run,
-    out: Annotated[Path | None, opt("Folder for the pictures.", shown="RUN/plots")] = None,
+    run: Run, out: Annotated[Path | None, opt("Folder for the pictures.", shown="RUN/plots")] = None
 ) -> None:
     """Draw a run: block efficiency, acceptance by depth, tokens/s and phases, as PNG and SVG.
 
@@ -85,17 +78,9 @@ def results(
     folder: Annotated[Path, typer.Argument(help="Folder of the measured files.")] = Path(
         "docs/results"
     ),
-    to: Annotated[
-        Path | None,
-        opt("File to write.", "--page", shown="the folder's name with .md, beside it"),
-    ] = None,
+    to: Annotated[Path | None, opt("File to write.", "--page", shown="the folder's, .md")] = None,
     add: Annotated[
-        list[str] | None,
-        opt(
-            "NAME=PATH: first add a measured run or file to the folder in compact form; may be "
-            "repeated. The name begins with mt-bench, baselines, grid, set, paper, study, batch "
-            "or drafters."
-        ),
+        list[str] | None, opt("NAME=PATH: first add what was measured; may be repeated.")
     ] = None,
     pictures: Annotated[bool, opt("Also draw the pictures.")] = True,
 ) -> None:
@@ -117,16 +102,14 @@ def results(
     evidence = read_evidence(folder)
     written = draw(evidence, folder) if pictures else []
     target = to or folder.with_name(folder.name + ".md")
-    others = [path.name for path in other_files(folder)]
-    target.write_text(page(evidence, others, folder=folder.name), encoding="utf-8")
+    target.write_text(page(evidence, folder=folder.name), encoding="utf-8")
     typer.echo("\n".join(f"wrote {path}" for path in [*written, target]), err=True)
 
 
 @view_app.command()
 def view(
     path: Annotated[
-        Path,
-        typer.Argument(help="Folder of a run, a results.json, or a trace of generate --trace."),
+        Path, typer.Argument(help="Folder of a run, a results.json, or a trace of generate.")
     ],
     out: Annotated[Path | None, opt("Page to write.", shown="beside it, .html")] = None,
 ) -> None:

@@ -37,42 +37,27 @@ MADE_PROMPT = 64  # tokens of a prompt of made models, where none are asked for
 
 def batch(
     batches: Annotated[str, opt("Numbers of prompts at once.")] = "1,2,4,8,16",
-    contexts: Annotated[
-        str, opt("Prompt lengths in tokens; 0 for the questions as they are.")
-    ] = "0",
+    contexts: Annotated[str, opt("Tokens of a prompt; 0: the questions as they are.")] = "0",
     temperature: opts.Temperatures = "1.0",
     ways: Annotated[
         str,
-        opt(
-            "What to compare: auto, none, PATHSxDEPTH for a fixed plan of --verifier, "
-            "transformers, lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its "
-            "assisted generation."
-        ),
+        opt("auto, none, PATHSxDEPTH, transformers, lookup:N, exit:LAYERS:N, assistant:FOLDER."),
     ] = "auto,3x4,none,transformers",
     verifier: opts.Verifier = "otbv",
     tokens: Annotated[int, opt("Tokens of an answer.")] = 64,
     repeats: opts.Repeats = 3,
-    prompts: Annotated[
-        int, opt("Least number of prompts per repeat, batch after batch, spread over the set.")
-    ] = 8,
+    prompts: Annotated[int, opt("Least number of prompts of a repeat.")] = 8,
     questions_set: opts.QuestionsSet = "mt-bench",
     data: opts.QuestionData = None,
     seed: opts.Seed = 0,
     model: opts.Model = None,
     drafter: opts.Drafter = None,
-    shape: Annotated[
-        str | None,
-        opt("Make a pair of this shape instead, tiny or llama-3.1-8b.", shown="none"),
-    ] = None,
-    efficiency: Annotated[
-        float, opt("Block efficiency that the first fixed plan has on a made pair.")
-    ] = 3.5,
+    shape: Annotated[str | None, opt("Make a pair of this shape: tiny or llama-3.1-8b.")] = None,
+    efficiency: Annotated[float, opt("Block efficiency of the first plan on a made pair.")] = 3.5,
     device: opts.Device = None,
     dtype: opts.Dtype = None,
     compile_backend: opts.CompileBackend = None,
-    explain: Annotated[
-        bool, opt("Also print which plans auto used for each batch size, and why.", "--explain")
-    ] = False,
+    explain: Annotated[bool, opt("Also print what auto chose, and why.", "--explain")] = False,
     out: Annotated[Path | None, opt("JSON file for all timings.")] = None,
 ) -> None:
     """Time ways to generate side by side, and print medians, with ratios to plain decoding.
@@ -140,8 +125,6 @@ def batch(
 
 @dataclass(frozen=True)
 class _Engines:
-    """What the ways run on."""
-
     plain: LLM | PairEngine  # decodes plainly, and need not keep anything for a drafter
     drafting: LLM | PairEngine | None  # with a drafter; None where no way drafts
     names: tuple[str, str]  # of target and drafter
@@ -238,7 +221,6 @@ def _plan(name: str, verifier: str) -> Plan | None:
 
 
 def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
-    """Return the way with a name."""
     plan = AUTO if name == "auto" else _plan(name, verifier)
     if plan is not None:
         llm = engines.plain if plan == PLAIN else engines.drafting
@@ -252,23 +234,11 @@ def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
 
 
 def step(
-    shape: Annotated[
-        str, opt("Make random models of this shape, where no model is named: tiny or llama-3.1-8b.")
-    ] = "tiny",
-    sizes: Annotated[
-        str | None,
-        opt(
-            "Other sizes than the shape's, such as hidden=128,layers=4; also heads, kv_heads, "
-            "intermediate, vocab, draft_vocab."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, opt("Folder or hub name of a target, instead of a shape.", shown="none")
-    ] = None,
+    shape: Annotated[str, opt("Random models of this shape: tiny or llama-3.1-8b.")] = "tiny",
+    sizes: Annotated[str | None, opt("Other sizes, such as hidden=128,layers=4.")] = None,
+    model: Annotated[str | None, opt("A target instead of a shape.", shown="none")] = None,
     drafter: opts.Drafter = None,
-    plans: Annotated[
-        str, opt("Plans, as PATHSxDEPTH or VERIFIER:PATHSxDEPTH; none is plain decoding.")
-    ] = "4x6,none",
+    plans: Annotated[str, opt("PATHSxDEPTH, VERIFIER:PATHSxDEPTH or none.")] = "4x6,none",
     verifier: opts.Verifier = "otbv",
     batches: Annotated[str, opt("Numbers of requests.")] = "1",
     contexts: Annotated[str, opt("Tokens of each prompt.")] = "512",

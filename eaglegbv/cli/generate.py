@@ -96,7 +96,7 @@ def generate(
     plan: Planning = opts.made_of(given, opts.fixed_plan)
     config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
     if all(choice is None for choice in (verifier, paths, depth, draft_sampling)):
-        plan = AutoPlan(draft_width=draft_width, draft_temperatures=(draft_temperature,))
+        plan = AutoPlan(draft_width=draft_width, draft_temperature=draft_temperature)
     elif seed is None:  # the seed that the engine would derive, so that it can be printed
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
     llm = opts.made_of(given, opts.Models).load(plan, config)
@@ -118,7 +118,6 @@ def generate(
 
 @contextmanager
 def _tracing(llm: "LLM", path: Path | None, *, trees: bool) -> Iterator[None]:
-    """Write the steps taken in this context to a trace, if a path is given."""
     if path is None:
         yield
         return

@@ -1,5 +1,6 @@
 """``eaglegbv inspect``, ``export`` and ``convert``: files of heads and models, in other formats."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,21 +43,16 @@ def export(
     ] = None,
 ) -> None:
     """Write a head in another format, with all weights unchanged."""
-    from eaglegbv.drafters.checkpoint import ExportTarget, export_head, fit
+    from eaglegbv.drafters.checkpoint import export_head, fit
     from eaglegbv.models.hf import load_config
 
-    checkpoint, described = _open_head(drafter), None
+    checkpoint = _open_head(drafter)
+    config = read_embedding = None
     if target is not None:
         name = _target_named(target)
-        config = load_config(name)
+        config, read_embedding = load_config(name), partial(_read_embedding, name)
         fit(checkpoint, config)
-        described = ExportTarget(
-            name=name,
-            architectures=tuple(config.architectures or ()),
-            num_layers=config.get_text_config(decoder=True).num_hidden_layers,
-            read_embedding=lambda: _read_embedding(name),
-        )
-    export_head(checkpoint, format_, directory, described)
+    export_head(checkpoint, format_, directory, config, read_embedding)
     typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
 
 
@@ -76,7 +72,6 @@ def convert(
 
 
 def _target_named(target: str) -> str:
-    """Return the folder or hub name of a target that exists."""
     from eaglegbv.loading import TINY_TARGET, check_model
 
     name = str(TINY_TARGET) if target == "tiny" else target
@@ -96,7 +91,6 @@ def _open_head(drafter: str) -> "Checkpoint":
 
 
 def _read_embedding(model: str) -> "Tensor":
-    """Return the token embedding of a model without opening the rest of the model."""
     import huggingface_hub
     import torch
     from transformers import AutoModelForCausalLM

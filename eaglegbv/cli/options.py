@@ -307,7 +307,6 @@ class Progress:
     """A bar on standard error; where that is no terminal, a line every :data:`LINE_SECONDS`."""
 
     def __init__(self, bar: "tqdm[NoReturn]", total: int, unit: str, what: str, done: int) -> None:
-        """Begin with ``done`` units; see :func:`progress`."""
         self._bar, self._total, self._unit, self._what = bar, total, unit, what
         self._begun = self._told = time.monotonic()
         self._first = self._done = done

@@ -210,7 +210,6 @@ def bigram(
 
 
 def _found(target: str) -> Path:
-    """Return the folder or hub name of a target, after checking that it is there."""
     found = find_model(target)
     check_model(found, "target")
     return Path(found)
@@ -236,7 +235,6 @@ def _schedule(given: Mapping[str, Any], **more: float) -> Schedule:
 
 
 def _command_line() -> str:
-    """Return the command line of this process, for the report."""
     arguments = sys.argv[1:]
     return " ".join(["eaglegbv", *([] if arguments[:1] == ["train"] else ["train"]), *arguments])
 

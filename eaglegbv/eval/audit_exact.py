@@ -1,12 +1,12 @@
 """The exact audit: a verifier's output distribution on random tiny problems, by enumeration."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import comb, perm
 from time import perf_counter
 from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -198,11 +198,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+OnInstance: TypeAlias = Callable[[float], object]
+"""Called with the figure of each problem as it is measured."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject(ABC):
+class Subject:
     """A verifier under audit."""
 
     rule: Rule  # its claims
+    run: "Callable[[Rule, DraftSampling, Sizes, OnInstance], Result]"  # audits it
 
     @property
     def default_sampling(self) -> DraftSampling:
@@ -233,18 +238,16 @@ class Subject(ABC):
             expected = f"at most {MOST_TREES} draft trees to list; here {trees} of {draft_sampling}"
             raise InvalidArgument("(vocab, depth, paths)", sizes, expected)
 
-    @abstractmethod
     def audit(
-        self,
-        draft_sampling: DraftSampling,
-        sizes: Sizes,
-        on_instance: Callable[[float], None] | None = None,
+        self, draft_sampling: DraftSampling, sizes: Sizes, on_instance: OnInstance = lambda _: None
     ) -> Result:
-        """Audit the verifier; ``on_instance`` is called with the figure of each problem.
+        """Audit the verifier.
 
         Raises:
             SamplingMismatch, InvalidArgument: See :meth:`check`.
         """
+        self.check(draft_sampling, sizes.shape)
+        return self.run(self.rule, draft_sampling, sizes, on_instance)
 
 
 class AuditResult(Result, frozen=True, kw_only=True):
@@ -274,58 +277,54 @@ class AuditResult(Result, frozen=True, kw_only=True):
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactSubject(Subject):
-    """A verifier whose reference implementation is audited by enumeration."""
+def exact_subject(rule: Rule, verify: VerifyWithState) -> Subject:
+    """Return the subject of a reference implementation, which is audited by enumeration."""
+    return Subject(rule=rule, run=partial(_enumerate, verify))
 
-    verify: VerifyWithState  # the reference implementation
 
-    def audit(
-        self,
-        draft_sampling: DraftSampling,
-        sizes: Sizes,
-        on_instance: Callable[[float], None] | None = None,
-    ) -> AuditResult:
-        """Enumerate the distribution of the texts that the verifier writes on random problems.
+def _enumerate(
+    verify: VerifyWithState,
+    rule: Rule,
+    draft_sampling: DraftSampling,
+    sizes: Sizes,
+    on_instance: OnInstance,
+) -> AuditResult:
+    """Enumerate the distribution of the texts that the verifier writes on random problems.
 
-        The (modified) target completes the steps' texts. The distribution of the first ``depth +
-        1`` tokens, within which every layer of a first step ends, is compared with the
-        target's. ``on_instance`` is called with each problem's error.
-        """
-        self.check(draft_sampling, sizes.shape)
-        start = perf_counter()
-        worst, efficiency, optimum = 0.0, 0.0, 0.0
-        with_optimum = _lp_entries(draft_sampling, sizes.shape) <= MOST_LP_ENTRIES
-        for number in range(sizes.instances):
-            problems = instance(
-                draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
-            )
-            total = sizes.depth + 1
-            first, *later = states_by_step(self.verify, problems, total)
-            error = deviation([first, *later][-1], problems[0].target_probs, total)
-            worst = max(worst, error)
-            efficiency += float(sum(m * len(state.context) for state, m in first.items()))
-            if with_optimum:
-                trees = drafted_paths(problems[0])
-                optimum += 1 + lp_acceptance_length(problems[0].target_probs, sizes.vocab, trees)
-            if on_instance is not None:
-                on_instance(error)
-        return AuditResult(
-            verifier=self.rule.name,
-            draft_sampling=str(draft_sampling),
-            instances=sizes.instances,
-            max_abs_error=worst,
-            block_efficiency=efficiency / sizes.instances,
-            lp_optimum=optimum / sizes.instances if with_optimum else None,
-            seconds=perf_counter() - start,
+    The (modified) target completes the steps' texts. The distribution of the first ``depth + 1``
+    tokens, within which every layer of a first step ends, is compared with the target's.
+    """
+    start = perf_counter()
+    worst, efficiency, optimum = 0.0, 0.0, 0.0
+    with_optimum = _lp_entries(draft_sampling, sizes.shape) <= MOST_LP_ENTRIES
+    for number in range(sizes.instances):
+        problems = instance(
+            draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
         )
+        total = sizes.depth + 1
+        first, *later = states_by_step(verify, problems, total)
+        error = deviation([first, *later][-1], problems[0].target_probs, total)
+        worst = max(worst, error)
+        efficiency += float(sum(m * len(state.context) for state, m in first.items()))
+        if with_optimum:
+            trees = drafted_paths(problems[0])
+            optimum += 1 + lp_acceptance_length(problems[0].target_probs, sizes.vocab, trees)
+        on_instance(error)
+    return AuditResult(
+        verifier=rule.name,
+        draft_sampling=str(draft_sampling),
+        instances=sizes.instances,
+        max_abs_error=worst,
+        block_efficiency=efficiency / sizes.instances,
+        lp_optimum=optimum / sizes.instances if with_optimum else None,
+        seconds=perf_counter() - start,
+    )
 
 
-def package_subjects() -> dict[str, ExactSubject]:
+def package_subjects() -> dict[str, Subject]:
     """Return all verifiers of the package by name."""
     return {
-        name: ExactSubject(rule=make_any_verifier(name), verify=verify)
-        for name, verify in REFERENCES.items()
+        name: exact_subject(make_any_verifier(name), verify) for name, verify in REFERENCES.items()
     }
 
 

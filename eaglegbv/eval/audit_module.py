@@ -8,14 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_exact import ExactSubject, Subject
+from eaglegbv.eval.audit_exact import Subject, exact_subject
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import Rule, Verifier
 from eaglegbv.verifiers.proof.chooser import Chooser
 from eaglegbv.verifiers.proof.enumeration import stateless
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
-from eaglegbv.verifiers.stateful import ModifiedTarget, StatefulVerifier, Step, VerifyWithState
+from eaglegbv.verifiers.stateful import ModifiedTarget, StatefulVerifier, Step
 
 
 class ReferenceVerifier(Rule, ABC):
@@ -76,12 +76,9 @@ def as_subject(verifier: Audited, samples: int | None) -> Subject:
         return sampled_subject(verifier, DEFAULT_SAMPLES if samples is None else samples)
     if samples is not None:
         raise InvalidArgument("samples", samples, f"none: {verifier.name!r} is enumerated")
-    verify: VerifyWithState
     if isinstance(verifier, ReferenceVerifier):
-        verify = stateless(verifier.decide)
-    else:
-        verify = verifier.decide
-    return ExactSubject(rule=verifier, verify=verify)
+        return exact_subject(verifier, stateless(verifier.decide))
+    return exact_subject(verifier, verifier.decide)
 
 
 def _load(path: Path) -> ModuleType:

@@ -179,8 +179,7 @@ def draw(
     with plots.picture_style():
         canvas = plots.draw_panels(panels, plots.EFFICIENCY)
         plots.add_caption(canvas, caption)
-        plots.save_picture(canvas, path)
-    return path
+        return plots.save_picture(canvas, path)
 
 
 def _lines(figures: Sequence[Figure], x: Callable[[Figure], float]) -> list[plots.Line]:

@@ -15,18 +15,13 @@ from torch import Tensor
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_exact import Result, Sizes, Subject, instance
+from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject, instance
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
-from eaglegbv.verifiers.stateful import (
-    Layers,
-    SparseProbs,
-    StatefulUniforms,
-    StatefulVerifier,
-)
+from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms, StatefulVerifier
 
 
 def draw_trees(
@@ -342,58 +337,47 @@ class SampledResult(Result, frozen=True, kw_only=True):
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledSubject(Subject):
-    """A verifier whose batched implementation is sampled."""
-
-    write: Writer  # writes texts with the batched implementation
-    samples: int  # number of texts for each problem
-
-    @torch.inference_mode()
-    def audit(
-        self,
-        draft_sampling: DraftSampling,
-        sizes: Sizes,
-        on_instance: Callable[[float], None] | None = None,
-    ) -> SampledResult:
-        """Compare each problem's texts with the target's joint distribution by a G-test.
-
-        ``on_instance`` is called with each problem's p-value.
-        """
-        self.check(draft_sampling, sizes.shape)
-        start = perf_counter()
-        generator = torch.Generator().manual_seed(sizes.seed)
-        smallest, blindest, committed = 1.0, 0.0, 0
-        for number in range(sizes.instances):
-            problems = instance(
-                draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
-            )
-            cells, tokens = self.write(problems, self.samples, generator)
-            joint = target_joint(problems[0].target_probs, sizes.depth + 1)
-            test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
-            smallest = min(smallest, test.p_value)
-            level = LEVEL / sizes.instances
-            if test.cells > 1:
-                shift = detectable_shift(self.samples, test.cells, level=level)
-                blindest = max(blindest, shift)
-            committed += tokens
-            if on_instance is not None:
-                on_instance(test.p_value)
-        return SampledResult(
-            verifier=self.rule.name,
-            draft_sampling=str(draft_sampling),
-            instances=sizes.instances,
-            samples=self.samples,
-            min_p_value=smallest,
-            level=LEVEL,
-            detectable_shift=blindest,
-            block_efficiency=committed / (sizes.instances * self.samples),
-            seconds=perf_counter() - start,
+@torch.inference_mode()
+def _sample(
+    write: Writer,
+    samples: int,
+    rule: Rule,
+    draft_sampling: DraftSampling,
+    sizes: Sizes,
+    on_instance: OnInstance,
+) -> SampledResult:
+    """Compare each problem's texts with the target's joint distribution by a G-test."""
+    start = perf_counter()
+    generator = torch.Generator().manual_seed(sizes.seed)
+    smallest, blindest, committed = 1.0, 0.0, 0
+    for number in range(sizes.instances):
+        problems = instance(
+            draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
         )
+        cells, tokens = write(problems, samples, generator)
+        joint = target_joint(problems[0].target_probs, sizes.depth + 1)
+        test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
+        smallest = min(smallest, test.p_value)
+        if test.cells > 1:
+            shift = detectable_shift(samples, test.cells, level=LEVEL / sizes.instances)
+            blindest = max(blindest, shift)
+        committed += tokens
+        on_instance(test.p_value)
+    return SampledResult(
+        verifier=rule.name,
+        draft_sampling=str(draft_sampling),
+        instances=sizes.instances,
+        samples=samples,
+        min_p_value=smallest,
+        level=LEVEL,
+        detectable_shift=blindest,
+        block_efficiency=committed / (sizes.instances * samples),
+        seconds=perf_counter() - start,
+    )
 
 
-def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> SampledSubject:
-    """Return the audit's subject for a batched verifier.
+def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Subject:
+    """Return the audit's subject for a batched verifier, which writes so many texts a problem.
 
     Raises:
         InvalidArgument: ``samples`` is not positive.
@@ -405,4 +389,4 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Samp
         write = partial(write_runs, verifier)
     else:
         write = partial(write_steps, verifier)
-    return SampledSubject(rule=verifier, write=write, samples=samples)
+    return Subject(rule=verifier, run=partial(_sample, write, samples))

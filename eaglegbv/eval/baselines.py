@@ -9,11 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from eaglegbv.config import Plan

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.node_acceptance import NodeProbs
+from eaglegbv.eval.cells import Cell
+from eaglegbv.eval.node_acceptance import RULES, NodeProbs
 from eaglegbv.eval.paired_comparison import Sampling, Text, offers
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.solvers import Node
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
+from eaglegbv.eval.solvers import Node, solve_all
 from eaglegbv.loading import Pair
+from eaglegbv.metrics import Phase
+from eaglegbv.verifiers.global_resolution import Solver
+
+NODES = 10  # most nodes of a size that solvers get of a part of the texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +30,6 @@ class Harvest:
     # trees, and the target's distribution on its support.
     probs: NodeProbs
     texts: NDArray[np.int64]  # [places], index of the text of each place
-
-    def mean(self, values: Tensor) -> Estimate:
-        """Return the mean of ``[places]`` with its bootstrap interval over texts."""
-        return self.ratio(values, torch.ones_like(values))
-
-    def ratio(self, above: Tensor, below: Tensor) -> Estimate:
-        """Return a ratio of means over ``[places]``, paired by text."""
-        used = np.bincount(self.texts) > 0
-        return bootstrap_ratio(*(self.sums(values)[used].tolist() for values in (above, below)))
-
-    def sums(self, values: Tensor, texts: int = 0) -> NDArray[np.float64]:
-        """Return the sums of ``[places]`` by text, of ``texts`` texts or more."""
-        sums = np.bincount(self.texts, weights=values.cpu().numpy(), minlength=texts)
-        return np.asarray(sums, dtype=np.float64)
 
     def nodes(self, *, width: int, drafts: int, count: int, seed: int) -> list[Node]:
         """Return at most ``count`` nodes for the solvers, spread evenly over the places.
@@ -70,25 +60,8 @@ class Harvest:
         return found
 
 
-def lead_ratio(
-    harvest: Harvest, lead: tuple[Tensor, Tensor], other: Harvest, others: tuple[Tensor, Tensor]
-) -> Estimate:
-    """Return the ratio of two leads, each a ratio of means, in harvests of the same questions.
-
-    A lead is ``[places]`` values of a rule, and those of the one that it leads.
-    """
-    texts = 1 + int(max(harvest.texts.max(), other.texts.max()))
-    mine = [harvest.sums(values, texts).tolist() for values in lead]
-    return bootstrap_ratio(*mine, *(other.sums(values, texts).tolist() for values in others))
-
-
 def harvest(
-    pair: Pair,
-    texts: Sequence[Text],
-    *,
-    temperature: float,
-    width: int,
-    sampling: Sampling,
+    pair: Pair, texts: Sequence[Text], *, temperature: float, width: int, sampling: Sampling
 ) -> Harvest:
     """Return the distributions at places of texts that ``paired_comparison.collect`` wrote.
 
@@ -117,3 +90,58 @@ def harvest(
         for parts in zip(*found, strict=True)
     ]
     return Harvest(NodeProbs.of(*columns), np.array(numbers))
+
+
+def node_cells(
+    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
+) -> list[Cell]:
+    """Compute the acceptance of rules at places of texts, summed over each text.
+
+    The verifier of a setting names a rule of :data:`RULES`, its paths are the n drafts, and its
+    draft width the tokens that draft distributions keep; all have one temperature. Errors are those
+    of :func:`harvest`.
+    """
+    places = _widest(pair, texts, settings, sampling)
+    steps = tuple(np.bincount(places.texts, minlength=len(texts)).tolist())
+    cells = []
+    for setting in settings:
+        plan = setting.plan
+        accepted = RULES[plan.verifier](places.probs.top(plan.draft_width), plan.paths)
+        sums = np.bincount(places.texts, weights=accepted.numpy(), minlength=len(texts))
+        cells.append(Cell(setting=setting, tokens=tuple(sums.tolist()), steps=steps))
+    return cells
+
+
+def solver_cells(
+    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
+) -> list[Cell]:
+    """Give some places to solvers: acceptance and seconds of each node, as of a question.
+
+    Settings are as in :func:`node_cells`, with a solver for a rule. The cell of a solver for which
+    a node is too large is empty.
+    """
+    places, cells = _widest(pair, texts, settings, sampling), []
+    for setting in settings:
+        plan = setting.plan
+        given = places.nodes(
+            width=plan.draft_width, drafts=plan.paths, count=NODES, seed=texts[0].seed
+        )
+        found = solve_all(Solver(plan.verifier), given, warm=given[0])
+        answers = [] if None in found else [answer for answer in found if answer is not None]
+        cells.append(
+            Cell(
+                setting=setting,
+                tokens=tuple(answer.acceptance for answer in answers),
+                steps=(1,) * len(answers),
+                seconds={Phase.VERIFY: tuple(answer.seconds for answer in answers)},
+            )
+        )
+    return cells
+
+
+def _widest(
+    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
+) -> Harvest:
+    width = max(setting.plan.draft_width for setting in settings)
+    temperature = settings[0].temperature
+    return harvest(pair, texts, temperature=temperature, width=width, sampling=sampling)

@@ -7,15 +7,9 @@ import msgspec
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import FIGURES, Estimate, SideOfOne, paired_ratio, whole
+from eaglegbv.eval.statistics import FIGURES, Estimate, paired_ratio, whole
 
 FEWEST = 2  # least number of questions for a bootstrap
-
-WORDS = {
-    SideOfOne.ABOVE: "higher",
-    SideOfOne.BELOW: "lower",
-    SideOfOne.OPEN: "no difference shown",
-}
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +27,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the interval excludes equality."""
         if self.ratio is None or self.questions < FEWEST:
             return "cannot be told"
-        return WORDS[self.ratio.side_of_one()]
+        return self.ratio.told("higher", "lower", "no difference shown")
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +98,7 @@ def compare_runs(a: Results, b: Results) -> list[Comparison]:
 def unlike(a: Results, b: Results) -> list[str]:
     """Return a line for each other difference between the two runs."""
     lines = [
-        f"{field}: {_short(getattr(mine, field))} and {_short(getattr(theirs, field))}"
+        f"{field}: {getattr(mine, field)!s:.60} and {getattr(theirs, field)!s:.60}"
         for mine, theirs in ((a.settings, b.settings), (a.environment, b.environment))
         for field in mine.__struct_fields__
         if field not in {"settings", "question_ids", "origin", "started"}
@@ -123,8 +117,3 @@ def table(comparison: Comparison) -> list[list[str]]:
         ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
         rows.append([one.figure, f"{one.a:.3f}", f"{one.b:.3f}", ratio, one.verdict])
     return rows
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,19 +1,17 @@
 """Comparison of drafters: what a verifier accepts of each, by depth and by category."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.questions import Question
+from eaglegbv.eval.questions import QuestionSet
+from eaglegbv.eval.records import Record, RunSettings, Setting
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Acceptance, Estimate, bootstrap_ratio
+from eaglegbv.eval.runner import run
+from eaglegbv.eval.statistics import ACCEPTANCE_LENGTH, Acceptance, Estimate, paired_ratio, whole
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import RequestMetrics
-from eaglegbv.request import FinishReason
-from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Message
 
 
 class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,104 +25,96 @@ class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
     # the first.
     ratio: Estimate | None
     by_category: dict[str, Acceptance]
-    by_question: dict[str, Acceptance]  # counts of each question that was answered to its end
     errors: int  # number of conversations that broke off; they do not enter any figure
 
 
-def measure_drafter(
+class NamedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter's report, with the name under which it is shown."""
+
+    name: str
+    report: DrafterReport
+
+
+def converse(
     llm: LLM,
     plan: Plan,
-    questions: Sequence[Question],
+    chosen: QuestionSet,
     params: SamplingParams,
-    *,
-    batch: int = 16,
-    first: DrafterReport | None = None,
-    on_batch: Callable[[int], object] = lambda _: None,
-) -> DrafterReport:
-    """Hold a conversation for each question, ``batch`` together, and count what is accepted.
+    at_once: int,
+    on_record: Callable[[Record], object] = lambda _: None,
+) -> list[Record]:
+    """Hold a conversation for each question, so many at once, and return their records in order.
 
-    Seeds follow from that of ``params``, so they are the same for all drafters. ``first`` is the
-    report of the drafter to compare with, on the same plan. ``on_batch`` is called with the number
-    of conversations that have just ended.
+    Seeds follow from that of ``params``, so they are the same for all drafters.
     """
-    answered: dict[int, list[RequestMetrics]] = {}
-    for begin in range(0, len(questions), batch):
-        numbered = dict(list(enumerate(questions))[begin : begin + batch])
-        answered |= _converse(llm, plan, params, numbered)
-        on_batch(len(numbered))
-    categories: dict[str, list[RequestMetrics]] = {}
-    for number, metrics in answered.items():
-        categories.setdefault(questions[number].category, []).extend(metrics)
-    every = [one for metrics in answered.values() for one in metrics]
-    own = {questions[n].id: Acceptance.of(metrics, plan.depth) for n, metrics in answered.items()}
-    other = {} if first is None else first.by_question
-    both = [question for question in own if question in other]
+    ids = tuple(question.id for question in chosen.questions)
+    settings = RunSettings(
+        suite=chosen.suite,
+        origin=chosen.origin,
+        question_ids=ids,
+        model=llm.model_name,
+        drafter=llm.drafter_name,
+        system=None,
+        settings=(Setting(plan=plan, temperature=params.temperature),),
+        max_tokens=params.max_tokens or 0,
+        seed=params.seed or 0,
+        repeats=1,
+    )
+    found: list[Record] = []
+
+    def keep(record: Record) -> None:
+        found.append(record)
+        on_record(record)
+
+    run(llm.generate, chosen.questions, settings, at_once=at_once, on_record=keep)
+    return sorted(found, key=lambda record: ids.index(record.question_id))
+
+
+def drafter_report(
+    drafter: str, plan: Plan, records: Sequence[Record], first: Sequence[Record] | None = None
+) -> DrafterReport:
+    """Count what was accepted; ``first`` are records of the drafter to compare with, if any."""
+    held = whole(records)
+
+    def accepted(category: str | None = None) -> Acceptance:
+        own = [one for one in held if category in (None, one.category)]
+        return Acceptance.of([turn.metrics for one in own for turn in one.turns], plan.depth)
+
     return DrafterReport(
-        drafter=llm.drafter_name or "none",
+        drafter=drafter,
         plan=plan,
-        acceptance=Acceptance.of(every, plan.depth),
-        length=bootstrap_ratio(*_columns(own, own)),
-        ratio=None
-        if first is None
-        else bootstrap_ratio(*_columns(own, both), *_columns(other, both)),
-        by_category={name: Acceptance.of(m, plan.depth) for name, m in categories.items()},
-        by_question=own,
-        errors=len(questions) - len(answered),
+        acceptance=accepted(),
+        length=ACCEPTANCE_LENGTH.pooled(held),
+        ratio=None if first is None else paired_ratio(ACCEPTANCE_LENGTH, held, first),
+        by_category={name: accepted(name) for name in dict.fromkeys(r.category for r in held)},
+        errors=len(records) - len(held),
     )
 
 
-def _columns(
-    counts: Mapping[str, Acceptance], questions: Iterable[str]
-) -> tuple[list[float], list[float]]:
-    own = [counts[question] for question in questions]
-    return [one.accepted for one in own], [one.forwards for one in own]
-
-
-def _converse(
-    llm: LLM, plan: Plan, params: SamplingParams, questions: Mapping[int, Question]
-) -> dict[int, list[RequestMetrics]]:
-    """Return the counts of each conversation that was held to its end, by its number."""
-    messages: dict[int, list[Message]] = {number: [] for number in questions}
-    metrics: dict[int, list[RequestMetrics]] = {number: [] for number in questions}
-    for turn in range(max(len(question.turns) for question in questions.values())):
-        asked = [n for n in messages if turn < len(questions[n].turns)]
-        for number in asked:
-            messages[number].append({"role": "user", "content": questions[number].turns[turn]})
-        seeds = [request_seed(request_seed(params.seed or 0, number), turn) for number in asked]
-        seeded = [msgspec.structs.replace(params, seed=seed) for seed in seeds]
-        answers = llm.generate([messages[number] for number in asked], seeded, plan=plan)
-        for number, answer in zip(asked, answers, strict=True):
-            if answer.finish_reason is FinishReason.ERROR:
-                del messages[number], metrics[number]
-                continue
-            messages[number].append({"role": "assistant", "content": answer.text})
-            metrics[number].append(answer.metrics)
-    return metrics
-
-
-def depth_table(reports: Sequence[DrafterReport], names: Sequence[str]) -> list[list[str]]:
+def depth_table(found: Sequence[NamedReport]) -> list[list[str]]:
     """Return a row for each report: its acceptance length, and the shares by depth."""
-    deepest = max(report.plan.depth for report in reports)
+    deepest = max(one.report.plan.depth for one in found)
     headings = ["drafter", "verifier", "K", "acceptance length", "ratio"]
     rows = [[*headings, *(f"{depth} or more" for depth in range(1, deepest + 1))]]
-    for report, name in zip(reports, names, strict=True):
+    for one in found:
+        report = one.report
         shares = [f"{share:.3f}" for share in report.acceptance.shares]
         ratio = "-" if report.ratio is None else with_interval(report.ratio, 3)
         figures = [with_interval(report.length, 3), ratio, *shares]
-        rows.append([*_named(report, name), *figures, *[""] * (deepest - len(shares))])
+        rows.append([*_named(one), *figures, *[""] * (deepest - len(shares))])
     return rows
 
 
-def category_table(reports: Sequence[DrafterReport], names: Sequence[str]) -> list[list[str]]:
+def category_table(found: Sequence[NamedReport]) -> list[list[str]]:
     """Return a row for each report: its acceptance length in each category."""
-    categories = list(dict.fromkeys(c for report in reports for c in report.by_category))
+    categories = list(dict.fromkeys(c for one in found for c in one.report.by_category))
     rows = [["drafter", "verifier", "K", *categories]]
-    for report, name in zip(reports, names, strict=True):
-        found = report.by_category
-        lengths = [f"{found[c].length:.3f}" if c in found else "-" for c in categories]
-        rows.append([*_named(report, name), *lengths])
+    for one in found:
+        own = one.report.by_category
+        lengths = [f"{own[c].length:.3f}" if c in own else "-" for c in categories]
+        rows.append([*_named(one), *lengths])
     return rows
 
 
-def _named(report: DrafterReport, name: str) -> list[str]:
-    return [name, report.plan.verifier, str(report.plan.paths)]
+def _named(one: NamedReport) -> list[str]:
+    return [one.name, one.report.plan.verifier, str(one.report.plan.paths)]

@@ -33,10 +33,7 @@ class GTest:
 
 
 def g_test(
-    observed: ArrayLike,
-    expected: NDArray[np.float64],
-    *,
-    smallest: float = SMALLEST_EXPECTED,
+    observed: ArrayLike, expected: NDArray[np.float64], *, smallest: float = SMALLEST_EXPECTED
 ) -> GTest:
     """Compare samples with their exact distribution.
 
@@ -57,10 +54,7 @@ def g_test(
 
 
 def g_test_two(
-    first: Sequence[Text],
-    second: Sequence[Text],
-    *,
-    smallest: float = SMALLEST_EXPECTED,
+    first: Sequence[Text], second: Sequence[Text], *, smallest: float = SMALLEST_EXPECTED
 ) -> GTest:
     """Compare two samples of texts; rare texts are merged with others that begin alike.
 

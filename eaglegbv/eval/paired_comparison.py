@@ -1,16 +1,9 @@
 """Verifiers on the same drafts: what each accepts of the very same trees.
 
-At places of plainly decoded texts, one tree is drafted and the target scores it once. Then every
-verifier judges it several times with different random numbers. All verifiers see the same tokens,
-draft distributions and target distributions, and use the same numbers, so what makes a place easy
-or hard cancels out in the ratio of two of them.
-
-What is measured is *one step*: E[tokens a step | text so far], averaged over places drawn evenly
-from texts that follow the target's distribution. This is not the engine's block efficiency,
-because the engine's steps begin where earlier ones ended. More of them begin where the drafter is
-weak, since steps are short there, so the engine's figure is lower. Verifiers that keep state from
-step to step (greedy_block, spectr_gbv) modify the target of later ones. One step says nothing
-about them, and they are measured in the engine instead.
+All see the same trees, distributions and random numbers, at places drawn evenly from plain texts,
+so what makes a place easy or hard cancels out in a ratio. Measured is *one step*, which is not the
+engine's block efficiency: its steps begin where earlier ones ended, more of them where the drafter
+is weak. Verifiers that keep state from step to step are measured in the engine instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.config import PLAIN, Plan
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
+from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.request import FinishReason, Request
@@ -125,42 +119,8 @@ class Sampling:
             require_integer(name, getattr(self, name), 1)
 
 
-class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one verifier on the drafts of one setting."""
-
-    setting: Setting  # the setting
-    # For each text, tokens a step (accepted ones and the next), summed over its places.
-    tokens: tuple[float, ...]
-    places: tuple[int, ...]  # for each text, the number of places
-    # For each text, nodes without roots that the target scored, summed over its places.
-    nodes: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Mean tokens a step."""
-        return sum(self.tokens) / sum(self.places)
-
-    @property
-    def mean_nodes(self) -> float:
-        """Mean number of drafted nodes of a tree."""
-        return sum(self.nodes) / sum(self.places)
-
-    def estimate(self) -> Estimate:
-        """Return tokens a step with its 95% bootstrap interval over texts."""
-        return bootstrap_ratio(self.tokens, self.places)
-
-    def over(self, other: "Tally") -> Estimate:
-        """Return the ratio to another verifier's tokens a step, paired by text."""
-        return bootstrap_ratio(self.tokens, self.places, other.tokens, other.places)
-
-
 def collect(
-    llm: LLM,
-    questions: Sequence[Question],
-    *,
-    temperature: float,
-    max_tokens: int,
-    seed: int = 0,
+    llm: LLM, questions: Sequence[Question], *, temperature: float, max_tokens: int, seed: int = 0
 ) -> list[Text]:
     """Let the target answer the first turn of each question by plain decoding.
 
@@ -226,7 +186,7 @@ def same_drafts(
     sampling: Sampling | None = None,
     *,
     on_texts: Callable[[int], object] = lambda _: None,
-) -> list[Tally]:
+) -> list[Cell]:
     """Judge the same drafts with the verifier of every setting.
 
     Settings that differ only in the verifier, or in the number and length of independent paths,
@@ -261,10 +221,10 @@ def same_drafts(
                     tokens[number, here] += found
                     nodes[number, here] += part.tree.num_nodes.cpu().numpy() - 1
     return [
-        Tally(
+        Cell(
             setting=setting,
             tokens=tuple(own.tolist()),
-            places=tuple(places.tolist()),
+            steps=tuple(places.tolist()),
             nodes=tuple(sizes.tolist()),
         )
         for setting, own, sizes in zip(settings, tokens, nodes, strict=True)
@@ -402,13 +362,13 @@ class _Bench:
         for request in requests:
             request.params, request.plan = params, drafting.plan
         slots = [self._kv.allocate(r, drafting.plan.tree_slots) for r in requests]
-        tree = self._drafter.draft(
-            requests, drafting.plan, drafting.draft_sampling, [s[:-1] for s in slots]
-        )
+        free = [own[:-1] for own in slots]
+        call = DraftCall(requests, drafting.plan, drafting.draft_sampling, free)
+        tree = self._drafter.draft(call)
         group = Group.decode(requests, tree, slots)
         forward = Forward.of([group], [])
         logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
-        target = probs_of_nodes(group, forward.layouts[0], logits)
+        target = probs_of_nodes(forward.groups[0], logits)
         for request in requests:
             self._kv.commit(request, [])
         for request, faults in zip(requests, find_faults(tree, target).tolist(), strict=True):

@@ -163,32 +163,23 @@ def add_caption(canvas: "Canvas", text: str) -> None:
     canvas.supxlabel("\n".join(lines), fontsize=7, color=CAPTION)
 
 
-def save_picture(canvas: "Canvas", path: Path, *, dpi: int | Literal["figure"] = "figure") -> None:
+def save_picture(canvas: "Canvas", path: Path) -> Path:
     """Write a picture in the format of its path's suffix; an SVG contains no date.
 
     Raises:
         InvalidArgument: The picture cannot be written.
     """
     try:
-        canvas.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise InvalidArgument("out", str(path), f"a picture to write ({error})") from error
+    return path
 
 
 def save_pictures(canvas: "Canvas", folder: Path, name: str) -> list[Path]:
-    """Write ``folder/name`` in every format of :data:`FORMATS`, and return the paths.
-
-    Raises:
-        InvalidArgument: A picture cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument("out", str(folder), f"a folder for pictures ({error})") from error
-    paths = [folder / f"{name}.{suffix}" for suffix in FORMATS]
-    for path in paths:
-        save_picture(canvas, path, dpi=DPI)
-    return paths
+    """Write ``folder/name`` in every format of :data:`FORMATS`, and return the paths."""
+    return [save_picture(canvas, folder / f"{name}.{suffix}") for suffix in FORMATS]
 
 
 # Pictures of a run.
@@ -382,7 +373,6 @@ def _lines(
 
 
 def _held(line: Line, widest: float) -> Line:
-    """Extend a line of one point to every number of paths."""
     (first, figure), *more = line.points
     if more or first == widest:
         return line

@@ -24,12 +24,7 @@ from eaglegbv.compiling import check_backend
 from eaglegbv.config import EngineConfig, Plan, Planning
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_model import (
-    Arch,
-    Eagle3Head,
-    EagleHead,
-    EagleHeadConfig,
-)
+from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
@@ -236,11 +231,18 @@ class PairEngine:
         *,
         plan: Planning,
     ) -> list[Request]:
-        """Answer all prompts together, and return the requests when they have ended."""
+        """Answer all prompts together, and return the requests when they have ended.
+
+        Raises:
+            EagleGBVError: A request broke off.
+        """
         both = zip(prompts, sampling_params, strict=True)
         requests = [self._engine.add(prompt, params, plan) for prompt, params in both]
         while self._engine.has_work:
             self._engine.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         return requests
 
 
@@ -295,9 +297,6 @@ def block_efficiency(
         for seed in range(len(prompts))
     ]
     requests = engine.generate(prompts, params, plan=plan)
-    for request in requests:
-        if request.error is not None:
-            raise request.error
     forwards = sum(request.metrics.target_forwards for request in requests)
     return sum(request.metrics.committed_tokens for request in requests) / forwards
 

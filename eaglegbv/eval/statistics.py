@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import zip_longest
 from typing import Self
 
@@ -18,14 +17,6 @@ RESAMPLES = 2000
 COVERAGE = 0.95
 
 
-class SideOfOne(Enum):
-    """Where the interval of a ratio lies relative to 1."""
-
-    ABOVE = auto()
-    BELOW = auto()
-    OPEN = auto()  # the interval contains 1: the two figures cannot be told apart
-
-
 class Estimate(msgspec.Struct, frozen=True):
     """A figure with its 95% interval; the ends are equal if only one unit was measured."""
 
@@ -38,15 +29,18 @@ class Estimate(msgspec.Struct, frozen=True):
         """Return a figure without noise."""
         return cls(value, value, value)
 
-    def side_of_one(self, slack: float = 0.0) -> SideOfOne:
-        """Return on which side of 1 the whole interval lies.
+    def told(self, above: str, below: str, neither: str, slack: float = 0.0) -> str:
+        """Return which holds: the whole interval is above 1, below 1, or neither.
 
         Args:
+            above: Said where it is above; likewise ``below``.
+            below: See ``above``.
+            neither: Said where it contains 1, so that two figures cannot be told apart.
             slack: How far an end may be from 1 and still count as 1.
         """
         if self.low > 1 + slack:
-            return SideOfOne.ABOVE
-        return SideOfOne.BELOW if self.high < 1 - slack else SideOfOne.OPEN
+            return above
+        return below if self.high < 1 - slack else neither
 
 
 def bootstrap_ratio(
@@ -362,11 +356,6 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     tied: tuple[str, ...]
     behind: tuple[str, ...]
-
-    @property
-    def best(self) -> tuple[str, ...]:
-        """The leader, and those that cannot be told apart from it."""
-        return (self.leader, *self.tied)
 
 
 def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:

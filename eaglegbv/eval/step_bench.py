@@ -132,7 +132,6 @@ class Floors:
 
     @torch.inference_mode()
     def _seconds(self, products: Products, rows: int) -> float:
-        """Return the shortest time of all products with so many rows."""
         known = self._known.get((id(products), rows))
         if known is not None:
             return known
@@ -281,7 +280,6 @@ def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engi
 
 
 def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
-    """Return the records of the setting's steps."""
     collector = _Collector()
     engine.observe(collector)
     while len(collector.records) < setting.steps:

@@ -1,16 +1,14 @@
 """Sampled against deterministic draft trees, and the draft temperature, at equal nodes verified.
 
-Trees are drafted at places of texts that the target wrote at a temperature. ``iid`` trees (K paths
-of L tokens, judged by ``otbv``) are drafted at several multiples of that temperature, and
-best-first ``fixed`` trees (judged by ``target_only``, which is optimal for them) in several sizes.
-A sampled tree has as many nodes as its paths happen to have different prefixes. It is compared with
-the mixture of the fixed trees of the next smaller and the next larger size whose mean number of
-nodes is the same. Everything is paired by text.
+A sampled tree (``iid``, judged by ``otbv``, at several draft temperatures) has as many nodes as its
+paths happen to have different prefixes. It is compared with the mixture of the best-first ``fixed``
+trees (judged by ``target_only``, which is optimal for them) of the next smaller and the next larger
+size whose mean number of nodes is the same. Everything is paired by text.
 
 At temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +19,11 @@ import numpy as np
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
-from eaglegbv.eval.paired_comparison import Sampling, Tally, Text, same_drafts
+from eaglegbv.eval.cells import Cell
+from eaglegbv.eval.paired_comparison import Sampling, Text, same_drafts
 from eaglegbv.eval.records import Environment, Setting
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, SideOfOne, bootstrap_ratio
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
@@ -160,7 +159,7 @@ def study_cells(
     equal = {t.setting.plan.paths: t for t in drawn if t.setting.plan.draft_temperature == 1.0}
     cells = []
     for tally in drawn:
-        plan, places = tally.setting.plan, tally.places
+        plan, places = tally.setting.plan, tally.steps
         tokens = of_size(ladder, tally.mean_nodes)
         cells.append(
             SampledCell(
@@ -188,7 +187,7 @@ def study_cells(
     return tuple(cells), tuple(judged)
 
 
-def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
+def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
     """Return, for each text, the tokens of a mixture of fixed trees with a mean of ``nodes`` nodes.
 
     The mixture takes the next larger tree with the probability that makes the means equal. Below
@@ -197,7 +196,7 @@ def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
     Raises:
         InvalidArgument: No fixed tree is large enough.
     """
-    places = ladder[0].places
+    places = ladder[0].steps
     known = [(0.0, np.array(places, dtype=np.float64))]
     known += [(tally.mean_nodes, np.array(tally.tokens)) for tally in ladder]
     known.sort(key=lambda pair: pair[0])
@@ -211,16 +210,7 @@ def of_size(ladder: Sequence[Tally], nodes: float) -> list[float]:
 # Its tables, findings and picture.
 
 
-WORDS = {
-    SideOfOne.ABOVE: "more tokens",
-    SideOfOne.BELOW: "fewer tokens",
-    SideOfOne.OPEN: "not told apart",
-}
-
-
-def best(cells: Iterable[SampledCell]) -> SampledCell:
-    """Return the cell with the most tokens a step."""
-    return max(cells, key=lambda cell: cell.tokens.value)
+WORDS = ("more tokens", "fewer tokens", "not told apart")
 
 
 def study_table(study: Study) -> list[list[str]]:
@@ -232,7 +222,7 @@ def study_table(study: Study) -> list[list[str]]:
         ]
     ]
     for group in _groups(study):
-        own, top = _equal(group), best(group)
+        own, top = _equal(group), _best(group)
         k = str(own.paths) if own.temperature > 0 else "any"
         tokens = [f"{own.tokens.value:.3f}", f"{own.fixed:.3f}", with_interval(own.over_fixed, 3)]
         ratios = [with_interval(top.over_equal, 3), with_interval(top.over_fixed, 3)]
@@ -266,13 +256,15 @@ def temperature_findings(study: Study) -> list[str]:
                 [c for c in g if c.draft_temperature != 1 and (c.draft_temperature < 1) == colder]
                 for g in groups
             ]
-            ratios = [(c.temperature, c.over_equal) for c in map(best, filter(None, turned))]
+            ratios = [(c.temperature, c.over_equal) for c in map(_best, filter(None, turned))]
             if ratios:
                 found.append(
                     f"{drafter}, K = {k}: sampled {name}, at the best such multiple, against "
                     f"at the target's own temperature: {_by_side(ratios)}"
                 )
-        multiples = [f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in map(best, groups)]
+        multiples = [
+            f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in map(_best, groups)
+        ]
         found.append(f"{drafter}, K = {k}: best of all multiples {', '.join(multiples)}")
     return found
 
@@ -287,19 +279,22 @@ def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]
 
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
     parts = []
-    for side, words in WORDS.items():
-        at = [f"{temperature:g}" for temperature, ratio in ratios if ratio.side_of_one() is side]
+    for words in WORDS:
+        at = [f"{temperature:g}" for temperature, ratio in ratios if ratio.told(*WORDS) == words]
         if at:
             parts.append(f"{words} at T = {', '.join(at)}")
     return "; ".join(parts)
 
 
 def _groups(study: Study) -> list[list[SampledCell]]:
-    """Group the cells that differ only in the draft temperature."""
     groups: dict[tuple[str, float, int], list[SampledCell]] = {}
     for cell in study.sampled:
         groups.setdefault((cell.drafter, cell.temperature, cell.paths), []).append(cell)
     return list(groups.values())
+
+
+def _best(group: Sequence[SampledCell]) -> SampledCell:
+    return max(group, key=lambda cell: cell.tokens.value)
 
 
 def _equal(group: Sequence[SampledCell]) -> SampledCell:
@@ -310,10 +305,8 @@ def draw_study(study: Study, folder: Path) -> list[Path]:
     """Draw the results of the most paths into ``folder``, as PNG and SVG; return the paths.
 
     Raises:
-        NotInstalled: matplotlib is missing.
         InvalidArgument: A file cannot be written.
     """
-    plots.check_matplotlib()
     with plots.picture_style():
         return plots.save_pictures(study_canvas(study), folder, "study")
 
@@ -340,7 +333,7 @@ def study_canvas(study: Study) -> "Canvas":
 
 def _by_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
     own, colour = [_equal(group) for group in groups], plots.colour_of(SAMPLED)
-    tops = [(group[0].temperature, Estimate.exactly(best(group).tokens.value)) for group in groups]
+    tops = [(group[0].temperature, Estimate.exactly(_best(group).tokens.value)) for group in groups]
     fixed = [(cell.temperature, Estimate.exactly(cell.fixed)) for cell in own]
     return [
         plots.Line("sampled (otbv)", [(cell.temperature, cell.tokens) for cell in own], colour),

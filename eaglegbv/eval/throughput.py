@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median, stdev
 from typing import Protocol
@@ -178,9 +178,7 @@ class Grid:
 
 
 def measure(
-    ways: Sequence[Way],
-    prompts: Callable[[int, int], list[list[int]]],
-    grid: Grid,
+    ways: Sequence[Way], prompts: Callable[[int, int], list[list[int]]], grid: Grid
 ) -> Iterator[Timing]:
     """Time every way in every cell of a grid.
 
@@ -245,28 +243,22 @@ def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
     """Return the speeds of each way by cell, in order of first appearance."""
     cells: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
     for t in timings:
-        ways = cells.setdefault(t.cell, {})
-        ways.setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
-    return {cell: _speeds(ways) for cell, ways in cells.items()}
-
-
-def _speeds(ways: Mapping[str, Mapping[int, Sequence[Timing]]]) -> dict[str, Speeds]:
-    """Return the speeds of the ways in one cell, given their calls by repeat."""
-    rates = {
-        way: {repeat: _rate(calls) for repeat, calls in own.items()} for way, own in ways.items()
-    }
-    plain = rates.get(BASELINE, {})
-    return {
-        way: Speeds(
-            rates=tuple(own.values()),
-            ratios=tuple(rate / plain[repeat] for repeat, rate in own.items() if repeat in plain),
-        )
-        for way, own in rates.items()
-    }
+        cells.setdefault(t.cell, {}).setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
+    found: dict[Cell, dict[str, Speeds]] = {}
+    for cell, ways in cells.items():
+        rates = {way: {n: _rate(calls) for n, calls in own.items()} for way, own in ways.items()}
+        plain = rates.get(BASELINE, {})
+        found[cell] = {
+            way: Speeds(
+                rates=tuple(own.values()),
+                ratios=tuple(rate / plain[n] for n, rate in own.items() if n in plain),
+            )
+            for way, own in rates.items()
+        }
+    return found
 
 
 def _rate(calls: Sequence[Timing]) -> float:
-    """Return tokens a second over all calls of a repeat."""
     return sum(t.tokens for t in calls) / sum(t.seconds for t in calls)
 
 
@@ -354,7 +346,6 @@ def paired_lines(timings: Iterable[Timing]) -> list[str]:
 
 
 def _shares(counted: Counter[str]) -> str:
-    """Return names with their shares, the largest first and the small ones combined."""
     total = max(1, counted.total())
     large = [(name, n) for name, n in counted.most_common() if n >= FEW * total]
     rest = counted.total() - sum(n for _, n in large)

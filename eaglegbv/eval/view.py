@@ -293,7 +293,6 @@ def _conversations(records: Sequence[Record]) -> Content:
 
 
 def _boxes(path: Path) -> list[_Event]:
-    """Return the events of a trace that have a duration."""
     try:
         raw = path.read_bytes().strip()
     except OSError as error:

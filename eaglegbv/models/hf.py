@@ -108,8 +108,9 @@ class HFTarget(Target):
                 the backend does not exist or cannot make a single graph of the model; or graphs
                 cannot be recorded here.
         """
-        size = PoolSize.of(max_slots)
-        _check_supported(model, size)  # fail before anything is computed
+        if model.config.is_encoder_decoder or not model._supports_attention_backend:
+            expected = "a decoder-only model on transformers' attention interface"
+            raise ModelNotSupported("model", type(model).__name__, expected)
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
@@ -125,7 +126,7 @@ class HFTarget(Target):
         self._must_pass = must_pass
         model.set_attn_implementation("eager")
         self._captured = _captured_states(model, self.features, self.num_layers)
-        expected = plain_outputs(model, self.features)
+        outputs = plain_outputs(model, self.features)
         model.set_attn_implementation(PLAIN)
         self._compiled = False
         probe = Probe()
@@ -134,20 +135,20 @@ class HFTarget(Target):
         check_layers(type(model).__name__, probe.calls, config, self.max_context)
         # Where forwards are padded, the padding writes to a slot of the pool without an owner.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
-        self._make_pool(size, probe.calls[0], spare)
+        self._make_pool(PoolSize.of(max_slots), probe.calls[0], spare)
         self.attention = attention(self.pool)
         self.attention_fallbacks = self.attention.fallbacks
         self._static: StaticForward | None = None
         with making_graphs(compile_backend, dtype=self.dtype, device=self.device):
             if compile_backend is not None:
                 self._compile(compile_backend)
-            self._prove(expected)
+            self._prove(outputs)
         recordable = self.attention.recordable
         recorder = make_recorder(graphs, cuda=self.device.type == "cuda", recordable=recordable)
         if recorder is not None:
             self._static = StaticForward(self, recorder)
-            self._prove(expected)  # this forward is recorded
-            self._prove(expected)  # this one is replayed
+            self._prove(outputs)  # this forward is recorded
+            self._prove(outputs)  # this one is replayed
             self._static.counts.clear()
             self.graph_counts = self._static.counts
 
@@ -166,7 +167,6 @@ class HFTarget(Target):
         self.pool = KVPool(*held, self.dtype, self.device)
 
     def _prove(self, expected: TargetOutput) -> None:
-        """Check that packed trees give the plain model's outputs, or raise if they must."""
         try:
             check_forward(type(self.model).__name__, self, expected)
         except ModelNotSupported as error:
@@ -274,7 +274,6 @@ class StaticForward:
     """
 
     def __init__(self, target: HFTarget, recorder: Recorder) -> None:
-        """Start with nothing recorded."""
         self.counts = Outcomes()
         self._target = target
         self._recorder = recorder
@@ -498,36 +497,20 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
-def _check_supported(model: PreTrainedModel, size: PoolSize) -> None:
-    """Raise if the engine cannot drive a model, or if given slots are too few to check it."""
-    if size.slots is not None and size.slots < MIN_SLOTS:
-        raise InvalidArgument("max_slots", size.slots, f"at least {MIN_SLOTS} slots")
-    if model.config.is_encoder_decoder or not model._supports_attention_backend:
-        expected = "a decoder-only model on transformers' attention interface"
-        raise ModelNotSupported("model", type(model).__name__, expected)
-
-
+@torch.no_grad()
 def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: int) -> list[int]:
     """Return the indices of the captured hidden states, as transformers counts them.
 
-    These states are outputs of layers; the last layer's is normed.
+    These states are outputs of layers; the last layer's is normed. When only some are requested,
+    transformers from 5.23 on counts the embedding before the first layer's; before, nothing.
     """
     if features.kind is FeatureKind.NONE:
         return []
-    before = (num_layers,) if features.kind is FeatureKind.FINAL else features.layers
-    earlier = _states_before_layers(model, num_layers)
-    return [layer - 1 + earlier for layer in before]
-
-
-@torch.no_grad()
-def _states_before_layers(model: PreTrainedModel, num_layers: int) -> int:
-    """Return how many hidden states precede the first layer's output when only some are requested.
-
-    Transformers before 5.23 counts none; later versions count the embedding.
-    """
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])
-    return len(out.hidden_states) - num_layers
+    earlier = len(out.hidden_states) - num_layers
+    before = (num_layers,) if features.kind is FeatureKind.FINAL else features.layers
+    return [layer - 1 + earlier for layer in before]
 
 
 def _max_context(config: PreTrainedConfig) -> int:

@@ -44,11 +44,6 @@ class FeatureSpec:
         """Specify the concatenated inputs of ``layers``: ``[rows, len(layers) * hidden_size]``."""
         return cls(FeatureKind.LAYERS, tuple(layers))
 
-    def width(self, hidden_size: int) -> int:
-        """Return the number of features of a token, 0 for none."""
-        count = {FeatureKind.NONE: 0, FeatureKind.FINAL: 1, FeatureKind.LAYERS: len(self.layers)}
-        return count[self.kind] * hidden_size
-
     def check(self, num_layers: int) -> None:
         """Raise :class:`InvalidArgument` unless a model of ``num_layers`` has these features."""
         if self.kind is FeatureKind.LAYERS and not self.layers:

@@ -71,7 +71,7 @@ def test_costs_are_measured_once_and_kept(folder: Path, caplog: pytest.LogCaptur
         with caplog.at_level(logging.WARNING):
             LLM(plan=LIMITS, engine=SIZES)
         assert "measured again" in caplog.text
-        assert kept.stat().st_size > 100
+        assert msgspec.json.decode(kept.read_bytes(), type=KnownCosts).sampled
 
 
 def test_kept_costs_that_the_first_steps_refute_are_replaced(folder: Path) -> None:

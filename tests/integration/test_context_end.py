@@ -3,11 +3,9 @@
 Every prompt is served, to the last token, and the distribution stays the target's.
 """
 
-import numpy as np
 import pytest
-import torch
-from support.g_test import g_test, joint_probs
-from support.tiny_engine import TinyEngine, tiny_engine
+from support.g_test import g_test
+from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 
 from eaglegbv.config import AUTO, EAGLE1_SHAPE, PLAIN, Plan, Planning
 from eaglegbv.cuda_graphs import GraphMode
@@ -72,20 +70,10 @@ def test_texts_fill_a_pool_that_holds_no_more_than_them(plan: Planning) -> None:
 def test_the_distribution_is_the_targets_to_the_last_token() -> None:
     vocab, context, prompt = 4, 5, [2]
     tiny = limited(context, vocab=vocab, slots=1 << 16, max_batch=1024)
-    plans = [
-        *STATEFUL,
-        Plan(paths=3),
-        Plan(paths=2, depth=2, draft_sampling="wor", verifier="traversal"),
-    ]
-
-    @torch.inference_mode()
-    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
-        return tiny.model(torch.tensor(prefixes)).logits[:, -1].double().softmax(dim=1).numpy()
-
-    tokens = context - len(prompt)
+    wor = Plan(paths=2, depth=2, draft_sampling="wor", verifier="traversal")
+    plans = [*STATEFUL, Plan(paths=3), wor]
     requests = tiny.sample(prompt, SamplingParams(max_tokens=None), plans, 4_000)
-    cells = [int(np.ravel_multi_index(r.token_ids, [vocab] * tokens)) for r in requests]
-    dist = joint_probs(next_probs, prompt, tokens)
+    cells, dist = cells_of(requests, vocab), tiny.joint_probs(prompt, context - len(prompt))
     for observed in (cells, *(cells[n::4] for n in range(4))):
         result = g_test(observed, dist)
         assert result.p_value > 1e-4, result

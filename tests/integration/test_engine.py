@@ -22,6 +22,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.metrics import Phase
@@ -39,9 +40,7 @@ SAMPLES, SHIFT, POWER = 1_500, 0.08, 0.65
 
 PLANS = {
     "otbv": Plan(paths=3, depth=2, draft_width=5, draft_temperature=1.7),
-    "otbv fixed": Plan(paths=3, depth=2, draft_sampling=DraftSampling.FIXED),
     "specinfer wor": Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
-    "spechub": Plan(verifier="spechub", paths=4, depth=2),
 }
 
 
@@ -89,23 +88,6 @@ def test_joint_distribution_is_the_targets(name: str, arch: Arch, settings: dict
     check_sampling(own, PLANS[name], SamplingParams(max_tokens=TOKENS, **settings))
 
 
-def test_misreported_draft_probs_are_noticed(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = EagleDrafter.draft
-
-    def misreport(*args: object) -> DraftTree:
-        """Hand on other probabilities than those drawn from, in the same order of likelihood."""
-        tree = draft(*args)
-        flat = tree.draft_probs.sqrt()
-        return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
-
-    monkeypatch.setattr(EagleDrafter, "draft", misreport)
-    plan = Plan(paths=3, depth=2, draft_width=5)
-    requests = tiny.sample(PROMPT, FREE, [plan], 4_000)
-    assert g_test_of(tiny, FREE, requests).p_value < LEVEL
-
-
 @pytest.mark.parametrize("arch", list(Arch))
 def test_greedy_text_equals_transformers(arch: Arch) -> None:
     tiny = tiny_engine(vocab=64, arch=arch, sharpness=1.0)
@@ -128,22 +110,6 @@ def test_greedy_text_equals_transformers(arch: Arch) -> None:
     ]
     for plan in (Plan(paths=3, depth=4), PLAIN):
         assert tiny.tokens(prompts, params, plan) == plain
-
-
-@pytest.mark.parametrize(
-    ("name", "top_p"), [("specinfer wor", 0.8), ("spechub", 0.8), ("otbv fixed", 1.0)]
-)
-def test_trees_of_different_sizes_do_not_move_each_others_numbers(
-    tiny: TinyEngine, name: str, top_p: float
-) -> None:
-    plan = PLANS[name]
-    # top_p leaves some nodes fewer tokens than paths are wanted.
-    prompts = [PROMPT[: 1 + n % 5] for n in range(6)]
-    params = [SamplingParams(max_tokens=12, seed=n, top_p=top_p) for n in range(6)]
-    together = [tiny.engine.add(p, s, plan) for p, s in zip(prompts, params, strict=True)]
-    tiny.run(together)
-    for request, prompt, own in zip(together, prompts, params, strict=True):
-        assert [request.token_ids] == tiny.tokens([prompt], own, plan)
 
 
 def test_requests_without_a_seed_differ_but_follow_the_engines(tiny: TinyEngine) -> None:
@@ -263,10 +229,8 @@ def impossible(tree: DraftTree, row: int) -> DraftTree:
 def planted(spoil: Callable[[DraftTree, Sequence[Request]], DraftTree]) -> Callable[..., DraftTree]:
     draft = EagleDrafter.draft
 
-    def drafted(
-        self: EagleDrafter, requests: Sequence[Request], *rest: object, **options: object
-    ) -> DraftTree:
-        return spoil(draft(self, requests, *rest, **options), requests)
+    def drafted(self: EagleDrafter, call: DraftCall) -> DraftTree:
+        return spoil(draft(self, call), call.requests)
 
     return drafted
 

@@ -8,6 +8,7 @@ the step to come, which must be noticed, shows what the tests can see.
 import random
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord
@@ -199,12 +201,7 @@ def test_metrics_say_which_plans_were_used_and_why(engine: Engine) -> None:
     request = engine.add(PROMPT, SamplingParams(max_tokens=60, seed=1, ignore_eos=True), AUTO)
     assert engine.explain_plans() == "no request leaves its plan to the engine"
     records: list[StepRecord] = []
-
-    class Collector:
-        def on_step(self, record: StepRecord) -> None:
-            records.append(record)
-
-    engine.observe(Collector())
+    engine.observe(SimpleNamespace(on_step=records.append))
     for _ in range(12):
         engine.step()
     assert engine.explain_plans().startswith("tokens/s expected at batch 1: ")
@@ -278,10 +275,10 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
     monkeypatch.setattr(allocator, "blank", lambda slots: (spoil(slots), blank(slots))[1])
     draft = EagleDrafter.draft
 
-    def sound(self: EagleDrafter, members: list[Request], *settings: object) -> DraftTree:
-        tree = draft(self, members, *settings)
+    def sound(self: EagleDrafter, call: DraftCall) -> DraftTree:
+        tree = draft(self, call)
         # What the head comes to at the root rests on all rows that it reads.
-        assert all(self._root_hidden(request).isfinite().all() for request in members)
+        assert all(self._root_hidden(request).isfinite().all() for request in call.requests)
         return tree
 
     monkeypatch.setattr(EagleDrafter, "draft", sound)
@@ -307,7 +304,7 @@ def test_drafters_that_skip_read_no_row_that_they_did_not_run(
                 engine._scheduler.preempt(chance.choice(engine._scheduler.running))
     assert [request.token_ids for _, request in requests] == [expected[n] for n, _ in requests]
     assert skipped > 20
-    assert engine._cache.counts.shared > 500
+    assert engine._cache.shared > 500
     assert engine.metrics.value(PREEMPTIONS) > 3
     assert sum(request.metrics.accepted_tokens for _, request in requests) > 300
 

@@ -180,7 +180,9 @@ class Misreporting(TabularDrafter):
         return dataclasses.replace(tree, draft_probs=flat / flat.sum(dim=2, keepdim=True))
 
 
-@pytest.mark.parametrize("name", ["table specinfer wor, stopping", "table spechub"])
+@pytest.mark.parametrize(
+    "name", ["table otbv, stopping", "table specinfer wor, stopping", "table spechub"]
+)
 def test_misreported_draft_probs_are_noticed(name: str) -> None:
     plan = msgspec.structs.replace(DRAFTED[name][1], min_confidence=0.0)
     assert p_value(Misreporting(tabular_drafter().table), plan, 1_500) < LEVEL

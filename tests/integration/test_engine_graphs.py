@@ -20,7 +20,6 @@ from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.cuda_graphs import GraphMode, NotRecordable, Work
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import GRAPH_DRAFTS, GRAPH_FORWARDS
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -291,14 +290,6 @@ def test_a_step_on_a_device_waits_once(name: str, device: PretendDevice) -> None
         assert (device.reads, device.blocking) == (["fetch"], [])
     found = [request.token_ids for request in requests]
     assert found == tiny_engine().tokens(PROMPTS, params, plan)
-
-
-def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
-    tiny = tiny_engine(graphs=GraphMode.AUTO)
-    tiny.tokens(PROMPTS[:1], sampling(), PLAIN)
-    assert not tiny.target.graph_counts
-    with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'"):
-        tiny_engine(graphs=GraphMode.ON)
 
 
 @pytest.mark.gpu

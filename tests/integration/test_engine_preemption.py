@@ -21,10 +21,11 @@ from torch import Tensor
 from eaglegbv import verification
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftSnapshot, FinishReason, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 VOCAB = 6
 
@@ -265,16 +266,10 @@ def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(
     half = tiny_engine(vocab=VOCAB, sharpness=2.5, dtype=torch.bfloat16)
     draft, compared = EagleDrafter.draft, 0
 
-    def watched(
-        self: EagleDrafter,
-        requests: Sequence[Request],
-        plan: Plan,
-        draft_sampling: DraftSampling,
-        tree_slots: Sequence[Tensor],
-    ) -> DraftTree:
+    def watched(self: EagleDrafter, call: DraftCall) -> DraftTree:
         """Replay the first path of every tree, all in one batch."""
         nonlocal compared
-        tree = draft(self, requests, plan, draft_sampling, tree_slots)
+        tree, requests, plan = draft(self, call), call.requests, call.plan
         places: list[DraftSnapshot] = [self.snapshot(request) for request in requests]
         free = half.target.allocator.allocate(len(requests) * plan.depth).split(len(requests))
         for nodes, slots in zip(tree.path_nodes[:, 0, : plan.depth - 1].T, free, strict=False):
@@ -370,22 +365,3 @@ def test_broken_recalled_distributions_fail_their_own_request_only(
     assert "draft_probs of request" in str(doomed.error)
     assert doomed.token_ids == expected[1][: len(doomed.token_ids)]
     assert doomed.target_layers == ()
-
-
-def test_dropped_layers_would_be_noticed(tiny: TinyEngine) -> None:
-    """What the test above rests on: a layer forgotten in pre-emption changes the text."""
-    plan = STATEFUL
-    changed = 0
-    for seed in range(12):
-        [prompt] = prompts(seed, 9)
-        params = SamplingParams(max_tokens=22, seed=seed)
-        [expected] = tiny.tokens([prompt], params, plan)
-        request = tiny.engine.add(prompt, params, plan)
-        while not request.finished and not request.target_layers:
-            tiny.engine.step()
-        request.target_layers = ()
-        if not request.finished:
-            tiny.engine._scheduler.preempt(request)
-        tiny.run([request])
-        changed += request.token_ids != expected
-    assert changed > 0

@@ -69,9 +69,13 @@ def test_chat_stream_starts_over_when_the_context_is_full(example: Example) -> N
 
 
 def test_my_verifier(capsys: pytest.CaptureFixture[str]) -> None:
-    module = str(ROOT / "examples" / "my_verifier.py")
-    result = cli(capsys, "audit", "--module", module, "--instances", "5")
-    assert result.out.splitlines()[-1].endswith(" lossless")
+    module = ROOT / "examples" / "my_verifier.py"
+    result = cli(capsys, "audit", "--module", str(module), "--all", "--instances", "3")
+    rows = [line.split() for line in result.out.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["first_path", "iid"], ["first_path", "wor"]]
+    assert {row[-1] for row in rows} == {"lossless"}
+    page = (ROOT / "docs" / "add_a_verifier.md").read_text("utf-8")
+    assert module.read_text("utf-8") in page
 
 
 def test_train_tiny_pair() -> None:

@@ -7,12 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Engine
-from eaglegbv.metrics import FINISHED, STEPS, StepObserver, StepRecord
+from eaglegbv.metrics import FINISHED, STEPS, StepRecord
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import FinishReason, RequestOutput
 
@@ -171,12 +172,11 @@ def test_a_stop_string_in_the_last_token_is_a_stop_and_counts_once(llm: LLM) -> 
 
 
 def test_an_observer_may_cancel_and_not_step(llm: LLM) -> None:
-    class Cancels:
-        def on_step(self, _: StepRecord) -> None:
-            for answer in tuple(llm._open.values()):
-                llm._engine.cancel(answer.request)
+    def cancel_all(_: StepRecord) -> None:
+        for answer in tuple(llm._open.values()):
+            llm._engine.cancel(answer.request)
 
-    observer = Cancels()
+    observer = SimpleNamespace(on_step=cancel_all)
     llm.observe(observer)
     answer = llm.generate("a text", PARAMS)
     llm.unobserve(observer)
@@ -293,31 +293,3 @@ def test_a_stream_may_be_open_when_the_interpreter_exits() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
-
-
-class Widest(StepObserver):
-    """Counts the requests of the widest step."""
-
-    requests = 0
-
-    def on_step(self, record: StepRecord) -> None:
-        self.requests = max(self.requests, record.requests)
-
-
-def test_asyncio_serves_calls_by_threads_in_the_same_steps(llm: LLM) -> None:
-    # Long enough that the first goes on when the last begins.
-    long = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
-
-    async def ask() -> list[int]:
-        # Of its own, asyncio has four threads more than the machine has cores.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))
-        calls = [asyncio.to_thread(llm.generate, "Once", long) for _ in range(16)]
-        return [len(answer.token_ids) for answer in await asyncio.gather(*calls)]
-
-    widest = Widest()
-    llm.observe(widest)
-    try:
-        assert asyncio.run(ask()) == [120] * 16
-    finally:
-        llm.unobserve(widest)
-    assert widest.requests == 16

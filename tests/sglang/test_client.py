@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from eaglegbv.backends.sglang.client import Endpoint
 from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
+from eaglegbv.backends.sglang.llm import Endpoint
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.sampling import SamplingParams

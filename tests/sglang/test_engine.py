@@ -89,6 +89,30 @@ def test_distribution_of_three_tokens(engine: Any, pair: SGLangPair) -> None:
         assert outcome.p_value > 1e-5, outcome
 
 
+def test_penalties_are_in_the_distribution(engine: Any, pair: SGLangPair) -> None:
+    """The second token is the first that a tree decides. These favour what has been generated."""
+    own = {"temperature": 1.0, "max_new_tokens": 2, "ignore_eos": True}
+    own |= {"presence_penalty": -2.0, "frequency_penalty": -2.0}
+    texts = token_ids(engine.generate(input_ids=[PROMPT] * LAW_SAMPLES, sampling_params=own))
+    plain = joint_probs(pair.next_probs(1.0, 1.0), PROMPT, 2).reshape(VOCAB, VOCAB)
+    dist = plain * np.exp(4 * np.eye(VOCAB))
+    dist *= plain.sum(axis=1, keepdims=True) / dist.sum(axis=1, keepdims=True)
+    again = dist.diagonal()
+    cells = [second if second == first else VOCAB + second for first, second in texts]
+    outcome = g_test(cells, np.concatenate((again, dist.sum(axis=0) - again)))
+    assert outcome.p_value > 1e-5, outcome
+
+
+def test_a_prompt_seen_before_comes_from_the_prefix_cache(engine: Any) -> None:
+    seeded = SAMPLED | {"sampling_seed": 6}
+    first, again = (
+        engine.generate(input_ids=[[7] * 40], sampling_params=[seeded])[0] for _ in range(2)
+    )
+    assert first["meta_info"]["cached_tokens"] < 2
+    assert again["meta_info"]["cached_tokens"] > 30
+    assert again["output_ids"] == first["output_ids"]
+
+
 def test_min_p_is_applied(engine: Any, pair: SGLangPair) -> None:
     """At min_p 1 only the most likely token is left, at every node."""
     params = SAMPLED | {"min_p": 1.0, "max_new_tokens": 12}

@@ -19,7 +19,7 @@ from support.sglang_pair import SGLangPair
 from transformers import DeepseekV3Config
 
 from eaglegbv import LLM, InvalidArgument, SamplingParams
-from eaglegbv.errors import DrafterMismatch, EagleGBVError, SamplingMismatch
+from eaglegbv.errors import EagleGBVError
 
 pytestmark = NEEDS_SGLANG
 
@@ -81,14 +81,14 @@ def _check_grammar(engine: Any) -> None:
     assert all(set(json.loads(text)) == {"n", "ok"} for text in whole)
 
 
-def resolve(pair: SGLangPair, changes: dict[str, Any], verifier: str = "otbv") -> None:
+def resolve(pair: SGLangPair, changes: dict[str, Any]) -> None:
     """Let SGLang check its own arguments, as at its start."""
     import sglang.srt.server_args as sglang_arguments
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     arguments = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3) | changes
-    with environment(cpu_environment({"EAGLEGBV_VERIFIER": verifier})):
+    with environment(cpu_environment()):
         sglang_arguments.ServerArgs(**arguments).resolve_once()
 
 
@@ -136,13 +136,3 @@ def test_targets_with_latent_attention_need_a_backend_that_reads_masks(
     resolve(pair, own | {"attention_backend": "triton"})
     with pytest.raises(EagleGBVError, match=r"flashinfer: it verifies chains only .* \(MLA\)"):
         resolve(pair, own | {"attention_backend": "flashinfer"})
-
-
-def test_a_head_of_another_target_and_a_verifier_of_one_path_are_refused_at_start(
-    pair: SGLangPair, tmp_path: Path
-) -> None:
-    target, _ = save_pair(tmp_path)
-    with pytest.raises(DrafterMismatch, match="vocab_size=16"):
-        resolve(pair, {"model_path": str(target)})
-    with pytest.raises(SamplingMismatch, match="paths=3: expected at most 1"):
-        resolve(pair, {}, "block")

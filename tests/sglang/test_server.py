@@ -12,8 +12,8 @@ from support.cli import documented_commands
 from support.saved_pair import save_pair
 from support.sglang_engine import CPU_ARGUMENTS, NEEDS_SGLANG, cpu_environment
 
-from eaglegbv.backends.sglang.client import Endpoint
 from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
+from eaglegbv.backends.sglang.llm import Endpoint
 from eaglegbv.config import Plan
 from eaglegbv.sampling import SamplingParams
 

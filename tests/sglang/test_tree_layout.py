@@ -49,48 +49,27 @@ def numbered(tokens: Tensor) -> NumberedTree:
 
 @given(drawn_paths())
 @settings(max_examples=60)
-def test_tree_is_the_trie_of_the_paths(tokens: Tensor) -> None:
-    tree = numbered(tokens).tree
+def test_tree_is_the_trie_of_the_paths_in_sglangs_numbers(tokens: Tensor) -> None:
+    """A node has the distribution of the first path through it."""
+    own = numbered(tokens)
+    tree, nodes = own.tree, 1 + tokens[0].numel()
     check_tree(tree)
-    for b in range(tokens.shape[0]):
-        prefixes = {tuple(path[:d]) for path in tokens[b].T.tolist() for d in range(len(path) + 1)}
-        assert int(tree.num_nodes[b]) == len(prefixes)
-        for k, path in enumerate(tokens[b].T.tolist()):
-            nodes = tree.path_nodes[b, k]
-            assert tree.token_ids[b, nodes].tolist() == path
-    assert tree.token_ids[:, 0].tolist() == [9] * len(tokens)
-
-
-@given(drawn_paths())
-@settings(max_examples=60)
-def test_a_node_has_the_distribution_of_the_first_path_through_it(tokens: Tensor) -> None:
-    tree = numbered(tokens).tree
-    _, L, K = tokens.shape
-    for b in range(tokens.shape[0]):
+    for b, count in enumerate(tree.num_nodes.tolist()):
+        assert tree.token_ids[b, 0] == 9
         assert tree.draft_probs[b, 0].tolist() == [0.25] * WIDTH
         paths = tokens[b].T.tolist()
-        for k, path in enumerate(paths):
-            for depth in range(1, L):
-                node = tree.path_nodes[b, k, depth - 1]
-                first = next(j for j in range(K) if paths[j][:depth] == path[:depth])
-                assert tree.draft_probs[b, node, 0].item() == pytest.approx(
-                    (depth - 1) * 10 + first + 1.1
-                )
-            assert not tree.draft_probs[b, tree.path_nodes[b, k, -1]].any()
-
-
-@given(drawn_paths())
-@settings(max_examples=60)
-def test_numbers_are_sglangs(tokens: Tensor) -> None:
-    own = numbered(tokens)
-    _, L, K = tokens.shape
-    for b in range(len(tokens)):
-        count = int(own.tree.num_nodes[b])
-        assert sorted(own.numbers[b].tolist()) == list(range(K * L + 1))
-        kept = flat(tokens)[b, own.numbers[b, :count]]
-        assert kept.tolist() == own.tree.token_ids[b, :count].tolist()
-        rows = own.rows()[b] - b * (K * L + 1)
-        assert rows.tolist() == own.numbers[b, :count].tolist() + [0] * (K * L + 1 - count)
+        assert count == len({tuple(path[:d]) for path in paths for d in range(len(path) + 1)})
+        for path, at in zip(paths, tree.path_nodes[b], strict=True):
+            assert tree.token_ids[b, at].tolist() == path
+            for depth, node in enumerate(at[:-1], start=1):
+                first = next(k for k, other in enumerate(paths) if other[:depth] == path[:depth])
+                mark = (depth - 1) * 10 + first + 1.1
+                assert tree.draft_probs[b, node, 0].item() == pytest.approx(mark)
+            assert not tree.draft_probs[b, at[-1]].any()
+        assert sorted(own.numbers[b].tolist()) == list(range(nodes))
+        kept = own.numbers[b, :count]
+        assert flat(tokens)[b, kept].tolist() == tree.token_ids[b, :count].tolist()
+        assert (own.rows()[b] - b * nodes).tolist() == kept.tolist() + [0] * (nodes - count)
 
 
 def grown(tokens: Tensor) -> Sequence[Tensor]:
@@ -198,7 +177,7 @@ def test_a_node_is_never_in_a_greedy_tree_without_its_parent() -> None:
     certain[0, 4] = 200.0
     for logits in (certain, torch.full((1, VOCAB), math.nan)):
         values, ids = logits.topk(5, dim=1)
-        probs = ShortProbs.of_top(ids, values.double(), torch.ones(1, 1))
+        probs = ShortProbs(ids, values.double()).tempered(torch.ones(1, 1))
         every = ShortProbs(probs.ids.expand(K, -1), probs.probs.expand(K, -1))
         uniforms = torch.zeros(1, K, L, dtype=torch.float64)
         growth = TreeGrowth(probs, uniforms, torch.ones(1, 1, dtype=torch.bool))
@@ -211,7 +190,7 @@ def short_probs(
     logits: list[list[float]], *, temperature: float = 1.0, width: int = 8
 ) -> ShortProbs:
     values, ids = torch.tensor(logits).topk(min(width, len(logits[0])), dim=1)
-    return ShortProbs.of_top(ids, values.double(), torch.full((len(logits), 1), temperature))
+    return ShortProbs(ids, values.double()).tempered(torch.full((len(logits), 1), temperature))
 
 
 def test_keeps_the_most_likely_tempers_and_normalises_them() -> None:

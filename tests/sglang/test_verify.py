@@ -1,7 +1,6 @@
 """Rounds of drawing, tree, verdict and SGLang's numbers, on Markov tables, many at once."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,9 +21,7 @@ from eaglegbv.backends.sglang.verify import (
     GraphJudge,
     RequestBook,
     Round,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
+    keep,
     verifying,
 )
 from eaglegbv.config import Plan
@@ -265,23 +262,21 @@ def warped(**params: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("keep", "name", "limits"),
+    ("name", "limits"),
     [
-        (keep_top_k, "top_k", [1, 2, 7, 30]),
-        (keep_top_p, "top_p", [0.01, 0.5, 0.9, 1.0]),
-        (keep_min_p, "min_p", [0.0, 0.1, 1.0]),
+        ("top_k", [1, 2, 7, 30]),
+        ("top_p", [0.01, 0.5, 0.9, 1.0]),
+        ("min_p", [0.0, 0.1, 1.0]),
     ],
 )
-def test_limits_on_probabilities_are_those_on_logits(
-    keep: Callable[[Tensor, Tensor], Tensor], name: str, limits: list[float]
-) -> None:
+def test_limits_on_probabilities_are_those_on_logits(name: str, limits: list[float]) -> None:
     for limit in limits:
-        kept = keep(ROWS.softmax(1), torch.full((len(ROWS),), limit))
+        kept = keep(ROWS.softmax(1), **{name: torch.full((len(ROWS),), limit)})
         torch.testing.assert_close(kept, warped(**{name: limit}))
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
-    kept = keep_top_k(ROWS.softmax(1), torch.full((len(ROWS),), 2**30, dtype=torch.int32))
+    kept = keep(ROWS.softmax(1), top_k=torch.full((len(ROWS),), 2**30, dtype=torch.int32))
     torch.testing.assert_close(kept, ROWS.softmax(1))
 
 
@@ -293,10 +288,11 @@ PLAN = Plan(paths=2, depth=3)
 def test_a_seed_fixes_the_numbers_in_any_company() -> None:
     alone, crowd = RequestBook(PLAN, 0), RequestBook(PLAN, 5)
     one, other = Req(9), Req(9)
-    numbers = alone.round_uniforms([one])
+    numbers = alone.uniforms([one])
     assert numbers.shape == (1, 25)
-    assert torch.equal(crowd.round_uniforms([Req(), Req(3), other])[2], numbers[0])
-    assert torch.equal(alone.token_uniforms([one]), crowd.token_uniforms([other]))
+    assert torch.equal(crowd.uniforms([Req(), Req(3), other])[2], numbers[0])
+    pairs = ((alone, one), (crowd, other))
+    assert torch.equal(*(book.uniforms([request], Purpose.CORRECTION) for book, request in pairs))
 
 
 def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
@@ -311,9 +307,9 @@ def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
 def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
     alone, *replicas = (RequestBook(PLAN, 17, replica=r) for r in (None, 0, 1))
     books = [alone, *replicas]
-    drawn = [tuple(book.round_uniforms([Req()]).flatten().tolist()) for book in books]
+    drawn = [tuple(book.uniforms([Req()]).flatten().tolist()) for book in books]
     assert len(set(drawn)) == 3
-    seeded = [tuple(book.round_uniforms([Req(4)]).flatten().tolist()) for book in books]
+    seeded = [tuple(book.uniforms([Req(4)]).flatten().tolist()) for book in books]
     assert len(set(seeded)) == 1
 
 
@@ -336,10 +332,10 @@ def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPa
 
 def test_no_number_is_used_twice() -> None:
     book, request = RequestBook(PLAN, 0), Req(4)
-    before = book.round_uniforms([request])
-    assert torch.equal(book.round_uniforms([request]), before)
+    before = book.uniforms([request])
+    assert torch.equal(book.uniforms([request]), before)
     book.advance([request])
-    after = book.round_uniforms([request]).flatten()
+    after = book.uniforms([request]).flatten()
     assert not set(after.tolist()) & set(before.flatten().tolist())
     expected = RequestRng(4).draw(1, Purpose.DRAFT, 25)
     assert after.tolist() == expected.tolist()

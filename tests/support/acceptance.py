@@ -15,9 +15,7 @@ from eaglegbv.verifiers.proof.chooser import (
     most_likely,
     support,
 )
-from eaglegbv.verifiers.proof.chooser import (
-    share as ratio_of,
-)
+from eaglegbv.verifiers.proof.chooser import share as ratio_of
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.transport import ranked
 

@@ -58,13 +58,14 @@ class Pair:
             for end in range(len(drafted) + 1):
                 tokens = torch.tensor([*text[1:], *drafted[:end]])
                 positions = torch.arange(len(tokens))
-                out = self.exact(tokens, hidden, positions, _causal)
+                out = self.exact(tokens, hidden, positions, causal)
                 hidden = torch.cat((hidden, out[-1:]))
             log_probs: NDArray[np.float64] = self.exact.logits(out[-1]).log_softmax(0).numpy()
         return log_probs
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain causal attention over ``[tokens, heads, head_dim]``."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
@@ -132,13 +133,7 @@ class Session(TokenSession):
         super().__init__(EagleDrafter(pair.head, TorchPagedAttention(pool)), slots=slots)
 
     def start(
-        self,
-        prompt: Sequence[int],
-        first: int,
-        plan: Plan,
-        *,
-        observe: bool = True,
-        **how: Any,
+        self, prompt: Sequence[int], first: int, plan: Plan, *, observe: bool = True, **how: Any
     ) -> Request:
         """See :meth:`TokenSession.start`; unless told not to, the drafter observes the prompt."""
         request = super().start(prompt, first, plan, **how)

@@ -27,6 +27,9 @@ PLANS = (
     Plan(verifier="target_only", paths=2, depth=2, draft_sampling=DraftSampling.FIXED),
     Plan(verifier="greedy_block", paths=1, depth=4),
     Plan(verifier="spectr_gbv", paths=2, depth=3),
+    Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
+    Plan(verifier="spechub", paths=4, depth=2),
+    Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, paths=3, depth=3),
 )
 
 

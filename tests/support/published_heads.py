@@ -295,9 +295,7 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
     ),
     # EAGLE repository: biases of queries, keys and values.
     "eagle1_qwen2": lambda: Published(
-        _flat(qkv_bias=True),
-        _eagle1(fc_bias=True) | _tensors(_QKV, torch.float16),
-        target="qwen2",
+        _flat(qkv_bias=True), _eagle1(fc_bias=True) | _tensors(_QKV, torch.float16), target="qwen2"
     ),
     # EAGLE repository: no layer ids, no rope_theta, half precision, pickled.
     "eagle3_llama31": lambda: _flat3(_eagle3(dtype=torch.float16), pickled=True, target="llama3"),

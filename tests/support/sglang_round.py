@@ -89,7 +89,7 @@ def round_operations(
     sample = verify.sampling(lambda **_: None, walk=lambda **_: None)
     with operations:
         operations.part = "drafting"
-        buffers.load(book.round_uniforms(requests), settings)
+        buffers.load(book.uniforms(requests), settings)
         with operations.in_graph():
             growth = buffers.growth(buffers.roots(slots), paths, length)
             packed = [buffers.roots(slots).pack().unsqueeze(1)]

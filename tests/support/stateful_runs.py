@@ -132,16 +132,9 @@ def _batch(requests: list[Request], shape: Shape, rng: np.random.Generator) -> B
         )
     size = len(requests)
     probs = torch.tensor([[r.p(())] for r in requests], dtype=torch.float64)
-    uniforms = VerifyUniforms(
-        torch.zeros((size, 0, 0, 2), dtype=torch.float64),
-        torch.zeros((size, 1), dtype=torch.float64),
-        torch.from_numpy(rng.random(size)),
-    )
-    rows = torch.arange(size).unsqueeze(1)
-    logits = probs.squeeze(1).log()
-    return Batch(
-        DraftTree.roots([0] * size), TargetProbs(logits, torch.zeros(size).double(), rows), uniforms
-    )
+    last = torch.from_numpy(rng.random(size))
+    uniforms = VerifyUniforms(last.new_zeros((size, 0, 0, 2)), last.new_zeros((size, 1)), last)
+    return Batch(DraftTree.roots([0] * size), TargetProbs.of_probs(probs), uniforms)
 
 
 def step(
@@ -191,18 +184,13 @@ def step(
         request.state = after.target
         snapshots = [*request.snapshots, *[drafted[b][1]] * (layers.count + 1)]
         columns = [*range(len(request.snapshots)), layers.count]
+        left = result.layers
+        numbers = [x[b].tolist() for x in (left.rho, left.drafts, left.remaining)]
         kept = [
-            (snapshot, k)
+            (snapshot, tuple(own[k] for own in numbers))
             for snapshot, k in zip(snapshots, columns, strict=False)
-            if int(result.layers.remaining[b, k]) > 0 and not snapshot.stop(request.state.context)
+            if int(left.remaining[b, k]) > 0 and not snapshot.stop(request.state.context)
         ]
         request.snapshots = [snapshot for snapshot, _ in kept]
-        request.numbers = [
-            (
-                float(result.layers.rho[b, k]),
-                int(result.layers.drafts[b, k]),
-                int(result.layers.remaining[b, k]),
-            )
-            for _, k in kept
-        ]
+        request.numbers = [own for _, own in kept]
     return outcomes(batch.tree, result), expected

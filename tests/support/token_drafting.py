@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
@@ -63,9 +64,8 @@ class TokenSession:
     def draft(self, requests: Sequence[Request], draft_sampling: DraftSampling) -> DraftTree:
         slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
         self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
-        return self.drafter.draft(
-            requests, requests[0].plan, draft_sampling, [s[1:] for s in slots]
-        )
+        free = [own[1:] for own in slots]
+        return self.drafter.draft(DraftCall(requests, requests[0].plan, draft_sampling, free))
 
     def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""
@@ -81,15 +81,6 @@ class TokenSession:
 def text_of(request: Request) -> list[int]:
     """Everything known: the prompt and the tokens, the root of the next tree last."""
     return [*request.prompt_ids, *request.token_ids]
-
-
-def prefix_of(tree: DraftTree, b: int, node: int) -> list[int]:
-    """The drafted tokens down to ``node``."""
-    tokens: list[int] = []
-    while node:
-        tokens.append(int(tree.token_ids[b, node]))
-        node = int(tree.parents[b, node])
-    return tokens[::-1]
 
 
 def inner_nodes(tree: DraftTree, b: int) -> list[int]:

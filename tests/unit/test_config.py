@@ -63,9 +63,7 @@ BAD_AUTO_PLANS = [
     ("max_paths", 0, "an integer in [1, 16]"),
     ("lookup_depth", -1, "an integer in [0, 32]"),
     ("verifier", "none", "a verifier; a fixed plan decodes plainly"),
-    ("draft_temperatures", (), "a sequence of 1 to 4 different numbers"),
-    ("draft_temperatures", (1.0, 1.0), "a sequence of 1 to 4 different numbers"),
-    ("draft_temperatures", 1.0, "a sequence of 1 to 4 different numbers"),
+    ("draft_temperature", 0, "a number in [0.05, 20]"),
 ]
 BAD = [
     (kind, *case)
@@ -88,7 +86,6 @@ def test_a_bad_value_is_named_with_what_was_expected(kind, name, value, expected
     [
         *((Plan, *case) for case in BAD_SHAPES),
         (EngineConfig, {"kv_slots": 32, "kv_bytes": 1}, "kv_bytes=1: expected None where kv_slots"),
-        (AutoPlan, {"draft_temperatures": [1.0, []]}, "draft_temperatures=[]: expected a number"),
     ],
 )
 def test_what_does_not_go_together_is_refused(kind, settings, message):
@@ -114,7 +111,6 @@ def test_the_ends_of_the_ranges_are_accepted():
             {"shape": [[0], [1], [0, 0]], "depth": 2},
             {"shape": ((0,), (1,), (0, 0)), "depth": 2},
         ),
-        (AutoPlan, {"draft_temperatures": [1.0, 1.5]}, {"draft_temperatures": (1.0, 1.5)}),
     ],
 )
 def test_settings_may_be_named_or_come_in_lists(kind, named, given):
@@ -140,12 +136,12 @@ def test_a_plain_plan_drafts_nothing():
 
 
 def test_candidates_keep_to_the_limits_and_reach_them() -> None:
-    auto = AutoPlan(max_paths=5, max_depth=7, draft_temperatures=(1.0, 1.4))
-    shapes = {(p.paths, p.depth, p.draft_temperature) for p in auto.candidates}
+    auto = AutoPlan(max_paths=5, max_depth=7, draft_temperature=1.4)
+    shapes = {(p.paths, p.depth) for p in auto.candidates}
     assert len(shapes) == len(auto.candidates)
-    assert {k for k, _, _ in shapes} == {1, 2, 3, 4, 5}
-    assert {d for _, d, _ in shapes} == {1, 2, 3, 4, 5, 6, 7}
-    assert {t for _, _, t in shapes} == {1.0, 1.4}
+    assert {k for k, _ in shapes} == {1, 2, 3, 4, 5}
+    assert {d for _, d in shapes} == {1, 2, 3, 4, 5, 6, 7}
+    assert {p.draft_temperature for p in auto.candidates} == {1.4}
 
 
 def test_single_paths_keep_small_vocabularies_whole() -> None:
@@ -165,7 +161,7 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
 def test_choices_make_a_plan_and_none_the_engines_own() -> None:
     usual = {"draft_width": 64, "draft_temperature": 1.5}
     assert PlanChoices().planning() == AUTO
-    assert PlanChoices(**usual).planning() == AutoPlan(draft_width=64, draft_temperatures=(1.5,))
+    assert PlanChoices(**usual).planning() == AutoPlan(**usual)
     assert PlanChoices(depth=2, **usual).planning() == Plan(depth=2, **usual)
     assert PlanChoices(verifier="gbv", paths=2, draft_sampling="iid", **usual).planning() == Plan(
         verifier="gbv", paths=2, draft_sampling=DraftSampling.IID, **usual

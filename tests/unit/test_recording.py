@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,25 +25,20 @@ PROMPT = (3, 1, 4, 1, 5)
 ALL_PLANS = [
     *PLANS[2:5],
     *PLANS[7:],
-    Plan(verifier="otbv", draft_sampling=DraftSampling.FIXED, paths=3, depth=3),
-    Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=2),
     Plan(verifier="traversal", paths=3, depth=3),
-    Plan(verifier="spechub", paths=4, depth=2),
 ]
 BLOCK_RULES = {"block", "gbv", "otbv", "greedy_block", "spectr_gbv"}
 
 
-@dataclass(slots=True)
-class Notes:
-    """An observer that keeps everything."""
+def observed(exact: ExactEngine, *, trees: bool = True) -> list[StepRecord]:
+    """A list to which every step's record comes."""
+    steps: list[StepRecord] = []
+    exact.engine.observe(SimpleNamespace(on_step=steps.append), trees=trees)
+    return steps
 
-    steps: list[StepRecord] = field(default_factory=list)
 
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def trees(self, request: Request) -> list[TreeRecord]:
-        return [t for step in self.steps for t in step.trees if t.request == request.number]
+def trees_of(steps: list[StepRecord], request: Request) -> list[TreeRecord]:
+    return [t for step in steps for t in step.trees if t.request == request.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +72,11 @@ class Watched:
 
 
 def watched(plan: Plan) -> Watched:
-    exact, notes = exact_engine(slots=256), Notes()
-    exact.engine.observe(notes, trees=True)
-    params = SamplingParams(max_tokens=30, seed=5, temperature=0.8)
+    exact = exact_engine(slots=256)
+    steps, params = observed(exact), SamplingParams(max_tokens=30, seed=5, temperature=0.8)
     request = exact.add(Spec(PROMPT, params, plan))
     exact.run()
-    return Watched(exact, request, notes.trees(request))
+    return Watched(exact, request, trees_of(steps, request))
 
 
 def named(plan: Plan) -> str:
@@ -189,9 +184,8 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(OtbvVerifier, "stats", refuse)
     monkeypatch.setattr("eaglegbv.verification.target_of_tokens", refuse)
-    exact, notes = exact_engine(slots=256), Notes()
-    exact.engine.observe(notes)
-    evidence = []
+    exact, evidence = exact_engine(slots=256), []
+    steps = observed(exact, trees=False)
     whole = Verification.verify
 
     def verify(*arguments: object, **named: object) -> list[VerifyOutput]:
@@ -204,9 +198,9 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatc
     request = exact.add(spec)
     exact.run()
     assert request.error is None
-    assert len(evidence) == len(notes.steps)
+    assert len(evidence) == len(steps)
     assert set(evidence) == {None}
-    assert all(step.trees == [] for step in notes.steps)
+    assert all(step.trees == [] for step in steps)
 
 
 def spoilt(output: TargetOutput) -> TargetOutput:
@@ -216,9 +210,8 @@ def spoilt(output: TargetOutput) -> TargetOutput:
 
 
 def test_a_request_with_faulty_probabilities_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact, notes = exact_engine(slots=256), Notes()
-    exact.engine.observe(notes, trees=True)
-    spec = Spec(PROMPT, SamplingParams(max_tokens=12, seed=1), PLANS[4])
+    exact = exact_engine(slots=256)
+    steps, spec = observed(exact), Spec(PROMPT, SamplingParams(max_tokens=12, seed=1), PLANS[4])
     bad, good = exact.add(spec), exact.add(spec)
     exact.engine.step()
     forward = exact.target.forward
@@ -227,5 +220,5 @@ def test_a_request_with_faulty_probabilities_has_no_record(monkeypatch: pytest.M
     monkeypatch.undo()
     exact.run()
     assert bad.error is not None
-    assert len(notes.trees(bad)) == 1
-    assert sum(len(tree.committed) for tree in notes.trees(good)) == len(good.token_ids) == 12
+    assert len(trees_of(steps, bad)) == 1
+    assert sum(len(tree.committed) for tree in trees_of(steps, good)) == len(good.token_ids) == 12

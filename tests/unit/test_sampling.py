@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.sampling import PenaltySettings, SamplingParams, WarpSettings, penalise, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
 from eaglegbv.tree import TargetProbs
 
 # Sampling parameters: what is accepted, and what is said about what is not.
@@ -235,12 +235,8 @@ def test_repetition_penalty_is_that_of_transformers():
     in_prompt[0, prompt] = True
     generated = torch.bincount(torch.tensor(answer), minlength=12).unsqueeze(0)
     for penalty in (0.5, 1.0, 1.3, 2.0):
-        got = penalise(
-            logits,
-            in_prompt,
-            generated,
-            PenaltySettings.of([SamplingParams(repetition_penalty=penalty)], [1]),
-        )
+        params = SamplingParams(repetition_penalty=penalty)
+        got = penalise(logits, in_prompt, generated, [params], [1])
         processor = RepetitionPenaltyLogitsProcessor(penalty)
         expected = processor(torch.tensor([prompt + answer]), logits.clone())
         assert torch.equal(got, expected)
@@ -251,7 +247,7 @@ def test_all_penalties_together_by_hand():
     in_prompt = torch.tensor([[True, True, False, False, False]])
     generated = torch.tensor([[0, 0, 2, 1, 0]])
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=-0.5)
-    got = penalise(logits, in_prompt, generated, PenaltySettings.of([params], [1]))
+    got = penalise(logits, in_prompt, generated, [params], [1])
     # repetition first (4 / 2, -4 * 2), then - count * -0.5, then - 1 where generated
     assert got.tolist() == [[2.0, -8.0, 2.0 + 1.0 - 1.0, -8.0 + 0.5 - 1.0, 4.0]]
 
@@ -267,13 +263,11 @@ def test_penalties_are_each_rows_own():
     logits = random_logits(6, 9)
     in_prompt = torch.rand((6, 9), generator=generator) < 0.4
     generated = torch.randint(0, 3, (6, 9), generator=generator)
-    together = penalise(logits, in_prompt, generated, PenaltySettings.of(params, rows_each))
+    together = penalise(logits, in_prompt, generated, params, rows_each)
     row = 0
     for one, count in zip(params, rows_each, strict=True):
         own = slice(row, row + count)
-        alone = penalise(
-            logits[own], in_prompt[own], generated[own], PenaltySettings.of([one], [count])
-        )
+        alone = penalise(logits[own], in_prompt[own], generated[own], [one], [count])
         assert torch.equal(together[own], alone)
         row += count
     assert torch.equal(together[:2], logits[:2])  # no penalty changes nothing

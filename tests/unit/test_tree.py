@@ -103,12 +103,3 @@ def test_probabilities_of_a_table_come_back_with_their_zeros():
         # exp(log p) in float64: |log p| < 20 times 1e-16
         torch.testing.assert_close(whole, probs[:, node], atol=0, rtol=1e-14)
         assert (whole[:, :5] == 0).all()
-
-
-def test_a_broken_row_breaks_its_own_node_alone():
-    logits = _logits()
-    logits[4, 3] = torch.nan
-    dist = TargetProbs.of_logits(logits, ROWS)
-    finite = dist.log_normaliser[ROWS].isfinite()
-    assert finite.tolist() == [[True] * 4, [True, False, True, True], [True] * 4]
-    assert dist.probs_of(torch.tensor([1, 1, 1])).isnan().any(1).tolist() == [False, True, False]

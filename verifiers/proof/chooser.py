@@ -155,18 +155,12 @@ class UniformChooser:
 
     def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
         """Return the entry that the number (purpose, index) points at."""
-        return inverse_cdf(weights, self._uniform(purpose, index))
-
-    def _uniform(self, purpose: Purpose, index: int) -> float:
-        match purpose:
-            case Purpose.SELECTION:
-                return float(self.uniforms.selection[self.request].flatten()[index])
-            case Purpose.ACCEPTANCE:
-                return float(self.uniforms.acceptance[self.request, index])
-            case Purpose.CORRECTION if index == 0:
-                return float(self.uniforms.correction[self.request])
-            case _:
-                raise IndexError(f"no number for {purpose!r} {index}")
+        numbers = {
+            Purpose.SELECTION: self.uniforms.selection,
+            Purpose.ACCEPTANCE: self.uniforms.acceptance,
+            Purpose.CORRECTION: self.uniforms.correction,
+        }[purpose]
+        return inverse_cdf(weights, float(numbers[self.request].flatten()[index]))
 
 
 @dataclass(slots=True)

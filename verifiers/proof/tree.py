@@ -148,11 +148,7 @@ def draft_iid(
 
 
 def draft_tree(
-    draw: DrawChildren,
-    q: ProbsAt,
-    widths: Sequence[int],
-    chooser: Chooser,
-    stop: Stop = never,
+    draw: DrawChildren, q: ProbsAt, widths: Sequence[int], chooser: Chooser, stop: Stop = never
 ) -> tuple[Prefix, ...]:
     """Draw a tree level by level, ``widths[d]`` children below each node of depth d.
 
@@ -205,8 +201,6 @@ def _one_of_the_rest(
 
 
 # Walking down a tree: one accept-or-stop step at every node.
-
-
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """The walk stops; the correction token has these weights."""

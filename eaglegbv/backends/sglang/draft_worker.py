@@ -2,25 +2,63 @@
 
 A listener records the head's logits at the root of the next round, while SGLang runs the head over
 the accepted tokens.
+
+A modified target (:mod:`eaglegbv.verifiers.stateful`) needs the draft distributions of an earlier
+round along tokens committed later. So that round's root, its head's hidden state there and the
+settings of its distributions are kept, and the head runs on from there along the tokens, on its own
+features, one row each. Its keys before the root are SGLang's, which are final once written. Those
+from the root onwards are kept here, because SGLang's own have been rewritten from the target's
+features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from eaglegbv.backends.sglang.draft_replay import RoundStart, head_context
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs
 from eaglegbv.backends.sglang.verify import RequestBook
+from eaglegbv.drafters.base import DraftReplay, own_snapshots
+from eaglegbv.drafters.tree_growth import DraftProbs
 from eaglegbv.errors import ModelNotSupported
+from eaglegbv.request import DraftSnapshot, Request
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
+
+Entries = tuple[Tensor, Tensor]  # keys and values, `[entries, heads, dim]` each
+
+_ASKED_FOR_BATCH = "forward_batch" in signature(forward_context).parameters  # not by 0.5.22
+
+
+def head_context(attention: AttentionBackend, batch: ForwardBatch) -> Any:
+    """Return the context of a forward of the head."""
+    named = {"forward_batch": batch} if _ASKED_FOR_BATCH else {}
+    return forward_context(ForwardContext(attn_backend=attention), **named)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStart:
+    """Start of a round's drafting, one row per request."""
+
+    lengths: Tensor  # [batch] int64, number of entries of the head's KV cache up to the root
+    hidden: Tensor  # [batch, hidden], the head's state at the root
+    packed: Tensor  # [batch, 2, width], the distributions at the root, packed
 
 
 class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
@@ -30,12 +68,6 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
-        if self.index_share_for_mtp_iteration or self.dsa_index_topk is not None:
-            raise ModelNotSupported(
-                "speculative_draft_model_path",
-                self.server_args.speculative_draft_model_path,
-                "an EAGLE head without a sparse-attention indexer",
-            )
         self._output: Any = None  # the head's last; SGLang picks the accepted rows in it afterwards
         self.draft_runner.forward = self._listening(self.draft_runner.forward)
 
@@ -57,7 +89,17 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
 
         ``redraw`` redraws, in place, those of the token ids ``[batch]`` after prompts that must not
         be drawn from the target's distribution alone, and returns whether there were any.
+
+        Raises:
+            ModelNotSupported: The head has attention that is not served.
         """
+        indexed = self.index_share_for_mtp_iteration or self.dsa_index_topk is not None
+        stateful = settings.verifier in STATEFUL_VERIFIERS
+        if indexed or (stateful and self.draft_runner.use_mla_backend):
+            latent = f"latent attention, for verifier {settings.verifier!r}"
+            what = "a sparse-attention indexer" if indexed else latent
+            name = "speculative_draft_model_path"
+            raise ModelNotSupported(name, getattr(self.server_args, name), f"a head without {what}")
         self._settings, self._book, self._redraw = settings, book, redraw
 
     def alloc_memory_pool(self, *arguments: object, **named: object) -> None:
@@ -86,7 +128,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         """
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
-        self.buffers.load(self._book.round_uniforms(batch.reqs), batch.sampling_info)
+        self.buffers.load(self._book.uniforms(batch.reqs), batch.sampling_info)
         lengths, hidden = batch.seq_lens, batch.spec_info.hidden_states
         verify_input = super().draft(batch, with_topology=with_topology)
         verify_input.start = RoundStart(lengths, hidden, verify_input.draft_probs[:, 0])
@@ -163,3 +205,160 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         super()._capture_cuda_graphs()
         if (runner := self.cuda_graph_runner_for_draft_extend) is not None:
             runner.execute = self._listening(runner.execute)
+
+
+# Earlier rounds replayed.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSnapshot(DraftSnapshot):
+    """A round's head after tokens that need not be those it drafted."""
+
+    context: int  # entries of SGLang's KV cache to read: those before the round's root
+    position: int  # of the next entry
+    entries: Mapping[int, Entries]  # the head's own entries from the root onwards, by layer
+    hidden: Tensor  # [hidden], its state
+    probs: ShortProbs  # [width], the distribution of the next token
+    temperature: Tensor  # [1], temperature of its distributions
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReplay(DraftReplay):
+    """Replays distributions for the requests of one batch."""
+
+    worker: SampledDraftWorker  # runs the head
+    pool_indices: Tensor  # [batch], the requests' slots in SGLang's pool
+    start: RoundStart | None  # None if nothing was drafted
+    requests: Sequence[Request]
+
+    def snapshot(self, request: Request) -> HeadSnapshot:
+        """See :meth:`DraftReplay.snapshot`."""
+        if self.start is None:
+            raise RuntimeError(f"request {request.number} has drafted nothing to be replayed")
+        row, start = self.requests.index(request), self.start
+        length = int(start.lengths[row])
+        return HeadSnapshot(
+            context=length,
+            position=length,
+            entries={},
+            hidden=start.hidden[row].clone(),
+            probs=ShortProbs.unpack(start.packed[row].clone()),
+            temperature=self.worker.buffers.temperatures(len(start.hidden))[row].clone(),
+        )
+
+    def advance(
+        self,
+        requests: Sequence[Request],
+        snapshots: Sequence[DraftSnapshot],
+        tokens: Tensor,
+        slots: Tensor,
+    ) -> list[DraftSnapshot]:
+        """Run one more row of the head for each request; see :meth:`DraftReplay.advance`."""
+        del slots  # entries are few and short-lived, so they are kept outside the pool
+        own = own_snapshots(snapshots, HeadSnapshot)
+        pool_indices = self.pool_indices[[self.requests.index(request) for request in requests]]
+        attention = ReplayAttention(self.worker, pool_indices, own)
+        output = self._run(attention, own, tokens)
+        temperatures = torch.stack([s.temperature for s in own])
+        probs = self.worker.buffers.short_probs(output.next_token_logits, temperatures)
+        return [
+            replace(
+                snapshot,
+                position=snapshot.position + 1,
+                entries=attention.entries[i],
+                hidden=output.hidden_states[i],
+                probs=ShortProbs(probs.ids[i], probs.probs[i]),
+            )
+            for i, snapshot in enumerate(own)
+        ]
+
+    def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
+        """See :meth:`DraftReplay.probs_at`."""
+        own = [snapshot.probs for snapshot in own_snapshots(snapshots, HeadSnapshot)]
+        return DraftProbs(torch.stack([p.ids for p in own]), torch.stack([p.probs for p in own]))
+
+    def _run(
+        self, attention: "ReplayAttention", snapshots: Sequence[HeadSnapshot], tokens: Tensor
+    ) -> Any:
+        runner = self.worker.draft_runner
+        positions = torch.tensor([s.position for s in snapshots], device=tokens.device)
+        last = CaptureHiddenMode.LAST
+        hidden = torch.stack([s.hidden for s in snapshots])
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(snapshots),
+            input_ids=tokens,
+            req_pool_indices=attention.pool_indices,
+            seq_lens=positions + 1,
+            out_cache_loc=torch.zeros_like(tokens),
+            seq_lens_sum=0,
+            positions=positions,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=EagleDraftInput(hidden_states=hidden, capture_hidden_mode=last),
+            capture_hidden_mode=last,
+        )
+        with head_context(attention, batch):
+            return runner.model.forward(tokens, positions, batch)
+
+
+class ReplayAttention(AttentionBackend):  # type: ignore[misc]
+    """Attention of single rows over SGLang's entries and over the rows' own entries.
+
+    Attributes:
+        entries: Each row's own entries by layer, with those just written last.
+    """
+
+    def __init__(
+        self,
+        worker: SampledDraftWorker,
+        pool_indices: Tensor,
+        snapshots: Sequence[HeadSnapshot],
+    ) -> None:
+        """Look up the entries that each row reads."""
+        super().__init__()
+        self.token_to_kv_pool = worker.draft_runner.token_to_kv_pool
+        self.pool_indices = pool_indices
+        self.entries = [dict(s.entries) for s in snapshots]
+        device = pool_indices.device
+        contexts = torch.tensor([[s.context] for s in snapshots], device=device)
+        longest = max(s.context for s in snapshots)
+        table = worker.req_to_token_pool.req_to_token[pool_indices.long(), :longest]
+        real = torch.arange(longest, device=device) < contexts
+        self._slots = torch.where(real, table.long(), 0)
+        counts = torch.tensor([[s.position - s.context + 1] for s in snapshots], device=device)
+        own = torch.arange(int(counts.max()), device=device) < counts
+        self._mask = torch.cat((real, own), dim=1)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **others: object,
+    ) -> Tensor:
+        """Return ``[rows, heads * dim]``, without writing to SGLang's pool."""
+        del forward_batch, save_kv_cache
+        if others:
+            raise NotImplementedError(f"attention with {', '.join(others)}")
+        number, pool = layer.layer_id, self.token_to_kv_pool
+        for row, entries in enumerate(self.entries):
+            before = entries.get(number, (k[:0], v[:0]))
+            new = k[row : row + 1], v[row : row + 1]
+            entries[number] = torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
+        own = [entries[number] for entries in self.entries]
+        keys = self._joined(pool.get_key_buffer(number), [key for key, _ in own])
+        values = self._joined(pool.get_value_buffer(number), [value for _, value in own])
+        query = q.view(len(q), keys.shape[2], -1, layer.qk_head_dim).float()
+        scores = torch.einsum("rkgd,rskd->rkgs", query, keys) * layer.scaling
+        if layer.logit_cap > 0:
+            scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+        scores = scores.masked_fill(~self._mask[:, None, None], -torch.inf)
+        out = torch.einsum("rkgs,rskd->rkgd", scores.softmax(dim=3), values)
+        return out.flatten(1).to(q.dtype)
+
+    def _joined(self, known: Tensor, own: list[Tensor]) -> Tensor:
+        """Return ``[rows, entries, heads, dim]``: SGLang's, then the rows' own."""
+        return torch.cat((known[self._slots], pad_sequence(own, batch_first=True)), 1).float()

@@ -29,9 +29,6 @@ from eaglegbv.models.hf import load_config
 ALGORITHMS = {Arch.EAGLE1: "EAGLEGBV", Arch.EAGLE3: "EAGLEGBV3"}
 """Our ``--speculative-algorithm`` for the heads of each kind."""
 
-SGLANGS_OWN = {"EAGLEGBV": "EAGLE", "EAGLEGBV3": "EAGLE3"}
-"""SGLang's algorithm for the heads of each of our algorithms."""
-
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of configurations whose models have layers that predict further tokens."""
 
@@ -108,16 +105,16 @@ def server_arguments(
 
     See :func:`engine` for the first four; ``hub`` are further ones of :func:`served_head`.
     """
-    named: dict[str, Any] = {"model_path": str(model)}
-    if drafter is not None:
-        folder, algorithm = served_head(drafter, model, **hub)
-        named |= {
-            "speculative_algorithm": algorithm,
-            "speculative_draft_model_path": str(folder),
-            "speculative_eagle_topk": paths,
-            "speculative_num_steps": depth,
-        }
-    return named
+    if drafter is None:
+        return {"model_path": str(model)}
+    folder, algorithm = served_head(drafter, model, **hub)
+    return {
+        "model_path": str(model),
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": str(folder),
+        "speculative_eagle_topk": paths,
+        "speculative_num_steps": depth,
+    }
 
 
 def served_head(
@@ -130,15 +127,9 @@ def served_head(
 ) -> tuple[Path, str]:
     """Return a head's folder in SGLang's format, and the algorithm that serves it.
 
-    The head is checked against its target, and converted if it is in another format.
-
-    Args:
-        drafter: Folder or hub name of a head in any format that :mod:`eaglegbv.drafters.formats`
-            reads, or the name of a packaged one.
-        model: Folder or hub name of the target.
-        revision: Revision of the target on the hub; None for the newest.
-        trust_remote_code: Whether to run code from the target's repository.
-        draft_revision: Revision of the head on the hub; None for the newest.
+    The head, in any format that :mod:`eaglegbv.drafters.formats` reads, is checked against its
+    target, and converted if necessary. Both are folders or hub names, or the head a packaged one.
+    ``revision`` and ``trust_remote_code`` are for the target, ``draft_revision`` for the head.
 
     Raises:
         InvalidArgument: There is no such head, or it is of a kind that is not served.
@@ -203,7 +194,7 @@ def launch(
     hub = {name: value for name, value in vars(_options(others)).items() if name != "device"}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     if settings is None:
-        named["speculative_algorithm"] = SGLANGS_OWN[named["speculative_algorithm"]]
+        named["speculative_algorithm"] = named["speculative_algorithm"].replace("GBV", "")
         named["speculative_num_draft_tokens"] = paths * depth + 1
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in named.items():
@@ -252,7 +243,13 @@ def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) 
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait(process, url, log, starts_within)
+        deadline = time.monotonic() + starts_within
+        while not _answers(url):
+            if process.poll() is not None:
+                raise ServerFailed(f"ended with code {process.returncode}", log)
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"did not answer within {starts_within:.0f} s", log)
+            time.sleep(1)
         yield url
         if process.poll() is not None:
             raise ServerFailed(f"ended with code {process.returncode}", log)
@@ -265,15 +262,9 @@ def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) 
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path, starts_within: float) -> None:
-    deadline = time.monotonic() + starts_within
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerFailed(f"ended with code {process.returncode}", log)
-        try:
-            httpx.get(f"{url}/health_generate", timeout=60).raise_for_status()
-        except httpx.HTTPError:
-            time.sleep(1)
-        else:
-            return
-    raise ServerFailed(f"did not answer within {starts_within:.0f} s", log)
+def _answers(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health_generate", timeout=60).raise_for_status()
+    except httpx.HTTPError:
+        return False
+    return True

@@ -1,22 +1,25 @@
-"""``LLM(..., backend="sglang")``: the same ``generate`` and ``stream``, served by SGLang."""
+"""``LLM(..., backend="sglang")``: the same ``generate`` and ``stream``, served by SGLang.
+
+:class:`Endpoint` is a client of a server's OpenAI endpoint, for benchmarks.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+import httpx
+import msgspec
 import torch
 from tqdm.asyncio import tqdm
 
-from eaglegbv.backends.sglang.client import to_sglang
 from eaglegbv.backends.sglang.launch import engine as start_engine
 from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import named_dtype
-from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
+from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed, one_of
 from eaglegbv.llm import TextGenerator, load_tokenizer
 from eaglegbv.loading import named_models
 from eaglegbv.request import FinishReason
@@ -26,27 +29,26 @@ from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
 
 DTYPES = ("float32", "bfloat16", "float16")
+ANSWERS_WITHIN = 3600.0
+OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+"""Names that differ in the OpenAI endpoints."""
 
-LOCAL_ALONE: Mapping[str, str] = MappingProxyType(
-    {
-        "dtype": "SGLang chooses it",
-        "generate_async": "SGLang has an event loop of its own",
-        "explain_plans": "one plan serves every request",
-        "metrics": "SGLang counts for itself, see its /metrics",
-        "observe": "SGLang's steps are its own",
-        "pair": "SGLang holds the models",
-        "reset_prefix_cache": "SGLang keeps its own cache",
-        "unobserve": "SGLang's steps are its own",
-    }
-)
+LOCAL_ALONE: Mapping[str, str] = {
+    "dtype": "SGLang chooses it",
+    "generate_async": "SGLang has an event loop of its own",
+    "explain_plans": "one plan serves every request",
+    "metrics": "SGLang counts for itself, see its /metrics",
+    "observe": "SGLang's steps are its own",
+    "pair": "SGLang holds the models",
+    "reset_prefix_cache": "SGLang keeps its own cache",
+    "unobserve": "SGLang's steps are its own",
+}
 """Members of only the local engine's :class:`eaglegbv.llm.LLM`, and why they are missing here."""
 
-UNUSED_SIZES: Mapping[str, str] = MappingProxyType(
-    {
-        "kv_bytes": "give it mem_fraction_static, or kv_slots",
-        "check_slots": "it checks its pools by variables of its own",
-    }
-)
+UNUSED_SIZES: Mapping[str, str] = {
+    "kv_bytes": "give it mem_fraction_static, or kv_slots",
+    "check_slots": "it checks its pools by variables of its own",
+}
 """Fields of :class:`EngineConfig` that SGLang does not use, and what to do instead. ``calibrate``
 is for plans that the engine chooses, which SGLang does not run.
 """
@@ -127,13 +129,11 @@ class SGLangLLM(TextGenerator):
                 raise AttributeError(f"SGLangLLM has no {name!r}: {why}", name=name, obj=self)
             return super().__getattribute__(name)  # raises the usual error
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Stop SGLang's processes."""
         self._sglang.shutdown()
 
-    def close(self) -> None:
-        """See :meth:`shutdown`."""
-        self.shutdown()
+    shutdown = close
 
     def stream(
         self,
@@ -254,3 +254,55 @@ def _engine_arguments(
         if place.index is not None:
             arguments["base_gpu_id"] = place.index
     return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Answers chat messages through ``/v1/chat/completions``."""
+
+    url: str  # address of the server
+    shape: Plan  # plan with the shape of its trees; its verifier does not matter here
+
+    def __call__(
+        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
+    ) -> Completion:
+        """Answer one conversation.
+
+        Raises:
+            InvalidArgument: The server refused the request; the message quotes its reason.
+            StepFailed: The server broke off.
+        """
+        del plan  # it was fixed when the server started
+        own = to_sglang(sampling_params).items()
+        body = {OPENAI_NAMES.get(name, name): value for name, value in own}
+        body |= {"model": "default", "messages": prompts}
+        body |= {"return_meta_info": True, "return_token_ids": True}
+        try:
+            answer = httpx.post(
+                f"{self.url}/v1/chat/completions", json=body, timeout=ANSWERS_WITHIN
+            )
+        except httpx.HTTPError as error:
+            raise StepFailed(0, str(error)) from error
+        if answer.is_error:
+            raise InvalidArgument("prompt", f"{len(prompts)} messages", answer.text)
+        [choice] = answer.json()["choices"]
+        aborted = choice["finish_reason"] == "abort"
+        return Completion(
+            text=choice["message"]["content"] or "",
+            token_ids=choice["response_token_ids"],
+            finish_reason=FinishReason.ERROR if aborted else FinishReason(choice["finish_reason"]),
+            metrics=request_metrics(choice["meta_info"], self.shape),
+        )
+
+
+def to_sglang(params: SamplingParams) -> dict[str, Any]:
+    """Return the same settings under the names of SGLang's engine and ``/generate``."""
+    settings = msgspec.structs.asdict(params)
+    settings["max_new_tokens"], seed = settings.pop("max_tokens"), settings.pop("seed")
+    settings["top_k"] = -1 if params.top_k is None else params.top_k
+    for name in ("stop", "stop_token_ids"):
+        settings[name] = list(settings[name])
+    if seed is not None:
+        # SGLang's seeds are signed; this keeps all 64 bits distinct.
+        settings["sampling_seed"] = (seed + 2**63) % 2**64 - 2**63
+    return settings

@@ -75,17 +75,15 @@ class Delivered:
 
     def _report(self, reporter: Any) -> None:
         counts, self.counts = self.counts, RequestMetrics()
+        figures = _figures(counts)
         if reporter.is_stats_logging_rank:
-            _log.info(
-                "acceptance length: %.2f, block efficiency: %.2f, verifications: %d",
-                counts.acceptance_length,
-                counts.block_efficiency,
-                counts.target_forwards,
-            )
+            said = "acceptance length: %.2f, block efficiency: %.2f, verifications: %d"
+            _log.info(said, *figures.values(), counts.target_forwards)
         if reporter.current_scheduler_metrics_enabled:
             labels = reporter.metrics_collector.labels
-            self.gauges = self.gauges or _gauges(labels)
-            for name, value in _figures(counts).items():
+            for name, value in figures.items():
+                if name not in self.gauges:
+                    self.gauges[name] = _gauge(name, labels)
                 self.gauges[name].labels(**labels).set(value)
 
 
@@ -122,15 +120,8 @@ def _length(req: Any) -> int:
     return len(req.output_ids) if req.finished_len is None else req.finished_len
 
 
-def _gauges(labels: Mapping[str, str]) -> dict[str, Any]:
-    import prometheus_client  # SGLang must have set its folder of files first
+def _gauge(name: str, labels: Mapping[str, str]) -> Any:
+    from prometheus_client import Gauge  # SGLang must have set its folder of files first
 
-    return {
-        name: prometheus_client.Gauge(
-            f"eaglegbv:{name}",
-            f"The {name.replace('_', ' ')} over the last interval, of tokens delivered.",
-            labelnames=labels.keys(),
-            multiprocess_mode="mostrecent",
-        )
-        for name in _figures(RequestMetrics())
-    }
+    about = f"The {name.replace('_', ' ')} over the last interval, of tokens delivered."
+    return Gauge(f"eaglegbv:{name}", about, labels.keys(), multiprocess_mode="mostrecent")

@@ -1,7 +1,7 @@
 """The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in all its processes."""
 
 import os
-from typing import Any, ClassVar
+from typing import Any
 
 from sglang.srt.arg_groups.overrides import use_mla_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -16,8 +16,8 @@ from eaglegbv.backends.sglang.version_check import check_override_points, check_
 
 def register() -> None:
     """Register ``EAGLEGBV`` (EAGLE-1 and -2 heads) and ``EAGLEGBV3`` (EAGLE-3 heads)."""
-    for algorithm in (EagleAlgorithm, Eagle3Algorithm):
-        SpeculativeAlgorithm.register(algorithm.title, supports_overlap=True, spec_class=algorithm)(
+    for title in metrics.TITLES:
+        SpeculativeAlgorithm.register(title, supports_overlap=True, spec_class=SampledTrees)(
             worker_class
         )
     tokenizers = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -33,26 +33,20 @@ def register() -> None:
         HookRegistry.register(place, hook, HookType.AROUND)
 
 
-class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """Sampled trees of an EAGLE-1 or EAGLE-2 head: answers to SGLang's questions."""
+class SampledTrees(CustomSpecAlgo):  # type: ignore[misc]
+    """Our algorithms: most of what SGLang asks them, they answer as EAGLE does."""
 
-    title: ClassVar[str] = "EAGLEGBV"
-
-    def is_eagle(self) -> bool:
-        """Use SGLang's code for EAGLE: its workers, its KV layout, its CUDA graphs."""
+    def yes(self) -> bool:
+        """Use SGLang's code for EAGLE: only the kernel that accepts and rejects is ours."""
         return True
 
-    def supports_grammar_overlap(self) -> bool:
-        """Whether grammars may overlap: only the verification kernel differs from SGLang's own."""
-        return True
+    is_eagle = supports_grammar_overlap = yes
+    # SGLang asks these of every algorithm, but its base class does not know them.
+    carries_draft_hidden_states = need_topk = yes
 
-    def carries_draft_hidden_states(self) -> bool:
-        """Answer as EAGLE does; SGLang asks every algorithm, including plug-ins."""
-        return True
-
-    def need_topk(self) -> bool:
-        """Carry the hidden states of the head from round to round, as for EAGLE."""
-        return True
+    def is_eagle3(self) -> bool:
+        """Whether SGLang is to feed the head from several of the target's layers."""
+        return bool(self.name == "EAGLEGBV3")
 
     def create_future_map(self, device: Any, *arguments: Any, **named: Any) -> Any:
         """Return the object that carries tensors from round to round, as for EAGLE."""
@@ -69,16 +63,6 @@ class EagleAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         check_version()
         settings = Settings.from_environment(os.environ)
         settle_arguments(server_args, settings, latent=use_mla_backend(server_args))
-
-
-class Eagle3Algorithm(EagleAlgorithm):
-    """Sampled trees of an EAGLE-3 head, possibly with a reduced draft vocabulary."""
-
-    title: ClassVar[str] = "EAGLEGBV3"
-
-    def is_eagle3(self) -> bool:
-        """Let SGLang feed the head from several of the target's layers."""
-        return True
 
 
 def worker_class(server_args: Any) -> type:  # noqa: ARG001

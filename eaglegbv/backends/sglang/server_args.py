@@ -6,12 +6,11 @@ wrong or ignore.
 
 import logging
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from eaglegbv.backends.sglang.launch import served_head
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import require_integer
@@ -19,8 +18,6 @@ from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_PATHS = 3
-DEFAULT_DEPTH = 4
 DEFAULT_RUNNING = 48
 MASKLESS_BACKENDS = ("torch_native", "flex_attention")
 TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
@@ -44,29 +41,27 @@ _HALVES = "the two halves of a batch would share one round's random numbers"
 _SUMS = "the order of the verifiers' sums is not fixed; seeds fix random numbers without it"
 _DROP = "leave it out"
 
-REFUSED: Refusals = MappingProxyType(
-    {
-        "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
-        "attn_dp_size": ((1,), "other requests on other ranks have not been tried", "use --dp"),
-        "disaggregation_mode": (
-            (None, "null"),
-            "draft distributions are not transferred between prefill and decode servers",
-            "use one server",
-        ),
-        "enable_lora": ((False, None), _BASE_ONLY, _DROP),
-        "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
-        "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
-        "speculative_use_block_verification": ((False,), _OURS, _BLOCK),
-        "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
-        "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _CHOOSE),
-        "enable_custom_logit_processor": ((False,), _PROCESSORS, "use logit_bias or a grammar"),
-        "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
-        "enable_attn_tp_input_scattered": ((False,), "the head needs features whole", _DROP),
-        "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
-        "enable_deterministic_inference": ((False,), _SUMS, _DROP),
-        "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
-    }
-)
+REFUSED: Refusals = {
+    "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
+    "attn_dp_size": ((1,), "other requests on other ranks have not been tried", "use --dp"),
+    "disaggregation_mode": (
+        (None, "null"),
+        "draft distributions are not transferred between prefill and decode servers",
+        "use one server",
+    ),
+    "enable_lora": ((False, None), _BASE_ONLY, _DROP),
+    "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
+    "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
+    "speculative_use_block_verification": ((False,), _OURS, _BLOCK),
+    "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
+    "speculative_accept_threshold_acc": ((1.0,), _LOSSY, _CHOOSE),
+    "enable_custom_logit_processor": ((False,), _PROCESSORS, "use logit_bias or a grammar"),
+    "enable_watermark": ((False,), "watermarks are forced tokens, not a distribution", _DROP),
+    "enable_attn_tp_input_scattered": ((False,), "the head needs features whole", _DROP),
+    "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
+    "enable_deterministic_inference": ((False,), _SUMS, _DROP),
+    "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
+}
 """Options that are refused rather than ignored."""
 
 _STATELESS = "use a verifier without modified-target state, such as otbv"
@@ -75,14 +70,12 @@ _OWN_STATE = "every rank would keep a state of its own, by distributions that di
 _WHOLE = "earlier draft distributions are replayed over the whole text"
 _OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
 
-REFUSED_WITH_STATE: Refusals = MappingProxyType(
-    {
-        "tp_size": ((1,), _OWN_STATE, _STATELESS),
-        "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
-        "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
-        "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
-    }
-)
+REFUSED_WITH_STATE: Refusals = {
+    "tp_size": ((1,), _OWN_STATE, _STATELESS),
+    "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
+    "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
+    "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
+}
 """Options that verifiers with modified-target state (``greedy_block``, ``spectr_gbv``) refuse."""
 
 
@@ -97,10 +90,7 @@ class NotServed(EagleGBVError):
 def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> None:
     """Check SGLang's arguments and fill in what depends on K and L.
 
-    Args:
-        server_args: SGLang's arguments.
-        settings: Our settings.
-        latent: Whether the target's attention is latent (MLA).
+    ``latent`` says whether the target's attention is (MLA).
 
     Raises:
         InvalidArgument: A value is out of range, or the verifier cannot use so many paths.
@@ -108,7 +98,11 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         DrafterMismatch: The head is not of the named kind, or does not fit the target.
     """
     stateful = settings.verifier in STATEFUL_VERIFIERS
-    _refuse(server_args, REFUSED)
+    refused = {**REFUSED, **(REFUSED_WITH_STATE if stateful else {})}
+    for option, (harmless, reason, remedy) in refused.items():
+        value = getattr(server_args, option)
+        if value not in harmless:
+            raise NotServed(option, value, reason, remedy)
     _settle_shape(server_args)
     if settings.verifier.startswith("global_resolution_"):
         expected = "global_resolution, which is exact; other solvers are for comparisons only"
@@ -116,8 +110,6 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
     make_any_verifier(settings.verifier).check_sampling(
         DraftSampling.IID, server_args.speculative_eagle_topk
     )
-    if stateful:
-        _refuse(server_args, REFUSED_WITH_STATE)
     _check_attention(server_args, latent=latent)
     _settle_head(server_args)
     if server_args.max_running_requests is None:
@@ -131,18 +123,11 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         _log.warning("mixed chunked prefill is off: it decodes running requests without drafts")
 
 
-def _refuse(server_args: Any, refusals: Refusals) -> None:
-    for option, (harmless, reason, remedy) in refusals.items():
-        value = getattr(server_args, option)
-        if value not in harmless:
-            raise NotServed(option, value, reason, remedy)
-
-
 def _settle_shape(server_args: Any) -> None:
     if server_args.speculative_eagle_topk is None:
-        server_args.speculative_eagle_topk = DEFAULT_PATHS
+        server_args.speculative_eagle_topk = Plan().paths
     if server_args.speculative_num_steps is None:
-        server_args.speculative_num_steps = DEFAULT_DEPTH
+        server_args.speculative_num_steps = Plan().depth
     K, L = server_args.speculative_eagle_topk, server_args.speculative_num_steps
     require_integer("speculative_eagle_topk", K, 1, MAX_PATHS)
     require_integer("speculative_num_steps", L, 1, MAX_DEPTH)
@@ -192,7 +177,7 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
             raise NotServed(option, backend, f"it {does} chains only{where}", remedy)
         if not chains and backend not in PAGED_TREE_BACKENDS and (server_args.page_size or 1) > 1:
             reason = (
-                f"attention backend {backend!r} drafts several paths with pages of one token only"
+                f"attention backend {backend!r} drafts several paths in pages of one token only"
             )
             remedy = f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}"
             raise NotServed("page_size", server_args.page_size, reason, remedy)

@@ -18,28 +18,26 @@ from torch.nn.functional import pad
 from eaglegbv.devices import first_true, send
 from eaglegbv.drafters.tree_growth import DraftProbs, pick_places
 from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.verifiers.paths import rows_at
 
 
 class ShortProbs(DraftProbs):
-    """Distributions ``[..., width]`` of the head's most likely tokens alone, most likely first."""
+    """Distributions ``[..., width]`` of the head's most likely tokens alone, most likely first.
 
-    @classmethod
-    def of_top(cls, ids: Tensor, logits: Tensor, temperatures: Tensor) -> Self:
-        """Apply the temperature to the most likely tokens alone, and normalise.
+    Before they are :meth:`tempered`, logits stand in the place of probabilities.
+    """
+
+    def tempered(self, temperatures: Tensor) -> Self:
+        """Make probabilities of logits ``[rows, width]`` at ``temperatures`` ``[rows, 1]`` above 0.
 
         A head whose logits are NaN drafts the first of its tokens with certainty, which is
         lossless, so decoding continues as if without speculation.
-
-        Args:
-            ids: ``[rows, width]``, the target's ids of the head's most likely tokens.
-            logits: ``[rows, width]`` float64, their logits, largest first.
-            temperatures: ``[rows, 1]``, above 0.
         """
-        probs = ((logits - logits[:, :1]) / temperatures).softmax(dim=-1)
+        probs = ((self.probs - self.probs[:, :1]) / temperatures).softmax(dim=-1)
         certain = torch.zeros_like(probs)
         certain[:, 0] = 1
-        probs = torch.where(probs.isfinite().all(dim=-1, keepdim=True), probs, certain)
-        return cls(ids, probs)
+        sound = probs.isfinite().all(dim=-1, keepdim=True)
+        return type(self)(self.ids, torch.where(sound, probs, certain))
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Self:
@@ -55,13 +53,9 @@ class ShortProbs(DraftProbs):
         return self.ids.gather(-1, pick_places(self.probs, uniforms).unsqueeze(-1)).squeeze(-1)
 
     def of_branches(self, branches: Tensor) -> Self:
-        """Return ``[batch, paths, width]``, those of the given branches ``[batch, paths]``.
-
-        There are ``batch * paths`` rows.
-        """
-        ids, probs = (t.view(*branches.shape, -1) for t in (self.ids, self.probs))
-        at = branches.unsqueeze(-1).expand_as(ids)
-        return type(self)(ids.gather(1, at), probs.gather(1, at))
+        """Return ``[batch, paths, width]``: of ``batch * paths`` rows, those of ``branches``."""
+        every = (table.view(*branches.shape, -1) for table in (self.ids, self.probs))
+        return type(self)(*(rows_at(table, branches) for table in every))
 
 
 def representatives(tokens: Tensor, above: Tensor | None = None) -> Tensor:
@@ -213,20 +207,20 @@ class RoundBuffers:
 
     def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
         """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
-        return ShortProbs.of_top(*self._top(logits), temperatures)
+        return self._top(logits).tempered(temperatures)
 
-    def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _top(self, logits: Tensor) -> ShortProbs:
         values, ids = logits.topk(self.width, dim=1)
-        return ids if self._target_ids is None else self._target_ids[ids], values.double()
+        ids = ids if self._target_ids is None else self._target_ids[ids]
+        return ShortProbs(ids, values.double())
 
     def keep_roots(self, slots: Tensor, logits: Tensor) -> None:
         """Keep the most likely tokens at the next round's roots, from ``[batch, draft_vocab]``."""
-        self._roots[slots] = ShortProbs(*self._top(logits)).pack()
+        self._roots[slots] = self._top(logits).pack()
 
     def roots(self, slots: Tensor) -> ShortProbs:
         """Return the distributions at the roots of a round, ``[batch, width]``."""
-        kept = ShortProbs.unpack(self._roots[slots])
-        return ShortProbs.of_top(kept.ids, kept.probs, self.temperatures(len(slots)))
+        return ShortProbs.unpack(self._roots[slots]).tempered(self.temperatures(len(slots)))
 
     def growth(self, roots: ShortProbs, paths: int, length: int) -> TreeGrowth:
         """Start the trees of a round from the distributions at their roots."""
@@ -279,9 +273,8 @@ def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
         return table.gather(1, numbers) * kept
 
     # The last nodes are leaves, so they have no distribution.
-    table = pad(packed, (0, 0, 0, 0, 0, K))
-    at = numbers[:, :, None, None].expand_as(table)
-    probs = ShortProbs.unpack(table.gather(1, at))
+    table = pad(packed.flatten(2), (0, 0, 0, K))
+    probs = ShortProbs.unpack(rows_at(table, numbers).unflatten(2, (2, -1)))
     tree = DraftTree(
         draft_sampling=DraftSampling.IID,
         token_ids=arranged(tokens),

@@ -15,7 +15,7 @@ from functools import partial, wraps
 from importlib import import_module
 from itertools import count
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,7 +34,7 @@ from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose, RequestRng, request_seed
-from eaglegbv.sampling import SamplingParams
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.tree import TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
@@ -71,25 +71,20 @@ class RequestBook:
                 self._records[request] = self._open(request)
         return [self._records[request] for request in requests]
 
-    def round_uniforms(self, requests: Sequence["Req"]) -> Tensor:
+    def uniforms(self, requests: Sequence["Req"], purpose: Purpose = Purpose.DRAFT) -> Tensor:
         """Return ``[batch, numbers]`` float64 in [0, 1), for the requests' current steps.
 
-        One draw yields them all, as a draw takes longer than its numbers.
+        One draw yields all of a round, as a draw takes longer than its numbers. For another
+        purpose there is one number each.
         """
-        return self._draw(requests, Purpose.DRAFT, self.numbers)
-
-    def token_uniforms(self, requests: Sequence["Req"]) -> Tensor:
-        """Return ``[batch]`` float64 in [0, 1), for one token at the requests' current steps."""
-        return self._draw(requests, Purpose.CORRECTION, 1).squeeze(1)
+        count = self.numbers if purpose is Purpose.DRAFT else 1
+        drawn = [own.rng.draw(own.step, purpose, count) for own in self.of(requests)]
+        return torch.from_numpy(np.array(drawn))
 
     def advance(self, requests: Sequence["Req"]) -> None:
         """Move on to the next step, so that no number of this one is used again."""
         for own in self.of(requests):
             own.step += 1
-
-    def _draw(self, requests: Sequence["Req"], purpose: Purpose, numbers: int) -> Tensor:
-        drawn = [own.rng.draw(own.step, purpose, numbers) for own in self.of(requests)]
-        return torch.from_numpy(np.array(drawn))
 
     def _open(self, request: "Req") -> Request:
         seed = request.sampling_params.sampling_seed
@@ -181,9 +176,7 @@ class GraphJudge:
         )
         probs = self._probs[:rows].flatten(0, 1)
         target = ProbsInPlace(probs, probs.sum(dim=1, dtype=torch.float64), numbered.rows())
-        verdict = self._verifier.verify(numbered.tree, target, uniforms)
-        accepted = acceptance(verdict, numbered)
-        return accepted.nodes, accepted.tokens, accepted.accepted
+        return acceptance(self._verifier.verify(numbered.tree, target, uniforms), numbered)
 
 
 # Distributions and verdicts in SGLang's numbering.
@@ -206,12 +199,11 @@ class ProbsInPlace(TargetProbs):
         return logits / self.log_normaliser.take(rows).unsqueeze(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """A verdict as SGLang's kernels report it; nodes are numbered through the batch."""
 
-    nodes: Tensor  # [batch, length + 1] int64, the root and the accepted nodes, then -1
     tokens: Tensor  # [batch, nodes] int64, at the root and each accepted node, the token after it
+    nodes: Tensor  # [batch, length + 1] int64, the root and the accepted nodes, then -1
     accepted: Tensor  # [batch] int64, number of accepted nodes without the root
 
 
@@ -227,37 +219,27 @@ def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
     at = numbered.numbers.gather(1, path)
     tokens = torch.zeros_like(tree.token_ids).scatter_(1, at, following)
     first = nodes * torch.arange(batch, device=path.device).unsqueeze(1)
-    return Acceptance(torch.where(steps <= accepted, first + at, -1), tokens, verdict.accepted)
+    return Acceptance(tokens, torch.where(steps <= accepted, first + at, -1), verdict.accepted)
 
 
-# Top-k, top-p and min-p on probabilities ``[rows, vocab]``, by limits ``[rows]``. SGLang has the
-# first two only on a GPU, and does not apply min-p to trees.
-
-
-def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the most likely tokens of each row, including ties at the edge."""
-    values = probs.sort(dim=1, descending=True).values
-    limits = top_k.to(torch.int64).clamp(max=probs.shape[1]).view(-1, 1)
-    return _normalised(probs.where(probs >= values.gather(1, limits - 1), 0))
-
-
-def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches the limit."""
-    values, order = probs.sort(dim=1, descending=True, stable=True)
-    mass_before = values.double().cumsum(dim=1) - values
-    kept = values.where(mass_before < top_p.view(-1, 1), 0)
-    kept[:, :1] = values[:, :1]
-    return _normalised(torch.zeros_like(probs).scatter_(1, order, kept))
-
-
-def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
-    """Drop tokens less likely than the limit times the most likely one."""
-    edge = probs.amax(dim=1, keepdim=True) * min_p.view(-1, 1)
-    return _normalised(probs.where(probs >= edge, 0))
-
-
-def _normalised(probs: Tensor) -> Tensor:
-    return probs / probs.sum(dim=1, keepdim=True)
+def keep(
+    probs: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """Apply limits ``[rows]`` to ``[rows, vocab]``; see :func:`eaglegbv.sampling.warp`."""
+    settings = WarpSettings(
+        temperature=probs.new_ones(len(probs)),
+        greedy=None,
+        top_k=None if top_k is None else top_k.long(),
+        limits=frozenset({probs.shape[1] - 1}),  # the largest there may be: it is on the device
+        top_p=top_p,
+        min_p=min_p,
+        tempered=False,
+    )
+    return warp(probs.log(), settings).softmax(dim=1)
 
 
 # SGLang's functions, replaced by ours.
@@ -267,7 +249,7 @@ def _normalised(probs: Tensor) -> Tensor:
 class Round:
     """How a batch of trees is verified."""
 
-    # Maps the target's distributions [batch, nodes, vocab] to what is accepted.
+    # Judges by the target's distributions [batch, nodes, vocab], which need not be normalised.
     accept: Callable[[Tensor], Acceptance]
     # [batch * nodes, vocab] float32, where SGLang is to write them; None for anywhere.
     space: Tensor | None
@@ -298,9 +280,10 @@ def install() -> None:
         home = import_module(
             "sglang.kernels.ops.speculative.sampling" if is_cuda() else "sgl_kernel"
         )
-    for name, keep in (("top_k_renorm_prob", keep_top_k), ("top_p_renorm_prob", keep_top_p)):
+    for limit in ("top_k", "top_p"):
+        name = f"{limit}_renorm_prob"
         if vars(home).get(name) is None:  # SGLang has such kernels only on a GPU
-            setattr(home, name, keep)
+            setattr(home, name, lambda probs, values, limit=limit: keep(probs, **{limit: values}))
     walk = eagle_utils.verify_tree_greedy_func
     for place, name, wrap in (
         (eagle_utils, "sampling_softmax", in_place_softmax),
@@ -344,11 +327,10 @@ def sampling(original: Callable[..., Any], *, walk: Callable[..., Any]) -> Calla
                 target_predict=target_probs.argmax(dim=-1),
             )
         if own.sampling.need_min_p_sampling:
-            edges = own.sampling.min_ps.repeat_interleave(target_probs.shape[1], dim=0)
-            target_probs = keep_min_p(target_probs.flatten(0, 1), edges).view_as(target_probs)
-        outcome = own.accept(target_probs)
-        found = (outcome.tokens, outcome.nodes, outcome.accepted)
-        for output, table in zip(outputs.values(), found, strict=True):
+            # SGLang does not apply it to trees. Judges normalise rows anew.
+            edges = target_probs.amax(dim=2, keepdim=True) * own.sampling.min_ps.view(-1, 1, 1)
+            target_probs = target_probs.where(target_probs >= edges, 0)
+        for output, table in zip(outputs.values(), own.accept(target_probs), strict=True):
             old, new = output.view(len(table), -1), table.view(len(table), -1)
             old.copy_(new if greedy is None else torch.where(greedy.unsqueeze(1), old, new))
         return None

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
@@ -59,86 +58,75 @@ _DRAFTER = f"{_EAGLE}_worker_v2:EagleDraftWorker"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager:TokenizerManager"
 _PARTS = f"{_MANAGERS}.scheduler_components"
 
-KERNELS: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_EAGLE}_utils:tree_speculative_sampling_target_only": "predicts accept_index",
-        f"{_EAGLE}_utils:top_k_renorm_prob": "probs",
-        f"{_EAGLE}_utils:top_p_renorm_prob": "probs",
-    }
-)
-"""Functions that 0.5.22 has elsewhere; see :func:`eaglegbv.backends.sglang.verify.install`."""
-
-OVERRIDE_POINTS: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_EAGLE}_worker_v2:EAGLEWorkerV2.verify": "self batch",
-        f"{_EAGLE}_worker_v2:EAGLEWorkerV2.init_cuda_graphs": "self",
-        f"{_EAGLE}_worker_v2:EAGLEWorkerV2._forward_prefill_batch": "self batch",
-        f"{_DRAFTER}.draft": "self batch",
-        f"{_DRAFTER}.draft_forward": "self forward_batch",
-        f"{_DRAFTER}._draft_forward_idle": "self forward_batch",
-        f"{_DRAFTER}._draft_extend_for_prefill": "self batch target_hidden_states next_token_ids",
-        f"{_DRAFTER}._draft_extend_for_decode": "self batch batch_result",
-        f"{_DRAFTER}._capture_cuda_graphs": "self",
-        f"{_DRAFTER}.alloc_memory_pool": "self",
-        f"{_EAGLE}_utils:per_step_draft_out_cache_loc": "out_cache_loc batch_size topk num_steps",
-        f"{_EAGLE}_utils:sampling_softmax": "logits temperatures",
-        f"{_EAGLE}_utils:verify_tree_greedy_func": (
-            "predicts accept_index accept_token_num candidates retrieve_index "
-            "retrieve_next_token retrieve_next_sibling target_predict"
-        ),
-        f"{_EAGLE}_utils:_verify_uses_greedy": "is_all_greedy",
-        **KERNELS,
-        "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
-            "self probs sampling_info positions simple_sampling_case"
-        ),
-        f"{_TOKENIZER}._send_one_request": "self tokenized_obj",
-        f"{_TOKENIZER}._calculate_spec_decoding_metrics": "self meta_info recv_obj i",
-        f"{_PARTS}.batch_result_processor:SchedulerBatchResultProcessor"
-        ".process_batch_result_decode": "self batch result",
-    }
-)
+OVERRIDE_POINTS: Mapping[str, str] = {
+    f"{_EAGLE}_worker_v2:EAGLEWorkerV2.verify": "self batch",
+    f"{_EAGLE}_worker_v2:EAGLEWorkerV2.init_cuda_graphs": "self",
+    f"{_EAGLE}_worker_v2:EAGLEWorkerV2._forward_prefill_batch": "self batch",
+    f"{_DRAFTER}.draft": "self batch",
+    f"{_DRAFTER}.draft_forward": "self forward_batch",
+    f"{_DRAFTER}._draft_forward_idle": "self forward_batch",
+    f"{_DRAFTER}._draft_extend_for_prefill": "self batch target_hidden_states next_token_ids",
+    f"{_DRAFTER}._draft_extend_for_decode": "self batch batch_result",
+    f"{_DRAFTER}._capture_cuda_graphs": "self",
+    f"{_DRAFTER}.alloc_memory_pool": "self",
+    f"{_EAGLE}_utils:per_step_draft_out_cache_loc": "out_cache_loc batch_size topk num_steps",
+    f"{_EAGLE}_utils:sampling_softmax": "logits temperatures",
+    f"{_EAGLE}_utils:verify_tree_greedy_func": (
+        "predicts accept_index accept_token_num candidates retrieve_index "
+        "retrieve_next_token retrieve_next_sibling target_predict"
+    ),
+    f"{_EAGLE}_utils:_verify_uses_greedy": "is_all_greedy",
+    f"{_EAGLE}_utils:tree_speculative_sampling_target_only": "predicts accept_index",
+    f"{_EAGLE}_utils:top_k_renorm_prob": "probs",
+    f"{_EAGLE}_utils:top_p_renorm_prob": "probs",
+    "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
+        "self probs sampling_info positions simple_sampling_case"
+    ),
+    f"{_TOKENIZER}._send_one_request": "self tokenized_obj",
+    f"{_TOKENIZER}._calculate_spec_decoding_metrics": "self meta_info recv_obj i",
+    f"{_PARTS}.batch_result_processor:SchedulerBatchResultProcessor"
+    ".process_batch_result_decode": "self batch result",
+}
 """The functions of SGLang that we replace, wrap or override, and the parameters we rely on, in
 order; more may follow.
 """
 
-NAMES_READ: Mapping[str, str] = MappingProxyType(
-    {
-        f"{_EAGLE}_worker_v2:EAGLEWorkerV2": (
-            "target_worker _draft_worker topk speculative_num_steps"
-        ),
-        _DRAFTER: (
-            "draft_runner draft_attn_backend hot_token_id topk speculative_num_steps device "
-            "req_to_token_pool cuda_graph_runner_for_draft_extend "
-            "index_share_for_mtp_iteration dsa_index_topk"
-        ),
-        f"{_EAGLE}_info:EagleDraftInput": "hidden_states",
-        f"{_EAGLE}_info:EagleVerifyInput": "draft_token draft_probs",
-        f"{_MANAGERS}.schedule_batch:ScheduleBatch": (
-            "reqs req_pool_indices seq_lens input_ids spec_info forward_mode chunked_req "
-            "sampling_info"
-        ),
-        f"{_MANAGERS}.schedule_batch:Req": (
-            "origin_input_ids output_ids sampling_params finished_len is_retracted finished"
-        ),
-        f"{_MANAGERS}.utils:GenerationBatchResult": "num_correct_drafts_per_req_cpu",
-        f"{_PARTS}.metrics_reporter:SchedulerMetricsReporter": (
-            "forward_ct_decode decode_log_interval is_stats_logging_rank metrics_collector "
-            "current_scheduler_metrics_enabled"
-        ),
-        "sglang.srt.sampling.sampling_params:SamplingParams": "top_k sampling_seed n",
-        "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
-            "temperatures top_ks top_ps min_ps is_any_greedy need_top_k_sampling "
-            "need_top_p_sampling need_min_p_sampling sampling_mask_batch_indices"
-        ),
-    }
-)
+NAMES_READ: Mapping[str, str] = {
+    f"{_EAGLE}_worker_v2:EAGLEWorkerV2": ("target_worker _draft_worker topk speculative_num_steps"),
+    _DRAFTER: (
+        "draft_runner draft_attn_backend hot_token_id topk speculative_num_steps device "
+        "req_to_token_pool cuda_graph_runner_for_draft_extend "
+        "index_share_for_mtp_iteration dsa_index_topk"
+    ),
+    f"{_EAGLE}_info:EagleDraftInput": "hidden_states",
+    f"{_EAGLE}_info:EagleVerifyInput": "draft_token draft_probs",
+    f"{_MANAGERS}.schedule_batch:ScheduleBatch": (
+        "reqs req_pool_indices seq_lens input_ids spec_info forward_mode chunked_req sampling_info"
+    ),
+    f"{_MANAGERS}.schedule_batch:Req": (
+        "origin_input_ids output_ids sampling_params finished_len is_retracted finished"
+    ),
+    f"{_MANAGERS}.utils:GenerationBatchResult": "num_correct_drafts_per_req_cpu",
+    f"{_PARTS}.metrics_reporter:SchedulerMetricsReporter": (
+        "forward_ct_decode decode_log_interval is_stats_logging_rank metrics_collector "
+        "current_scheduler_metrics_enabled"
+    ),
+    "sglang.srt.sampling.sampling_params:SamplingParams": "top_k sampling_seed n",
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
+        "temperatures top_ks top_ps min_ps is_any_greedy need_top_k_sampling "
+        "need_top_p_sampling need_min_p_sampling sampling_mask_batch_indices"
+    ),
+}
 """Members of SGLang's classes that we read."""
 
 
 def override_points(installed: str) -> dict[str, str]:
-    """Return :data:`OVERRIDE_POINTS` as far as a version has them."""
-    missing = KERNELS if installed == "0.5.22" else ()
-    return {place: names for place, names in OVERRIDE_POINTS.items() if place not in missing}
+    """Return :data:`OVERRIDE_POINTS` as far as a version has them.
+
+    0.5.22 has the kernels elsewhere; see :func:`eaglegbv.backends.sglang.verify.install`.
+    """
+    elsewhere = ("target_only", "renorm_prob") if installed == "0.5.22" else ()
+    return {p: names for p, names in OVERRIDE_POINTS.items() if not p.endswith(elsewhere)}
 
 
 def check_override_points() -> None:

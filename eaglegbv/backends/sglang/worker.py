@@ -19,8 +19,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.backends.sglang.draft_replay import HeadReplay, RoundStart
-from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
+from eaglegbv.backends.sglang.draft_worker import HeadReplay, RoundStart, SampledDraftWorker
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.tree_layout import draft_tree
 from eaglegbv.backends.sglang.verify import (
@@ -29,14 +28,13 @@ from eaglegbv.backends.sglang.verify import (
     RequestBook,
     Round,
     acceptance,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
+    keep,
     verifying,
 )
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import CudaRecorder, Recorder
-from eaglegbv.errors import ModelNotSupported
+from eaglegbv.devices import send
+from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verification import replay_slots, verify_stateful
 from eaglegbv.verifiers.base import Verdict
@@ -54,12 +52,6 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         self._stateful = None
         if settings.verifier in STATEFUL_VERIFIERS:
             self._stateful = STATEFUL_VERIFIERS[settings.verifier]()
-            if self._draft_worker.draft_runner.use_mla_backend:
-                raise ModelNotSupported(
-                    "speculative_draft_model_path",
-                    self.server_args.speculative_draft_model_path,
-                    f"a head without latent attention, for verifier {settings.verifier!r}",
-                )
         self._plan = Plan(
             verifier=settings.verifier,
             paths=self.topk,
@@ -183,18 +175,12 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
                 probs, sampling_info, positions, simple_sampling_case
             )
             return drawn
-        uniforms = self._book.token_uniforms(self._prefilled).to(probs.device, non_blocking=True)
-        self._first_probs = probs = warped(probs, sampling_info)
-        tokens = torch.where(sampling_info.top_ks == 1, probs.argmax(dim=1), draw(probs, uniforms))
-        return tokens, None
-
-
-def warped(probs: Tensor, sampling: SamplingBatchInfo) -> Tensor:
-    """Apply the requests' top-k, top-p and min-p to ``[batch, vocab]``."""
-    if sampling.need_top_k_sampling:
-        probs = keep_top_k(probs, sampling.top_ks)
-    if sampling.need_top_p_sampling:
-        probs = keep_top_p(probs, sampling.top_ps)
-    if sampling.need_min_p_sampling:
-        probs = keep_min_p(probs, sampling.min_ps)
-    return probs
+        limits = {
+            name: getattr(sampling_info, f"{name}s")
+            for name in ("top_k", "top_p", "min_p")
+            if getattr(sampling_info, f"need_{name}_sampling")
+        }
+        self._first_probs = probs = keep(probs, **limits) if limits else probs
+        uniforms = self._book.uniforms(self._prefilled, Purpose.CORRECTION)
+        token_ids = draw(probs, send(uniforms.squeeze(1), probs.device))
+        return torch.where(sampling_info.top_ks == 1, probs.argmax(dim=1), token_ids), None

@@ -1,33 +1,27 @@
 """The cells of a paper's tables: measured in parts, each kept as soon as it is measured."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from eaglegbv.devices import dtype_name
-from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import records
-from eaglegbv.eval.paired_comparison import (
-    Sampling,
-    Text,
-    collect,
-    first_answers,
-    same_drafts,
-)
-from eaglegbv.eval.papers.base import Options, Site
-from eaglegbv.eval.questions import Question
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
+from eaglegbv.eval.cells import Cell
+from eaglegbv.eval.collect_probs import node_cells, solver_cells
+from eaglegbv.eval.paired_comparison import Sampling, Text, collect, first_answers, same_drafts
+from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import write_whole
 
-CELLS = "cells.json"  # what a run publishes: every cell, question by question
 CHUNK = 16  # questions of a part
 
 
@@ -35,59 +29,42 @@ class Way(StrEnum):
     """How cells are measured."""
 
     SAME_DRAFTS = "same drafts"  # every verifier judges the same trees, at places of plain texts
+    NODES = "nodes"  # acceptance of rules at single nodes, at such places
+    SOLVERS = "solvers"  # solvers of optimal transport at some of these nodes, timed
     ENGINE = "engine"  # whole answers, several requests together
     TIMED = "engine, one request at a time"
 
 
-class Figure(StrEnum):
-    """What of two cells is compared; more is better."""
-
-    TOKENS_A_STEP = "tokens a step"
-    TOKENS_A_SECOND = "tokens a second"
-    VERIFYING = "tokens a second of verifying"
+AT_PLACES = {Way.SAME_DRAFTS: same_drafts, Way.NODES: node_cells, Way.SOLVERS: solver_cells}
+"""What measures settings of one temperature on texts, by way."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What one setting came to."""
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user sets; a run is resumed only with the same."""
 
-    setting: records.Setting  # which
-    tokens: tuple[float, ...]  # for each question, tokens committed in its steps
-    steps: tuple[int, ...]  # for each question, steps: places, or decoding forwards of the target
-    # For each phase, seconds of each question; nothing where no engine ran.
-    seconds: dict[Phase, tuple[float, ...]] = {}
+    seed: int = 0  # of texts, drafts and judgements
+    max_tokens: int = 128  # tokens of an answer at most
+    places: int = 5  # places of each text at which all verifiers judge the same drafts
+    judgements: int = 4  # how often each judges each tree
+    engine_questions: int = 16  # questions that whole engines answer, for what one step cannot tell
+    engine: bool = False  # measure in the engine as well what the same drafts tell
 
-    def estimate(self) -> Estimate:
-        """Return tokens a step with its 95% bootstrap interval over questions."""
-        return bootstrap_ratio(self.tokens, self.steps)
 
-    def over(self, other: "Cell", figure: Figure = Figure.TOKENS_A_STEP) -> Estimate:
-        """Return the ratio of a figure to another cell's, paired by question."""
-        return bootstrap_ratio(
-            self.tokens, self.denominators(figure), other.tokens, other.denominators(figure)
-        )
+@dataclass
+class Site:
+    """Where a paper's comparison is measured: models, questions, a folder."""
 
-    def denominators(self, figure: Figure) -> Sequence[float]:
-        """Return what the figure divides each question's tokens by."""
-        if figure is Figure.TOKENS_A_STEP:
-            return self.steps
-        wanted = [Phase.VERIFY] if figure is Figure.VERIFYING else list(self.seconds)
-        if not self.seconds:
-            raise InvalidArgument("figure", str(figure), "a figure of steps: nothing was timed")
-        columns = np.array([self.seconds[phase] for phase in wanted])
-        return [float(total) for total in columns.sum(axis=0)]
+    folder: Path  # where results are kept as they are measured; made if it is not there
+    questions: QuestionSet  # what the models answer
+    options: Options  # how much is measured
+    load: Callable[[], LLM]  # loads target and drafter
+    # Shows a bar, given what is measured and how many steps it takes.
+    progress: Callable[[str, int], AbstractContextManager[Any]]
 
-    @classmethod
-    def joined(cls, parts: "Sequence[Cell]") -> "Cell":
-        """Return the cell of all questions of ``parts``."""
-        return cls(
-            setting=parts[0].setting,
-            tokens=tuple(x for part in parts for x in part.tokens),
-            steps=tuple(x for part in parts for x in part.steps),
-            seconds={
-                phase: tuple(x for part in parts for x in part.seconds[phase])
-                for phase in parts[0].seconds
-            },
-        )
+    @cached_property
+    def llm(self) -> LLM:
+        """Target and drafter, loaded when they are first wanted."""
+        return self.load()
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,31 +102,11 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``cells.json`` holds: all that a report follows from."""
+    """What ``cells.json`` holds, question by question: all that a report follows from."""
 
     run: Run  # what was measured with what
     environment: records.Environment  # where and when
     sheets: dict[str, list[Cell]]  # cells by the name of their sheet
-
-
-def measured_so_far(folder: Path) -> Measured:
-    """Return what a run has measured, finished or not: cells of as many questions as were done.
-
-    Nothing is written: the run may be going on in another process.
-
-    Raises:
-        InvalidArgument: The folder holds no run, or its parts cannot be read.
-    """
-    expected = "cells of a paper"
-    begun = records.read_json(
-        folder / "run.json", records.Head[Run], argument="cells", expected=expected
-    )
-    sheets: dict[str, dict[records.Setting, list[Cell]]] = {}
-    for part in _journal(folder).read():
-        for cell in part.cells:
-            sheets.setdefault(part.sheet, {}).setdefault(cell.setting, []).append(cell)
-    joined = {name: [Cell.joined(parts) for parts in s.values()] for name, s in sheets.items()}
-    return Measured(run=begun.settings, environment=begun.environment, sheets=joined)
 
 
 class CellStore(records.Folder[Run, _Part]):
@@ -169,14 +126,15 @@ class CellStore(records.Folder[Run, _Part]):
             question_ids=tuple(question.id for question in questions.questions),
             questions_sha256=questions.sha256,
         )
-        environment = records.describe_environment(str(llm.device))
-        super().__init__(site.folder, run, environment, records.Head[Run], _journal(site.folder))
+        environment = records.describe_environment(str(llm.device), ("scipy",))
+        journal = records.Journal(site.folder / "parts.jsonl", _Part, "parts of a run")
+        super().__init__(site.folder, run, environment, records.Head[Run], journal)
         self._parts = {(part.sheet, part.key): part.cells for part in self.records}
 
     def publish(self, sheets: dict[str, list[Cell]]) -> None:
         """Write whole sheets to ``cells.json``."""
         content = Measured(run=self.settings, environment=self.environment, sheets=sheets)
-        write_whole(self.path / CELLS, msgspec.json.encode(content) + b"\n")
+        write_whole(self.path / "cells.json", msgspec.json.encode(content) + b"\n")
 
     def part(self, sheet: str, key: str, measure: Callable[[], list[Cell]]) -> list[Cell]:
         """Return a part; it is measured now, and kept, unless it was before."""
@@ -186,43 +144,40 @@ class CellStore(records.Folder[Run, _Part]):
         return self._parts[sheet, key]
 
 
-def _journal(folder: Path) -> records.Journal[_Part]:
-    return records.Journal(folder / "parts.jsonl", _Part, "parts of a run")
+Measure = tuple[str, int, Callable[[], list[Cell]]]
+"""A part to measure: its key, the number of its questions, and what measures it."""
 
 
 def measure_cells(
     site: Site, store: CellStore, sheet: str, way: Way, settings: Sequence[records.Setting]
 ) -> list[Cell]:
     """Return the cells of ``settings``, in their order, measuring those that ``store`` lacks."""
-    if way is Way.SAME_DRAFTS:
-        return _same_drafts(site, store, sheet, settings)
-    return _engine(site, store, sheet, settings, together=CHUNK if way is Way.ENGINE else 1)
+    parts = _at_places if way in AT_PLACES else _in_the_engine
+    todo = list(parts(site, way, settings))
+    found: dict[records.Setting, list[Cell]] = {}
+    with site.progress(sheet, sum(count for _, count, _ in todo)) as bar:
+        for key, count, measure in todo:
+            for cell in store.part(sheet, key, measure):
+                found.setdefault(cell.setting, []).append(cell)
+            bar.update(count)
+    return [Cell.joined(found[setting]) for setting in settings]
 
 
-def _same_drafts(
-    site: Site, store: CellStore, sheet: str, settings: Sequence[records.Setting]
-) -> list[Cell]:
-    questions, options = site.questions.questions, site.options
+def _at_places(site: Site, way: Way, settings: Sequence[records.Setting]) -> Iterator[Measure]:
+    options, total = site.options, len(site.questions.questions)
     by_temperature: dict[float, list[records.Setting]] = {}
     for setting in settings:
         by_temperature.setdefault(setting.temperature, []).append(setting)
     sampling = Sampling(places=options.places, judgements=options.judgements, batch=CHUNK)
 
-    def judged(temperature: float, first: int) -> list[Cell]:
+    def measure(temperature: float, first: int) -> list[Cell]:
         texts = _texts(site, temperature, first)
-        tallies = same_drafts(site.llm.pair, texts, by_temperature[temperature], sampling)
-        return [Cell(setting=t.setting, tokens=t.tokens, steps=t.places) for t in tallies]
+        return AT_PLACES[way](site.llm.pair, texts, by_temperature[temperature], sampling)
 
-    found: dict[records.Setting, list[Cell]] = {}
-    with site.progress(sheet, len(by_temperature) * len(questions)) as bar:
-        for first in range(0, len(questions), CHUNK):
-            for temperature in by_temperature:
-                measure = partial(judged, temperature, first)
-                cells = store.part(sheet, f"T{temperature:g} {first}", measure)
-                bar.update(len(cells[0].steps))
-                for cell in cells:
-                    found.setdefault(cell.setting, []).append(cell)
-    return [Cell.joined(found[setting]) for setting in settings]
+    for first in range(0, total, CHUNK):
+        for temperature in by_temperature:
+            count = min(CHUNK, total - first)
+            yield f"T{temperature:g} {first}", count, partial(measure, temperature, first)
 
 
 def _texts(site: Site, temperature: float, first: int) -> list[Text]:
@@ -241,45 +196,31 @@ def _texts(site: Site, temperature: float, first: int) -> list[Text]:
     return texts
 
 
-def _engine(
-    site: Site, store: CellStore, sheet: str, settings: Sequence[records.Setting], *, together: int
-) -> list[Cell]:
-    chosen = site.questions.first(min(site.options.engine_questions, len(site.questions.questions)))
-    questions = chosen.questions
-
-    found: dict[records.Setting, list[Cell]] = {}
-    with site.progress(sheet, len(settings) * len(questions)) as bar:
-        for first in range(0, len(questions), together):
-            asked = dict(enumerate(questions[first : first + together], start=first))
-            # Another setting begins each time, so that a slow spell hits all of them alike.
-            start = first // together % len(settings)
-            for setting in [*settings[start:], *settings[:start]]:
-                measure = partial(answer_all, site.llm, asked, setting, site.options)
-                cells = store.part(sheet, f"{setting.name} {first}", measure)
-                bar.update(len(asked))
-                found.setdefault(setting, []).extend(cells)
-    return [Cell.joined(found[setting]) for setting in settings]
+def _in_the_engine(site: Site, way: Way, settings: Sequence[records.Setting]) -> Iterator[Measure]:
+    total = min(site.options.engine_questions, len(site.questions.questions))
+    questions = site.questions.first(total).questions
+    together = CHUNK if way is Way.ENGINE else 1
+    for first in range(0, total, together):
+        asked = dict(enumerate(questions[first : first + together], start=first))
+        # Another setting begins each time, so that a slow spell hits all of them alike.
+        start = first // together % len(settings)
+        for setting in [*settings[start:], *settings[:start]]:
+            measure = partial(_answer_all, site.llm, asked, setting, site.options)
+            yield f"{setting.name} {first}", len(asked), measure
 
 
-def answer_all(
+def _answer_all(
     llm: LLM, questions: Mapping[int, Question], setting: records.Setting, options: Options
 ) -> list[Cell]:
-    """Have the engine answer the first turns of ``questions``, by number, together.
-
-    Raises:
-        EagleGBVError: A question is not answered.
-    """
     seeds = [request_seed(options.seed, number) for number in questions]
     params = SamplingParams(temperature=setting.temperature, max_tokens=options.max_tokens)
     answers = first_answers(llm, [*questions.values()], params, seeds, setting.plan)
     metrics = [answer.metrics for answer in answers]
-    phases = [phase for phase in Phase if phase is not Phase.PREFILL]
-    cell = Cell(
-        setting=setting,
-        tokens=tuple(float(m.committed_tokens) for m in metrics),
-        steps=tuple(m.target_forwards for m in metrics),
-        seconds={
-            phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics) for phase in phases
-        },
-    )
-    return [cell]
+    seconds: dict[Phase, tuple[float, ...]] = {
+        phase: tuple(round(m.seconds.get(phase, 0.0), 6) for m in metrics)
+        for phase in Phase
+        if phase is not Phase.PREFILL
+    }
+    tokens = tuple(float(m.committed_tokens) for m in metrics)
+    steps = tuple(m.target_forwards for m in metrics)
+    return [Cell(setting=setting, tokens=tokens, steps=steps, seconds=seconds)]

@@ -1,21 +1,82 @@
-"""Papers that compare verifiers over a grid of paths, lengths and temperatures."""
+"""A paper as a declaration: sheets of cells, directions, its own figures; and what comes of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.papers.base import Finding, Paper, Report, Site, Table
-from eaglegbv.eval.papers.cells import Cell, CellStore, Figure, Run, Way, measure_cells
-from eaglegbv.eval.records import Setting, grid
+from eaglegbv.eval.cells import Cell, Figure
+from eaglegbv.eval.papers.cells import CellStore, Run, Site, Way, measure_cells
+from eaglegbv.eval.records import Environment, Setting, grid
 from eaglegbv.eval.report import pivot, with_interval
-from eaglegbv.eval.statistics import bootstrap_ratio
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.metrics import Phase
+from eaglegbv.utils import DRAFT_WIDTH
 
-Axis: TypeAlias = Literal["paths", "depth"]
+AGREES, AGAINST, OPEN = "agrees", "against", "not told apart"
+SAME = 1e-6  # ratios nearer to 1 are rounding, and those of solvers to their tolerance
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A direction a paper gives, and what was measured."""
+
+    statement: str  # the direction, with the cell it is about
+    source: str  # who says so
+    # The figure that should be higher over the other, with its paired interval; None where nothing
+    # can be compared.
+    ratio: Estimate | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval lies above equality, below it, or on both sides."""
+        return OPEN if self.ratio is None else self.ratio.told(AGREES, AGAINST, OPEN, SAME)
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A table as it is printed."""
+
+    title: str  # what it shows
+    rows: list[list[str]]  # headings first, rows of one width
+    notes: tuple[str, ...] = ()  # what a reader has to know
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of measuring a paper's comparison."""
+
+    tables: tuple[Table, ...]  # our tables, the paper's figures beside ours where they are known
+    findings: tuple[Finding, ...] = ()  # the directions, tested
+    notes: tuple[str, ...] = ()  # what a reader has to know
+
+    @property
+    def exceptions(self) -> tuple[Finding, ...]:
+        """The directions that are contradicted."""
+        return tuple(one for one in self.findings if one.verdict == AGAINST)
+
+
+class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison with a paper, as ``report.json`` has it."""
+
+    report: Report  # what came of it
+    title: str = ""  # the paper and what is compared
+    environment: Environment | None = None  # where and when it was measured, if that is known
+
+
+def findings_table(found: Sequence[Finding]) -> list[list[str]]:
+    """Return findings as rows, headings first."""
+    rows = [["should be", "ratio", "measured"]]
+    for one in found:
+        ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
+        rows.append([one.statement, ratio, one.verdict])
+    return rows
+
+
+# What is declared of a paper.
+
+
+Axis: TypeAlias = Literal["paths", "depth", "draft_width", "temperature"]
+LETTERS: Mapping[Axis, str] = {"paths": "K", "depth": "L", "draft_width": "W", "temperature": "T"}
 NOT_AT_HAND = "the paper's figure of each cell is not at hand"
 
 
@@ -28,6 +89,7 @@ class Order:
     worse: str
     source: str  # who says so
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
+    where: Callable[[Plan], bool] = lambda _: True  # in which cells, by the better one's plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +99,39 @@ class Rise:
     verifier: str  # which
     axis: Axis  # along what
     source: str  # who says so
-    start: int | None = None  # where from; None for the least
-    end: int | None = None  # where to; None for the most
+    start: float | None = None  # where from; None for the least
+    end: float | None = None  # where to; None for the most
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
+    # A verifier over which it leads: then it is the lead that does not fall, on the same drafts.
+    over: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Widening:
-    """A verifier's lead over another on the same drafts grows from the least depth to the most."""
+class InTime:
+    """A verifier's best cell within a limit on the mean time is at least another's."""
 
-    better: str  # the one that leads
+    better: str  # the one whose best cell is as good or better
     worse: str  # the other
     source: str  # who says so
 
 
-Direction: TypeAlias = Order | Rise | Widening
+Direction: TypeAlias = Order | Rise | InTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
     """A figure a paper gives of its own models, and the cells here it is put beside."""
 
-    text: str  # the figure, as a ratio: `better` over `worse`
+    text: str  # the figure: `better` over `worse`, or milliseconds where there is no `worse`
     models: str  # what it was measured on
     source: str  # where it was read
     better: str  # a verifier
-    worse: str  # another
+    worse: str  # another, or none
     paths: int  # of the better one here; the worse one has as many, or one where it takes no more
     depth: int  # of both here
     temperature: float  # of both here
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
+    draft_width: int = DRAFT_WIDTH  # of both here
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +145,8 @@ class Sheet:
     directions: tuple[Direction, ...] = ()  # what a paper, or this package, says
     quotes: tuple[Quote, ...] = ()  # figures of the paper
     optional: bool = False  # measured only where the engine is asked for as well
+    # Limits on the mean milliseconds of a step, with the paper's best acceptance in each.
+    limits: Mapping[float, Mapping[str, str]] = field(default_factory=dict)
 
 
 def cells_of(
@@ -94,102 +161,119 @@ def cells_of(
 
 
 @dataclass(frozen=True)
-class GridPaper(Paper):
-    """A paper as sheets."""
+class Paper:
+    """A paper's comparison, by command."""
 
+    name: str  # short name, that of the command
+    title: str  # paper and what is compared
     sheets: tuple[Sheet, ...]  # what is measured
     notes: tuple[str, ...] = ()  # what a reader has to know
 
-    def measure(self, site: Site) -> Report:
-        """Measure every sheet that is wanted, and write the cells to ``cells.json``.
+    def measure(self, site: Site) -> PaperResults:
+        """Measure what is not measured yet in ``site.folder``, and write it to ``cells.json``.
 
         Raises:
-            InvalidArgument: A sheet is asked for that the paper has not, or the folder holds
-                something else.
+            InvalidArgument: The folder holds something else.
         """
-        wanted = [sheet for sheet in self.sheets if site.options.engine or not sheet.optional]
-        if site.sheets:
-            wanted = [self._sheet(name) for name in site.sheets]
         store = CellStore(site, self.name)
         measured: dict[str, list[Cell]] = {}
-        for sheet in wanted:
-            measured[sheet.name] = measure_cells(site, store, sheet.name, sheet.way, sheet.settings)
-            store.publish(measured)
-        return self.report(measured, store.settings)
-
-    def _sheet(self, name: str) -> Sheet:
         for sheet in self.sheets:
-            if sheet.name == name:
-                return sheet
-        known = ", ".join(sheet.name for sheet in self.sheets)
-        raise InvalidArgument("sheets", name, f"some of {known}")
+            if site.options.engine or not sheet.optional:
+                measured[sheet.name] = measure_cells(
+                    site, store, sheet.name, sheet.way, sheet.settings
+                )
+                store.publish(measured)
+        report = self.report(measured, store.settings)
+        return PaperResults(report=report, title=self.title, environment=store.environment)
 
     def report(self, measured: Mapping[str, Sequence[Cell]], run: Run) -> Report:
         """Return the report of the sheets measured, by name."""
-        tables: list[Table] = []
-        found: list[Finding] = []
-        for sheet in self.sheets:
-            if sheet.name in measured:
-                tables += sheet_tables(sheet, measured[sheet.name])
-                found += findings(sheet, measured[sheet.name])
-        return Report(tables=tuple(tables), findings=tuple(found), notes=(run.summary, *self.notes))
+        own = [sheet for sheet in self.sheets if sheet.name in measured]
+        return Report(
+            tables=tuple(t for s in own for t in sheet_tables(s, measured[s.name])),
+            findings=tuple(f for s in own for f in findings(s, measured[s.name])),
+            notes=(run.summary, *self.notes),
+        )
 
 
 def findings(sheet: Sheet, cells: Sequence[Cell]) -> list[Finding]:
-    """Return every direction of a sheet, cell by cell."""
+    """Return every direction of a sheet, cell by cell; what a solver refused is left out."""
     found: list[Finding] = []
+    cells = [cell for cell in cells if cell.steps]
     for direction in sheet.directions:
         match direction:
             case Order():
                 found += _order(direction, cells)
             case Rise():
                 found += _rise(direction, cells)
-            case Widening():
-                found += _widening(direction, cells)
+            case InTime():
+                found += _in_time(direction, cells, list(sheet.limits))
     return found
 
 
 def _order(order: Order, cells: Sequence[Cell]) -> Iterator[Finding]:
     for better in _of(cells, order.better):
         worse = _counterpart(cells, better.setting, order.worse)
-        if worse is not None:
+        if worse is not None and order.where(better.setting.plan):
             yield _finding(better, worse, order.source, order.figure)
 
 
-def _lines(cells: Sequence[Cell], verifier: str, axis: Axis) -> list[dict[int, Cell]]:
-    """Return a verifier's cells that differ along an axis alone, by their places on it."""
-    lines: dict[Setting, dict[int, Cell]] = {}
-    for cell in _of(cells, verifier):
-        plan = msgspec.structs.replace(cell.setting.plan, **{axis: 1})
-        alike = msgspec.structs.replace(cell.setting, plan=plan)
-        lines.setdefault(alike, {})[_along(cell, axis)] = cell
-    return list(lines.values())
-
-
 def _rise(rise: Rise, cells: Sequence[Cell]) -> Iterator[Finding]:
-    for line in _lines(cells, rise.verifier, rise.axis):
+    lines: dict[tuple[object, ...], dict[float, Cell]] = {}
+    for cell in _of(cells, rise.verifier):
+        others = tuple(_along(cell, axis) for axis in LETTERS if axis != rise.axis)
+        lines.setdefault(others, {})[_along(cell, rise.axis)] = cell
+    for line in lines.values():
         start = min(line) if rise.start is None else rise.start
         end = max(line) if rise.end is None else rise.end
         if start != end and start in line and end in line:
-            yield _finding(line[end], line[start], rise.source, rise.figure)
+            if rise.over is None:
+                yield _finding(line[end], line[start], rise.source, rise.figure)
+            else:
+                yield from _widening(line[end], line[start], rise.over, rise.source, cells)
 
 
-def _widening(widening: Widening, cells: Sequence[Cell]) -> Iterator[Finding]:
-    for line in _lines(cells, widening.better, "depth"):
-        far, near = line[max(line)], line[min(line)]
-        others = [_counterpart(cells, one.setting, widening.worse) for one in (far, near)]
-        if far is near or others[0] is None or others[1] is None:
-            continue
+def _widening(
+    far: Cell, near: Cell, other: str, source: str, cells: Sequence[Cell]
+) -> Iterator[Finding]:
+    others = [_counterpart(cells, one.setting, other) for one in (far, near)]
+    if others[0] is not None and others[1] is not None:
+        leads = [
+            f"{one.setting.name} / {worse.setting.name}"
+            for one, worse in ((far, others[0]), (near, others[1]))
+        ]
         yield Finding(
-            statement=f"{_lead(far, others[0])} at least {_lead(near, others[1])}",
-            source=widening.source,
+            statement=f"{leads[0]} at least {leads[1]}",
+            source=source,
             # Steps are the same places on both sides, so they cancel.
             ratio=bootstrap_ratio(far.tokens, others[0].tokens, near.tokens, others[1].tokens),
         )
 
 
-def _lead(better: Cell, worse: Cell) -> str:
-    return f"{better.setting.name} / {worse.setting.name}"
+def _in_time(
+    direction: InTime, cells: Sequence[Cell], limits: Sequence[float]
+) -> Iterator[Finding]:
+    for limit in limits:
+        better, worse = (
+            _best_within(cells, one, limit) for one in (direction.better, direction.worse)
+        )
+        if better is not None and worse is not None:
+            yield Finding(
+                statement=f"within {limit:g} ms: {better.setting.name} at least "
+                f"{worse.setting.name}",
+                source=direction.source,
+                ratio=better.over(worse),
+            )
+
+
+def _best_within(cells: Sequence[Cell], verifier: str, limit: float) -> Cell | None:
+    in_time = [cell for cell in _of(cells, verifier) if _milliseconds(cell) <= limit]
+    return max(in_time, key=lambda cell: cell.mean, default=None)
+
+
+def _milliseconds(cell: Cell) -> float:
+    steps, seconds = cell.columns(Figure.STEPS_A_SECOND)
+    return 1e3 * sum(seconds) / sum(steps)
 
 
 def _finding(better: Cell, worse: Cell, source: str, figure: Figure) -> Finding:
@@ -207,26 +291,32 @@ def _of(cells: Sequence[Cell], verifier: str) -> list[Cell]:
 
 def _counterpart(cells: Sequence[Cell], setting: Setting, verifier: str) -> Cell | None:
     """Return the other verifier's cell of the same setting, or its only one along paths."""
+    plan = setting.plan
     others = [
         other
         for other in _of(cells, verifier)
         if other.setting.temperature == setting.temperature
-        and other.setting.plan.depth == setting.plan.depth
+        and other.setting.plan.depth == plan.depth
+        and other.setting.plan.draft_width == plan.draft_width
     ]
-    same = [other for other in others if other.setting.plan.paths == setting.plan.paths]
+    same = [other for other in others if other.setting.plan.paths == plan.paths]
     alone = others if len(others) == 1 and others[0].setting.plan.paths == 1 else []
     return next(iter(same or alone), None)
 
 
-def _along(cell: Cell, axis: Axis) -> int:
-    return cell.setting.plan.paths if axis == "paths" else cell.setting.plan.depth
+def _along(cell: Cell, axis: Axis) -> float:
+    setting = cell.setting
+    return setting.temperature if axis == "temperature" else float(getattr(setting.plan, axis))
 
 
 def sheet_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
-    """Return the tables of a sheet: its cells, seconds by phase, and the paper's figures."""
+    """Return the tables of a sheet: its cells, their times, and the paper's figures."""
+    cells = [cell for cell in cells if cell.steps]
     tables = _grid_tables(sheet, cells)
     if sheet.way is Way.TIMED:
         tables.append(_phases(sheet, cells))
+    if sheet.way is Way.SOLVERS:
+        tables += [_times(sheet, cells), _within(sheet, cells)]
     if sheet.quotes:
         tables.append(_quotes(sheet, cells))
     else:
@@ -235,31 +325,33 @@ def sheet_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
 
 
 def _grid_tables(sheet: Sheet, cells: Sequence[Cell]) -> list[Table]:
-    """Return one table for each temperature (and length): verifiers by paths, or by length."""
-    counts: dict[str, set[int]] = {}
+    """Return tables of verifiers along the first axis on which a verifier has several cells."""
+    places: dict[tuple[str, Axis], set[float]] = {}
     for cell in cells:
-        counts.setdefault(cell.setting.plan.verifier, set()).add(cell.setting.plan.paths)
-    axis: Axis = "paths" if any(len(found) > 1 for found in counts.values()) else "depth"
-    groups: dict[tuple[float, int], list[Cell]] = {}
-    for cell in cells:
-        fixed = cell.setting.plan.depth if axis == "paths" else 0
-        groups.setdefault((cell.setting.temperature, fixed), []).append(cell)
-    return [
-        _pivot(
-            f"{sheet.title}, T = {temperature:g}" + (f", L = {fixed}" if fixed else ""), own, axis
-        )
-        for (temperature, fixed), own in groups.items()
-    ]
+        for axis in LETTERS:
+            places.setdefault((_label(cell), axis), set()).add(_along(cell, axis))
+    several = {axis for (_, axis), found in places.items() if len(found) > 1}
+    along: Axis = next((axis for axis in LETTERS if axis in several), "depth")
+    fixed: list[Axis] = ["temperature"] if along != "temperature" else []
+    fixed += ["depth"] if along == "paths" else []
+    fixed += ["draft_width"] if len({_along(cell, "draft_width") for cell in cells}) > 1 else []
+    corner = "acceptance" if sheet.way in (Way.NODES, Way.SOLVERS) else str(Figure.TOKENS_A_STEP)
+    groups: dict[str, dict[tuple[str, str], str]] = {}
+    for cell in sorted(cells, key=lambda cell: _along(cell, along)):
+        title = ", ".join([sheet.title, *(_placed(cell, axis) for axis in fixed)])
+        name = _label(cell) + ("" if along == "paths" else f" K{cell.setting.plan.paths}")
+        figure = with_interval(cell.estimate(), 3)
+        groups.setdefault(title, {})[name, _placed(cell, along)] = figure
+    return [Table(title=title, rows=pivot(corner, own)) for title, own in groups.items()]
 
 
-def _pivot(title: str, cells: Sequence[Cell], axis: Axis) -> Table:
-    letter = "K" if axis == "paths" else "L"
-    figures = {}
-    for cell in sorted(cells, key=lambda cell: _along(cell, axis)):
-        plan = cell.setting.plan
-        name = plan.verifier if axis == "paths" else f"{plan.verifier} K{plan.paths}"
-        figures[name, f"{letter} = {_along(cell, axis)}"] = with_interval(cell.estimate(), 3)
-    return Table(title=title, rows=pivot("tokens a step", figures))
+def _label(cell: Cell) -> str:
+    plan = cell.setting.plan
+    return " ".join([plan.verifier, *([str(plan.draft_sampling)] if plan.draft_sampling else [])])
+
+
+def _placed(cell: Cell, axis: Axis) -> str:
+    return f"{LETTERS[axis]} = {_along(cell, axis):g}"
 
 
 def _phases(sheet: Sheet, cells: Sequence[Cell]) -> Table:
@@ -274,22 +366,47 @@ def _phases(sheet: Sheet, cells: Sequence[Cell]) -> Table:
     return Table(title=f"{sheet.title}: time by phase", rows=rows)
 
 
+def _times(sheet: Sheet, cells: Sequence[Cell]) -> Table:
+    figures = {}
+    for cell in cells:
+        size = f"{_placed(cell, 'draft_width')}, {_placed(cell, 'paths')}"
+        figures[cell.setting.plan.verifier, size] = f"{_milliseconds(cell):.2f}"
+    return Table(title=f"{sheet.title}: milliseconds", rows=pivot("solver", figures))
+
+
+def _within(sheet: Sheet, cells: Sequence[Cell]) -> Table:
+    rows = [["milliseconds", "solver", "best acceptance", "at", "mean", "the paper's"]]
+    for limit, paper in sheet.limits.items():
+        for solver in dict.fromkeys(cell.setting.plan.verifier for cell in cells):
+            best = _best_within(cells, solver, limit)
+            told = ["none in time", "-", "-"]
+            if best is not None:
+                told = [f"{best.mean:.4f}", best.setting.name, f"{_milliseconds(best):.2f}"]
+            rows.append([f"{limit:g}", solver, *told, paper.get(solver, "-")])
+    return Table(title=f"{sheet.title}: the best acceptance within a limit on the time", rows=rows)
+
+
 def _quotes(sheet: Sheet, cells: Sequence[Cell]) -> Table:
     rows = [["ratio", "the paper's", "on", "ours", "setting here"]]
     for quote in sheet.quotes:
-        better = next(
+        place = (quote.paths, quote.depth, quote.draft_width, quote.temperature)
+        own = (
             cell
             for cell in _of(cells, quote.better)
-            if cell.setting.plan.paths == quote.paths
-            and cell.setting.plan.depth == quote.depth
-            and cell.setting.temperature == quote.temperature
+            if place == tuple(_along(cell, axis) for axis in LETTERS)
         )
-        worse = _counterpart(cells, better.setting, quote.worse)
-        if worse is None:
-            raise RuntimeError(f"{sheet.name}: {quote.worse} is not measured")
-        ours = with_interval(better.over(worse, quote.figure), 3)
-        name = f"{quote.better} / {quote.worse}, {quote.figure}"
-        rows.append([name, quote.text, quote.models, ours, better.setting.name])
+        better = next(own, None)
+        if better is None:
+            told = ["too large", "-"]
+        elif not quote.worse:
+            told = [f"{_milliseconds(better):.2f}", better.setting.name]
+        else:
+            worse = _counterpart(cells, better.setting, quote.worse)
+            if worse is None:
+                raise RuntimeError(f"{sheet.name}: {quote.worse} is not measured")
+            told = [with_interval(better.over(worse, quote.figure), 3), better.setting.name]
+        what = f"/ {quote.worse}, {quote.figure}" if quote.worse else "milliseconds"
+        rows.append([f"{quote.better} {what}", quote.text, quote.models, *told])
     sources = sorted({quote.source for quote in sheet.quotes})
     return Table(
         title=f"{sheet.title}: the paper's figures that are at hand",

@@ -134,6 +134,15 @@ BAD = {
         ("--ways none --contexts 100000", "prompt='100000 tokens'"),
     ],
     "demo": [("--questions 17", "--questions=17: expected an integer in [1, 16]")],
+    "inspect": [
+        ("/no/such/head", "'eagle3' or 'eagle1'"),
+        (f"{EXAMPLE.parent}", f"{str(EXAMPLE.parent)!r}: expected a folder with an EAGLE head's"),
+    ],
+    "export": [
+        ("eagle1 /no/such/out --format speculators", "holds eagle1"),
+        ("eagle3 /no/such/out --format speculators", "name the target"),
+        ("eagle3 /no/such/out --format foo", "--format='foo': expected one of eagle, sglang, spec"),
+    ],
     "bench batch --shape tiny --questions-set builtin": [
         ("--ways none", "ways='none': expected a plan"),
         ("--ways 2x2,transformers", "ways='transformers'"),

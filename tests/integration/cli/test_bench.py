@@ -9,6 +9,7 @@ import torch
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval.runner import read_results
 from eaglegbv.eval.statistics import Summary
+from eaglegbv.eval.study import Study
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -208,20 +209,59 @@ def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path: Path) 
     assert f"of {5 * (3 + 2 + 1) + 2 * 3 + 1} directions: " in result.out
     assert "the paper's figure of each cell is not at hand" in result.out
     report = json.loads((tmp_path / "report.json").read_bytes())
-    assert len(report["findings"]) == 37
+    assert len(report["report"]["findings"]) == 37
+    assert report["environment"]["versions"]["torch"]
     assert (tmp_path / "report.txt").read_text().startswith("Block verification")
     again = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
     assert again.out == result.out
-    told = cli("bench", "paper", "bv", "--so-far", "--out", str(tmp_path)).out
-    assert "of 37 directions" in told
-    assert told in result.out
-    part = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path), "--sheets", "drafts")
-    assert f"of {5 * (3 + 2 + 1)} directions: " in part.out
-    wrong = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path), "--sheets", "x")
-    assert "sheets='x': expected some of drafts, engine, time" in wrong.err
-    other = cli("bench", "paper", "bv", "--so-far", "--out", str(tmp_path / "none"))
-    assert other.status == 2
-    assert "cells of a paper" in other.err
     unknown = cli("bench", "paper", "nope", *pair)
     assert unknown.status == 2
     assert "name='nope': expected one of " in unknown.err
+
+
+SIZES = ["--vocab", "10,100", "--drafts", "2", "--width", "all,8", "--instances", "2"]
+
+
+def test_solvers_as_one_json_object(cli) -> None:
+    result = cli("bench", "solvers", *SIZES, "--seed", "3", "--time-limit", "60000", "--json")
+    assert result.status == 0, result.err
+    report = json.loads(result.out)
+    assert report.keys() == {"seed", "time_limit_ms", "tolerance", "rows"}
+    assert report["seed"] == 3
+    assert report["time_limit_ms"] == 60_000
+    rows = {(r["vocab"], r["width"], r["solver"]): r for r in report["rows"]}
+    assert len(rows) == len(report["rows"]) == 4 * 5
+    for (vocab, width, solver), row in rows.items():
+        refused = 2 if solver in ("max_flow", "lp") and (vocab, width) == (100, 100) else 0
+        assert row["refused"] == refused
+        assert row["success"] == (0 if refused else 1)
+        if not refused:
+            assert row["deviation"] < 1e-12
+            assert row["acceptance"] <= row["optimum"] + 1e-12
+
+
+def test_solvers_as_a_table(cli) -> None:
+    result = cli("bench", "solvers", *SIZES, "--solver", "exact,lp")
+    assert result.status == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0].split()[:4] == ["V", "width", "n", "solver"]
+    assert len(lines) == 1 + 4 * 2
+
+
+def test_study_writes_json_and_a_picture(cli, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    result = cli(
+        *("bench", "study", "--questions-set", "builtin", "--questions", "2", "--places", "1"),
+        *("--judgements", "1", "--temperatures", "0,1", "--draft-temperatures", "1,2"),
+        *("--paths", "2", "--depth", "2", "--sizes", "2,4", "--max-tokens", "4"),
+        *("--drafter", "small=eagle1", "--out", str(tmp_path)),
+    )
+    assert result.status == 0, result.err
+    assert "small, K = 2: sampled at the target's own temperature against fixed" in result.out
+    study = msgspec.json.decode((tmp_path / "study.json").read_bytes(), type=Study)
+    assert {(c.temperature, c.draft_temperature) for c in study.sampled} == {(0, 1), (1, 1), (1, 2)}
+    facts = json.loads((tmp_path / "study.json").read_text())
+    assert facts["settings"]["seed"] == 0
+    assert facts["environment"]["versions"]["torch"]
+    assert (tmp_path / "study.png").stat().st_size > 1000
+    assert "<svg" in (tmp_path / "study.svg").read_text()

@@ -72,9 +72,6 @@ def test_inspect_names_what_is_wrong(cli: Cli, tmp_path: Path) -> None:
     result = cli("inspect", str(tmp_path))
     assert result.status == 2
     assert "pytorch_model.bin" in result.err
-    result = cli("inspect", str(tmp_path / "nowhere"))
-    assert result.status == 2
-    assert "'eagle3' or 'eagle1'" in result.err
 
 
 def test_export_writes_what_inspect_reads(cli: Cli, tmp_path: Path) -> None:
@@ -94,24 +91,7 @@ def test_export_writes_what_inspect_reads(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_export_refuses_what_would_be_lost(cli: Cli, tmp_path: Path) -> None:
-    result = cli("export", "eagle1", str(tmp_path / "a"), "--format", "speculators")
-    assert result.status == 2
-    assert "holds eagle1" in result.err
-    result = cli("export", "eagle3", str(tmp_path / "b"), "--format", "speculators")
-    assert "name the target" in result.err
     head = PUBLISHED["speculators_residual"]().write(tmp_path / "c")
     result = cli("export", str(head), str(tmp_path / "d"), "--format", "sglang")
     assert "norm_before_residual" in result.err
     assert not (tmp_path / "d").exists()
-
-
-def test_a_format_that_is_none_is_named_with_those_there_are(cli, tmp_path: Path) -> None:
-    result = cli("export", "eagle3", str(tmp_path / "a"), "--format", "foo")
-    assert result.status == 2
-    assert result.err == "eaglegbv: --format='foo': expected one of eagle, sglang, speculators\n"
-
-
-def test_a_folder_without_a_head_is_named_as_it_was_written(cli, tmp_path: Path) -> None:
-    result = cli("inspect", str(tmp_path))
-    assert result.status == 2
-    assert f"drafter='{tmp_path}': expected a folder with an EAGLE head's config.json" in result.err

@@ -14,11 +14,6 @@ from eaglegbv.eval.questions import SUITES
 from eaglegbv.verifiers import registry
 
 
-def test_version(cli) -> None:
-    result = cli("--version")
-    assert (result.status, result.out) == (0, f"eaglegbv {eaglegbv.__version__}\n")
-
-
 def test_it_runs_as_a_module_too() -> None:
     command = [sys.executable, "-m", "eaglegbv", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

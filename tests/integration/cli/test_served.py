@@ -42,7 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     home = "eaglegbv.backends.sglang"
     monkeypatch.setattr(f"{home}.launch.check_ready", lambda _: None)
     monkeypatch.setattr(f"{home}.launch.running", running)
-    monkeypatch.setattr(f"{home}.client.Endpoint", FakeEndpoint)
+    monkeypatch.setattr(f"{home}.llm.Endpoint", FakeEndpoint)
     monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")
     return commands
 

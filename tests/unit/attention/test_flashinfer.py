@@ -1,15 +1,15 @@
 """FlashInfer's kernels agree with PyTorch's attention; on a CPU, stand-ins read their plans."""
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
 from gpu.cuda.runtime import HostRuntime
 from gpu.ptx.lanes import MemoryFault
-from support.flashinfer_place import Place, check_kernels
 from support.plan_stand import StandKernels
 from support.pretend_device import PretendDevice
 from support.ragged_batches import (
@@ -35,7 +35,6 @@ from eaglegbv.attention.flashinfer import (
     PlannedWrapper,
     StaticTreeAttention,
     check_pool,
-    pack_bits,
     paged_attention,
     workspace_bytes,
 )
@@ -47,29 +46,68 @@ from eaglegbv.errors import InvalidArgument
 CALL = AttentionCall(0, SCALE)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where kernels run, on a GPU or interpreted on the host, and what makes their wrappers."""
+
+    device: str
+    kernels: FlashInferKernels
+
+
+@pytest.fixture
+def gpu() -> Place:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    pytest.importorskip("flashinfer")
+    return Place("cuda", FlashInferKernels())
+
+
+@pytest.fixture
+def host(on_host: HostRuntime) -> Place:
+    return Place("cpu", HostKernels())
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("host", marks=pytest.mark.on_host),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    found: Place = request.getfixturevalue(request.param)
+    return found
+
+
+def check_kernels(
+    place: Place, name: str, sizes: Sizes = SIZES, *, tolerance: float = 0.03, **scores: Any
+) -> None:
+    """Check that FlashInfer attends as PyTorch does, over a named batch, in every layer."""
+    ours, reference = pools(place.device, sizes=sizes)
+    attention = FlashInferPagedAttention(ours, place.kernels)
+    expected_by = TorchPagedAttention(reference)
+    batch = pack(moved(BATCHES[name], place.device))
+    for layer in range(LAYERS):
+        q, k, v = new_rows(batch.rows, place.device, sizes=sizes)
+        found, expected = (
+            a.attend(AttentionCall(layer, SCALE, **scores), q, k, v, batch)
+            for a in (attention, expected_by)
+        )
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(ours.keys, reference.keys)
+    assert torch.equal(ours.values, reference.values)
+    assert not attention.fallbacks
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", BATCHES)
 def test_plans_mean_what_pytorchs_attention_does(
     name: str, softcap: float | None, window: int | None
 ) -> None:
-    ours, reference = pools()
-    kernels = StandKernels()
-    attention = FlashInferPagedAttention(ours, kernels)
-    expected_by = TorchPagedAttention(reference)
-    batch = pack(BATCHES[name])
-    for layer in range(LAYERS):
-        q, k, v = new_rows(batch.rows)
-        found, expected = (
-            a.attend(AttentionCall(layer, SCALE, window, softcap), q, k, v, batch)
-            for a in (attention, expected_by)
-        )
-        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
-    assert torch.equal(ours.keys, reference.keys)
-    assert torch.equal(ours.values, reference.values)
+    place = Place("cpu", StandKernels())
+    check_kernels(place, name, tolerance=0.02, softcap=softcap, window=window)
     # Planned once for both layers.
-    assert [stand.plans for stand in kernels.made] == [1]
-    assert not attention.fallbacks
+    assert [stand.plans for stand in place.kernels.made] == [1]
 
 
 def test_heads_may_come_in_another_order_in_memory() -> None:
@@ -344,13 +382,6 @@ def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:
 
 
 # --- masks lie where the kernels read them
-
-
-def test_bits_are_packed_first_lowest() -> None:
-    bits = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], dtype=torch.bool)
-    assert pack_bits(bits).tolist() == [1, 6]
-    assert pack_bits(torch.ones(16, dtype=torch.bool)).tolist() == [255, 255]
-    assert pack_bits(torch.zeros(0, dtype=torch.bool)).tolist() == []
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])

@@ -135,6 +135,8 @@ def test_slots_change_only_from_the_state_they_are_in(change: str) -> None:
             getattr(allocator, change)(slots)
     with pytest.raises(InvalidArgument, match="taken"):
         allocator.release(kept)
+    with pytest.raises(InvalidArgument, match=r"owned=7: expected slots that are taken"):
+        allocator.check([taken, torch.tensor([7])])
 
 
 def test_bad_sizes() -> None:
@@ -246,11 +248,5 @@ def test_the_pools_of_a_pair_are_sized_together(tmp_path: Path) -> None:
     assert isinstance(drafter, EagleDrafter)
     pools = [target.pool, drafter._forward.attention.pool]
     assert pools[0].num_slots == pools[1].num_slots
-    each = sum(pool.bytes_per_slot for pool in pools)
+    each = sum(2 * pool.keys[:, 0].nbytes for pool in pools)
     assert 3_000_000 - each < pools[0].num_slots * each <= 3_000_000
-
-
-def test_the_check_sees_an_owner_of_a_free_slot() -> None:
-    allocator = SlotAllocator(4)
-    with pytest.raises(InvalidArgument, match="taken"):
-        allocator.check([torch.tensor([2])])

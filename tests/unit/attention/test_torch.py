@@ -8,7 +8,7 @@ import torch
 from support.ragged_batches import SHUFFLED, SLOTS, Sizes, new_rows, pools, tree_segment
 from torch import Tensor
 
-from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, offsets_of, pack
+from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.errors import InvalidArgument
@@ -198,9 +198,3 @@ def test_bad_segments() -> None:
         Segment(one, one, one, two, one)
     with pytest.raises(InvalidArgument, match="visible"):
         Segment(one, one, one, one, one, torch.ones((1, 2), dtype=torch.bool))
-
-
-def test_offsets_are_where_parts_begin_and_the_last_ends() -> None:
-    assert offsets_of([3, 0, 2]) == (0, 3, 3, 5)
-    assert offsets_of([]) == (0,)
-    assert pack([prompt(SEQUENTIAL, 3, 1), prompt(SEQUENTIAL, 5, 2)]).offsets == (0, 1, 3)

@@ -81,9 +81,7 @@ def test_embedding_of_a_head_narrower_than_its_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_copy_of_the_target_embedding_is_shared(
-    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_of_the_target_embedding_is_shared(dtype, tmp_path, caplog) -> None:
     head = saved_head(Arch.EAGLE1, tmp_path)
     edit(tmp_path, {"embed_tokens.weight": head.embedding.to(dtype)})
     with caplog.at_level(logging.INFO):
@@ -92,9 +90,7 @@ def test_a_copy_of_the_target_embedding_is_shared(
     assert "embed_tokens.weight is the target's" in caplog.text
 
 
-def test_an_embedding_of_its_own_is_kept_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_embedding_of_its_own_is_kept_and_told(tmp_path, caplog) -> None:
     head = saved_head(Arch.EAGLE3, tmp_path)
     own = head.embedding + 0.1
     edit(tmp_path, {"embed_tokens.weight": own})

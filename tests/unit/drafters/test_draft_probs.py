@@ -42,18 +42,6 @@ def test_at_full_width_a_distribution_is_the_warped_distribution_of_the_whole_vo
     torch.testing.assert_close(got, whole, atol=1e-14, rtol=0)
 
 
-def test_a_reduced_vocabulary_names_the_targets_tokens():
-    draft_to_target = 100 + 7 * torch.arange(VOCAB)
-    logits = random_logits(4)
-    one = SamplingParams()
-    reduced = draft_probs(logits, settings(one, 4), width=6, draft_to_target=draft_to_target)
-    plain = draft_probs(logits, settings(one, 4), width=6, draft_to_target=IDENTITY)
-    assert torch.equal(reduced.ids, 100 + 7 * plain.ids)
-    assert torch.equal(reduced.probs, plain.probs)
-    best = log_probs(logits, width=6, draft_to_target=draft_to_target)
-    assert torch.equal(best.ids.sort(1).values, reduced.ids)
-
-
 def test_broken_logits_break_their_own_distribution_visibly():
     logits = random_logits(3)
     logits[1, 4] = torch.nan

@@ -20,7 +20,6 @@ from support.token_drafting import (
     advance,
     full_probs,
     inner_nodes,
-    prefix_of,
     random_llama,
     random_table,
     text_of,
@@ -177,11 +176,10 @@ def test_drawn_trees_carry_the_plain_distributions_over_several_commits(
         assert_grown(tree, plan, draft_sampling, [carried(tree, b) for b in range(3)], uniforms)
         for b, request in enumerate(requests):
             temperature = request.params.temperature * plan.draft_temperature
+            known, text = prefixes(tree, b), text_of(request)
             for node in inner_nodes(tree, b):
-                drafted = prefix_of(tree, b, node)
-                expected = subject.probs(
-                    text_of(request), drafted, temperature=temperature, width=plan.draft_width
-                )
+                how = {"temperature": temperature, "width": plan.draft_width}
+                expected = subject.probs(text, known[node], **how)
                 subject.assert_close(full_probs(tree, b, node, VOCAB), expected)
             # Requests advance by different numbers of tokens.
             advance(session, request, tree, b, (accepted + b) % 5, VOCAB)
@@ -219,8 +217,6 @@ def test_fixed_trees_are_the_best_nodes_over_several_commits(subject) -> None:
 
 
 # --- what only heads do
-
-
 def test_the_pair_can_tell_right_from_wrong(head) -> None:
     # If they did not depend on the text, its order and the drafted tokens, nothing here would test
     # anything.

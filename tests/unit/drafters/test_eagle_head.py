@@ -1,28 +1,23 @@
 """Heads against a plain computation, position by position, from the papers' formulas."""
 
-import math
+import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
+from support.drafting import HEAD_DIM, KV_HEADS, Pair, causal, random_pair
+from support.published_heads import LLAMA3_ROPE
 from support.small_heads import config_of, make_head
 from torch import Tensor
+from torch._dynamo.config import patch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eaglegbv.drafters.eagle_model import Arch, EagleHead, default_feature_layers
+from eaglegbv.attention.base import Segment
+from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.torch import TorchPagedAttention
+from eaglegbv.drafters.eagle_model import Arch, EagleHead, HeadForward
 from eaglegbv.errors import DrafterMismatch
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over ``[tokens, heads, head_dim]``, one query and head at a time."""
-    out = torch.zeros_like(q)
-    shared = q.shape[1] // k.shape[1]
-    for i in range(len(q)):
-        for h in range(q.shape[1]):
-            keys, values = k[: i + 1, h // shared], v[: i + 1, h // shared]
-            weights = torch.softmax(keys @ q[i, h] / math.sqrt(q.shape[2]), dim=0)
-            out[i, h] = weights @ values
-    return out
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -108,32 +103,21 @@ FAMILIES = {
     "mistral": {"head_dim": 8, "num_heads": 6, "num_kv_heads": 3},
     "all biases": {"fc_bias": True, "qkv_bias": True, "o_bias": True},
 }
+NORMS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 VARIANTS = {
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
-    "norm_before_residual": {"norm_before_residual": True},
-    "norm_output": {"norm_output": True},
-    "all norms": {
-        "norm_before_fc": True,
-        "fc_norm": True,
-        "norm_before_residual": True,
-        "norm_output": True,
-        "qk_norm": True,
-    },
+    **{name: {name: True} for name in NORMS},
+    "all norms": dict.fromkeys((*NORMS, "qk_norm"), True),
     "narrow": {"target_hidden_size": 32, "fc_norm": True},
     "four layers": {"feature_layers": (1, 2, 4, 5), "fc_norm": True},
 }
 
 
-@pytest.mark.parametrize(
-    ("arch", "changes"),
-    [(arch, changes) for arch in Arch for changes in FAMILIES.values()]
-    + [(Arch.EAGLE3, changes) for changes in VARIANTS.values()],
-    ids=[f"{arch}, {name}" for arch in Arch for name in FAMILIES]
-    + [f"eagle3, {name}" for name in VARIANTS],
-)
-def test_forward_equals_the_formulas(arch: Arch, changes: dict[str, object]) -> None:
-    head = make_head(config_of(arch, **changes))
+CASES = [(arch, name) for arch in Arch for name in FAMILIES]
+
+
+@pytest.mark.parametrize(("arch", "name"), CASES + [(Arch.EAGLE3, name) for name in VARIANTS])
+def test_forward_equals_the_formulas(arch: Arch, name: str) -> None:
+    head = make_head(config_of(arch, **(FAMILIES | VARIANTS)[name]))
     token_ids = torch.randint(30, (7,))
     features = torch.randn(7, head.config.feature_size, dtype=torch.float64)
     close = {"rtol": 1e-4, "atol": 1e-4}  # rotary angles are float32
@@ -148,10 +132,6 @@ def test_forward_equals_the_formulas(arch: Arch, changes: dict[str, object]) -> 
         expected, logits = plain_forward(head, token_row, expected)
         torch.testing.assert_close(result, expected, **close)
         torch.testing.assert_close(head.logits(result), logits, **close)
-
-
-def test_default_feature_layers_of_a_32_layer_target() -> None:
-    assert default_feature_layers(32) == (2, 16, 29)
 
 
 @pytest.mark.parametrize(
@@ -185,19 +165,10 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = LLAMA3_ROPE | {"rope_theta": 500000.0}
 
 
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3_ROPE, YARN_ROPE]
-)
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3, YARN_ROPE])
 def test_rotation_equals_transformers(rope: dict[str, object]) -> None:
     config = config_of(Arch.EAGLE1, rope_parameters=rope)
     positions = torch.tensor([[0, 1, 5, 300]])
@@ -220,3 +191,52 @@ def test_half_precision_keeps_exact_frequencies() -> None:
 
     assert torch.equal(head.rotary.frequencies, exact)
     assert head.fc.weight.dtype == torch.bfloat16
+
+
+# --- compiled: what can go wrong is the compiler's front end, so its graphs are run as they are
+
+SLOTS = 1100
+"""More than the positions whose angles are known from the start."""
+
+
+def forward(pair: Pair, backend: str | None) -> HeadForward:
+    pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+    return HeadForward(copy.deepcopy(pair.head), TorchPagedAttention(pool), compile_backend=backend)
+
+
+def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Tensor]:
+    """Read a text, then go on from it by several numbers of rows, of one text and of two."""
+    generator = torch.Generator().manual_seed(4)
+    found: list[Tensor] = []
+    for length in lengths:
+        slots = torch.randperm(SLOTS, generator=generator)
+        features = torch.randn((length, pair.head.config.feature_size), generator=generator)
+        tokens = torch.arange(length) % 7
+        text = Segment.causal(tokens, slots[:0], slots[:length])
+        hidden = head.read([text], features)[-1:]
+        found.append(hidden)
+        used = length
+        for rows in (1, 3, 1, 2):
+            new = slots[used : used + rows]
+            segments = [Segment.causal(torch.arange(rows), slots[:used], new)]
+            above = hidden.repeat(rows, 1)
+            if rows == 2:  # two texts, one of them a single token
+                segments.append(Segment.causal(torch.tensor([5]), slots[:0], slots[-1:]))
+                above = hidden.repeat(3, 1)
+            found += head.go_on(segments, above)
+            found.append(head.logits(above))
+            used += rows
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("arch", Arch)
+@torch.inference_mode()
+def test_compiled_rows_equal_plain_ones(arch: Arch) -> None:
+    pair = random_pair(arch)
+    plain = results(forward(pair, None), pair, lengths=(6, 1050))
+    compiled = forward(pair, "eager")
+    with patch(error_on_recompile=True):  # one row and any number: all there is, from the start
+        ours = results(compiled, pair, lengths=(6, 1050))
+    for own, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(own, expected)

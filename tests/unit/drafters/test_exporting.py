@@ -6,24 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.published_heads import (
-    HIDDEN,
-    INPUTS,
-    LAYERS,
-    OUTPUTS,
-    PUBLISHED,
-    TARGETS,
-    VOCAB,
-)
+from support.published_heads import HIDDEN, INPUTS, OUTPUTS, PUBLISHED, TARGETS, VOCAB
 from torch import Tensor
 
-from eaglegbv.drafters.checkpoint import Checkpoint, ExportTarget, export_head, fit, read_checkpoint
+from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.formats.read import FORMATS, FormatName
 from eaglegbv.drafters.formats.write import check_holds
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 
 TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
-TARGET = ExportTarget("some/target", ("LlamaForCausalLM",), LAYERS, lambda: TABLE)
+TARGET = TARGETS["llama"]()
+TARGET.name_or_path, TARGET.architectures = "some/target", ["LlamaForCausalLM"]
+FOR_TARGET = TARGET, lambda: TABLE
 
 
 def holds(form: FormatName, checkpoint: Checkpoint) -> bool:
@@ -58,11 +52,11 @@ def test_round_trips_keep_every_bit(name: str, form: FormatName, tmp_path: Path)
     source = read_checkpoint(published.write(tmp_path / "source"))
     if not holds(form, source):
         with pytest.raises(DrafterMismatch, match=f"^format='{form}'"):
-            export_head(source, form, tmp_path / "there", TARGET)
+            export_head(source, form, tmp_path / "there", *FOR_TARGET)
         assert not (tmp_path / "there").exists()
         return
 
-    export_head(source, form, tmp_path / "there", TARGET)
+    export_head(source, form, tmp_path / "there", *FOR_TARGET)
 
     there = read_checkpoint(tmp_path / "there")
     assert there.format is form
@@ -97,19 +91,17 @@ def stored(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
 
 
 def test_what_sglang_reads(tmp_path: Path) -> None:
-    eagle3 = read_checkpoint(speculators_without_variants(tmp_path / "source"))
-    export_head(eagle3, "sglang", tmp_path / "sglang")
+    head = PUBLISHED["speculators_residual"]()
+    head.config["norm_before_residual"] = False
+    export_head(read_checkpoint(head.write(tmp_path / "0")), "sglang", tmp_path / "sglang")
     config, tensors = stored(tmp_path / "sglang")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == OUTPUTS
     assert (config["draft_vocab_size"], config["tie_word_embeddings"]) == (24, False)
     assert config["max_position_embeddings"] == 128
     assert "midlayer.self_attn.q_proj.weight" in tensors
-    export_head(
-        read_checkpoint(PUBLISHED["eagle1_llama3"]().write(tmp_path / "1")),
-        "sglang",
-        tmp_path / "2",
-    )
+    eagle1 = read_checkpoint(PUBLISHED["eagle1_llama3"]().write(tmp_path / "1"))
+    export_head(eagle1, "sglang", tmp_path / "2")
     config, tensors = stored(tmp_path / "2")
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert (config["bias"], config["rope_theta"]) == (False, 500000.0)
@@ -125,26 +117,18 @@ def test_two_norms_before_fc_are_too_many_for_speculators(tmp_path: Path) -> Non
     head.tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
     source = read_checkpoint(head.write(tmp_path / "source"))
     with pytest.raises(DrafterMismatch, match="both norm_before_fc and fc_norm"):
-        export_head(source, "speculators", tmp_path / "there", TARGET)
-
-
-def speculators_without_variants(folder: Path) -> Path:
-    head = PUBLISHED["speculators_residual"]()
-    head.config["norm_before_residual"] = False
-    return head.write(folder)
+        export_head(source, "speculators", tmp_path / "there", *FOR_TARGET)
 
 
 def test_what_speculators_reads(tmp_path: Path) -> None:
     source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
-    export_head(source, "speculators", tmp_path / "there", TARGET)
+    export_head(source, "speculators", tmp_path / "there", *FOR_TARGET)
     config, tensors = stored(tmp_path / "there")
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["speculators_model_type"] == "eagle3"
     assert config["eagle_aux_hidden_state_layer_ids"] == INPUTS
-    assert config["speculators_config"]["verifier"] == {
-        "name_or_path": "some/target",
-        "architectures": ["LlamaForCausalLM"],
-    }
+    verifier = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
     assert config["transformer_layer_config"]["model_type"] == "llama"
     assert {"embed_tokens.weight", "layers.0.hidden_norm.weight", "d2t", "t2d"} <= set(tensors)
     source = read_checkpoint(PUBLISHED["speculators_qwen3"]().write(tmp_path / "qwen3"))
@@ -153,14 +137,10 @@ def test_what_speculators_reads(tmp_path: Path) -> None:
     assert (layer["model_type"], layer["head_dim"], layer["rope_theta"]) == ("qwen3", 16, 1e6)
 
 
-def test_an_export_without_its_embedding_is_refused(tmp_path: Path) -> None:
+def test_embeddings_formats_and_folders_are_checked(tmp_path: Path) -> None:
     source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
     with pytest.raises(DrafterMismatch, match=r"^embed_tokens\.weight=None.*name the target"):
         export_head(source, "speculators", tmp_path / "there")
-
-
-def test_formats_and_folders_are_checked(tmp_path: Path) -> None:
-    source = read_checkpoint(PUBLISHED["sglang_eagle3"]().write(tmp_path / "source"))
     with pytest.raises(InvalidArgument, match=r"^format='gguf'.*one of eagle, sglang, speculators"):
         export_head(source, "gguf", tmp_path / "there")
     with pytest.raises(InvalidArgument, match=r"^directory="):

@@ -21,20 +21,15 @@ from torch._dynamo.config import patch
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.drafters.tree_growth import (
-    GROWN_SAMPLINGS,
-    DraftProbs,
-    TreeGrowth,
-    compiled_draw_paths,
-    given_trees,
-)
+from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth, compiled_draw_paths, given_trees
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
 
 VOCAB = 9
-SAMPLED = sorted(GROWN_SAMPLINGS - {DraftSampling.FIXED})
+IID, WOR, GREEDY, HUB, FIXED = DraftSampling
+SAMPLED = sorted(set(DraftSampling) - {FIXED})
 SHAPES = ((), EAGLE1_SHAPE, ((0,), (6,), (0, 1), (0, 0), (6, 2), (0, 0, 3)), ((1,), (0,), (0, 0)))
 
 
@@ -57,7 +52,7 @@ def peaked(seed: int, width: int, *, logs: bool = False) -> ProbsAt:
 
 
 @given(
-    draft_sampling=st.sampled_from(sorted(GROWN_SAMPLINGS)),
+    draft_sampling=st.sampled_from(sorted(DraftSampling)),
     paths=st.integers(1, 5),
     depth=st.integers(1, 4),
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
@@ -70,7 +65,7 @@ def peaked(seed: int, width: int, *, logs: bool = False) -> ProbsAt:
 def test_trees_are_those_of_plain_growth(
     draft_sampling, paths, depth, seeds, confidence, width, extra, shape
 ) -> None:
-    fixed = draft_sampling is DraftSampling.FIXED
+    fixed = draft_sampling is FIXED
     plan = Plan(
         paths=max(paths, draft_sampling.min_paths),
         depth=max(map(len, shape)) if fixed and shape else depth,
@@ -106,7 +101,7 @@ def test_compiled_they_are_too(backend: str) -> None:
             assert_grown(grown(*case, uniforms, draw=draw), *case, uniforms)
 
 
-@pytest.mark.parametrize("draft_sampling", sorted(GROWN_SAMPLINGS))
+@pytest.mark.parametrize("draft_sampling", sorted(DraftSampling))
 def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> None:
     """A recording raises at a host read; and its operations alone grow other trees."""
     plan = Plan(paths=4, depth=3, draft_sampling=draft_sampling, min_confidence=0.01)
@@ -118,7 +113,7 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
         return [torch.randint(VOCAB, (2,), generator=generator), uniforms, probs.softmax(-1)]
 
     def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
-        if draft_sampling is DraftSampling.FIXED:
+        if draft_sampling is FIXED:
             probs = probs[..., :4].log()
         growth, count = TreeGrowth(plan, draft_sampling, roots, uniforms), 1
         for level in probs:
@@ -141,8 +136,6 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 
 
 # --- drawn trees follow their distributions
-
-
 def table(seed: int, vocab: int = 5):
     """A distribution of its own at every prefix, with zeros."""
     known = {}
@@ -163,14 +156,14 @@ def listed(q, order) -> ProbsAt:
     return cache(lambda prefix: (order, [q(prefix)[token] for token in order]))
 
 
-FORKED = {DraftSampling.WOR: draw_wor, DraftSampling.GREEDY: draw_greedy}
+FORKED = {WOR: draw_wor, GREEDY: draw_greedy}
 
 
 def reference(draft_sampling, q, paths, length, chooser):
     """Draw the paths of one tree, by the definition of its sampling."""
-    if draft_sampling is DraftSampling.IID:
+    if draft_sampling is IID:
         return draft_iid(q, paths, length, chooser)
-    if draft_sampling is DraftSampling.HUB:
+    if draft_sampling is HUB:
         return pairs_below_the_best(q, paths // 2, length, chooser)
     return draft_tree(FORKED[draft_sampling], q, (paths, *[1] * (length - 1)), chooser)
 
@@ -186,14 +179,8 @@ def pairs_below_the_best(q, beam, length, chooser):
     return tuple(paths)
 
 
-CASES = [
-    (DraftSampling.IID, 2, 2),
-    (DraftSampling.WOR, 2, 2),
-    (DraftSampling.WOR, 4, 1),  # more than a distribution's support holds
-    (DraftSampling.GREEDY, 3, 2),
-    (DraftSampling.HUB, 2, 3),
-    (DraftSampling.HUB, 4, 2),
-]
+# One draws more than a distribution's support holds.
+CASES = [(IID, 2, 2), (WOR, 2, 2), (WOR, 4, 1), (GREEDY, 3, 2), (HUB, 2, 3), (HUB, 4, 2)]
 
 
 def sharper(q, power: float):
@@ -232,12 +219,10 @@ def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_draw
         rng = np.random.default_rng(seed)
         at = [listed(lambda prefix: (0.1, 0.3, 0.0, 0.3, 0.3), rng.permutation(5).tolist())]
         plan = Plan(paths=3, depth=1)
-        first, second, third = paths_of(
-            grown(plan, DraftSampling.GREEDY, at, rng.random((1, 3, 1))), 0
-        )
+        first, second, third = paths_of(grown(plan, GREEDY, at, rng.random((1, 3, 1))), 0)
         assert (first, second) == ((1,), (3,))
         assert third in {(0,), (4,)}
-        pair = paths_of(grown(plan, DraftSampling.HUB, at, rng.random((1, 3, 1))), 0)
+        pair = paths_of(grown(plan, HUB, at, rng.random((1, 3, 1))), 0)
         assert (1,) in pair
         pairs[tuple(pair)] += 1
     # Drawn first or second, the hub keeps its place: the two orders mean different things.
@@ -245,8 +230,6 @@ def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_draw
 
 
 # --- fixed trees
-
-
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
     batch = given_trees([([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])],
                         paths=3, length=4)  # fmt: skip
@@ -261,22 +244,20 @@ def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> 
 
 
 # --- batches of requests on the host, where rows that have ended are not run
-
-
 def in_session(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
     table = Table.of_logits(random_table(7, seed=seed, scale=scale))
     return TokenSession(TabularDrafter(table)), table
 
 
 @given(
-    draft_sampling=st.sampled_from(sorted(GROWN_SAMPLINGS)),
+    draft_sampling=st.sampled_from(sorted(DraftSampling)),
     floor=st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 30),
     shape=st.sampled_from(SHAPES),
 )
 @settings(deadline=None)
 def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shape) -> None:
-    fixed = draft_sampling is DraftSampling.FIXED
+    fixed = draft_sampling is FIXED
     depth = max(map(len, shape)) if fixed and shape else 5
     plan = Plan(
         paths=4, depth=depth, draft_width=7, min_confidence=floor, shape=shape if fixed else ()
@@ -299,7 +280,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
             for prefix in prefixes(alone, 0):
                 sure = confidence(table, prefix, b) >= floor * (1 + 1e-9)
                 assert not sure or len(prefix) == depth or prefix in inner_prefixes(alone)
-    if draft_sampling is DraftSampling.IID:
+    if draft_sampling is IID:
         # One less, and a verifier would take a fork's first draft for its only one.
         assert together.forks == max(forks(together))
 

@@ -18,9 +18,9 @@ from eaglegbv.eval.audit_engine import PairResult, audit_pair
 from eaglegbv.eval.audit_exact import (
     DRAFTS,
     ROUND,
-    ExactSubject,
     Sizes,
     count_trees,
+    exact_subject,
     instance,
     package_subjects,
 )
@@ -44,7 +44,7 @@ from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
 from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
 from eaglegbv.verifiers.proof.tree import Outcome
-from eaglegbv.verifiers.registry import CheckedVerifier, make_any_verifier
+from eaglegbv.verifiers.registry import REFERENCES, CheckedVerifier, make_any_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
 QUICK = Sizes(vocab=2, instances=7, seed=3)
@@ -89,8 +89,8 @@ class Mine(Rule):
     max_paths = 1
 
 
-def exact(verify) -> ExactSubject:
-    return ExactSubject(rule=Mine(), verify=stateless(verify))
+def exact(verify) -> auditing.Subject:
+    return exact_subject(Mine(), stateless(verify))
 
 
 def test_a_wrong_rule_fails() -> None:
@@ -102,12 +102,11 @@ def test_a_wrong_rule_fails() -> None:
 
 def test_a_rule_that_forgets_its_state_fails_in_the_second_step() -> None:
     """One step and its completion are right; only steps in a row show it."""
-    subject = package_subjects()["greedy_block"]
 
     def forgetful(tree, target, chooser):
-        return subject.verify(tree, replace(target, layers=()), chooser)
+        return REFERENCES["greedy_block"](tree, replace(target, layers=()), chooser)
 
-    broken = replace(subject, verify=forgetful)
+    broken = exact_subject(make_any_verifier("greedy_block"), forgetful)
     one, two = (
         broken.audit(DraftSampling.IID, Sizes(vocab=2, instances=7, paths=1, iterations=n))
         for n in (1, 2)

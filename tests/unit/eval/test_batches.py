@@ -34,13 +34,7 @@ class Told:
 
 def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.Timing:
     return throughput.Timing(
-        way=way,
-        batch=batch,
-        context=0,
-        temperature=1.0,
-        repeat=repeat,
-        tokens=100,
-        seconds=seconds,
+        way=way, batch=batch, context=0, temperature=1.0, repeat=repeat, tokens=100, seconds=seconds
     )
 
 

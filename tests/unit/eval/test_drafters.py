@@ -8,8 +8,8 @@ from support.cli import run
 from support.saved_pair import save_pair
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.eval.drafters import measure_drafter
-from eaglegbv.eval.questions import Question
+from eaglegbv.eval.drafters import converse, drafter_report
+from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.llm import LLM
@@ -52,17 +52,20 @@ def test_two_drafters_of_the_same_questions(pair: tuple[Path, Path]) -> None:
     plan = Plan(paths=1, depth=3)
     params = SamplingParams(max_tokens=8, seed=0)
     engine = EngineConfig(kv_slots=1024)
-    ended: list[int] = []
+    chosen, ended = QuestionSet("test", "here", QUESTIONS), []
     own = LLM(target, head, plan=plan, engine=engine)
-    first = measure_drafter(own, plan, QUESTIONS, params, batch=3, on_batch=ended.append)
-    assert ended == [3, 1]
+    held = converse(own, plan, chosen, params, 3, ended.append)
+    assert [record.question_id for record in held] == ["0", "1", "2", "3"]
+    assert len(ended) == 4
+    alone = converse(own, plan, chosen, params, 1)
+    assert [r.turns[0].text for r in alone] == [r.turns[0].text for r in held]
+    first = drafter_report("head", plan, held)
     same = LLM(target, target, plan=plan, engine=engine)
-    second = measure_drafter(same, plan, QUESTIONS, params, batch=3, first=first)
+    second = drafter_report("target", plan, converse(same, plan, chosen, params, 3), held)
 
     for report in (first, second):
         # The last question's second turn is longer than the model's context.
         assert report.errors == 1
-        assert set(report.by_question) == {"0", "1", "2"}
         assert set(report.by_category) == {"maths", "prose"}
         parts = report.by_category.values()
         assert sum(part.forwards for part in parts) == report.acceptance.forwards

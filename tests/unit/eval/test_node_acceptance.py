@@ -10,11 +10,13 @@ from support.acceptance import alpha_greedy, alpha_iid, alpha_wor, inside_wor_ra
 from support.table_pairs import tables
 from support.tables import KINDS, Model, Shape, acceptance_length, iterate, problem
 
+from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.collect_probs import Harvest, harvest, lead_ratio
+from eaglegbv.eval.collect_probs import Harvest, harvest, node_cells
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_iid, optimum_wor, rejection_wor
 from eaglegbv.eval.paired_comparison import Sampling, Text
+from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import exact, optimal_acceptance
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
@@ -177,14 +179,17 @@ def some_probs() -> Harvest:
     return Harvest(NodeProbs.of(ids, q, p), np.array([0, 0, 2, 1]))
 
 
-def test_means_and_ratios_are_over_places_and_paired_by_text() -> None:
-    found = some_probs()
-    values = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
-    assert found.mean(values).value == pytest.approx(3.0)
-    double = found.ratio(2 * values, values)
-    assert (double.value, double.low, double.high) == pytest.approx((2.0, 2.0, 2.0))
-    lead = lead_ratio(found, (3 * values, values), found, (2 * values, values))
-    assert (lead.value, lead.low, lead.high) == pytest.approx((1.5, 1.5, 1.5))
+def test_cells_are_sums_over_the_places_of_a_text() -> None:
+    target, table = tables(VOCAB)
+    pair, sampling = Pair(target, TabularDrafter(table)), Sampling(places=9)
+    plans = [Plan(verifier=rule, paths=n, draft_width=3) for rule in RULES for n in (1, 2)]
+    cells = node_cells(pair, texts(), [Setting(plan=plan) for plan in plans], sampling)
+    found = harvest(pair, texts(), temperature=1.0, width=3, sampling=sampling)
+    for cell, plan in zip(cells, plans, strict=True):
+        accepted = RULES[plan.verifier](found.probs.top(3), plan.paths)
+        own = [accepted[found.texts == text].sum().item() for text in range(3)]
+        assert cell.tokens == pytest.approx(own)
+        assert cell.steps == (5, 0, 3)
 
 
 def test_solvers_get_the_harvested_distributions() -> None:

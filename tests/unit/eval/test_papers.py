@@ -1,7 +1,7 @@
 """Cells are measured in parts, kept as they come, and measured once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +12,13 @@ from support.table_pairs import counted, question_set
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.paired_comparison import Sampling, Tally, Text
+from eaglegbv.eval.cells import Cell, Figure
+from eaglegbv.eval.paired_comparison import Sampling, Text
 from eaglegbv.eval.papers import cells as module
-from eaglegbv.eval.papers.base import (
-    AGAINST,
-    AGREES,
-    OPEN,
-    Finding,
-    Options,
-    Report,
-    Site,
-    findings_table,
-)
-from eaglegbv.eval.papers.cells import (
-    Cell,
-    CellStore,
-    Figure,
-    Measured,
-    Run,
-    Way,
-    measure_cells,
-    measured_so_far,
-)
-from eaglegbv.eval.papers.grids import GBV
-from eaglegbv.eval.papers.registry import PAPERS
-from eaglegbv.eval.papers.sheets import (
-    NOT_AT_HAND,
-    GridPaper,
-    Order,
-    Quote,
-    Sheet,
-    cells_of,
-    findings,
-    sheet_tables,
-)
+from eaglegbv.eval.papers import sheets
+from eaglegbv.eval.papers.cells import CellStore, Measured, Options, Run, Site, Way, measure_cells
+from eaglegbv.eval.papers.grids import GBV, PAPERS
+from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, Finding, Order, Quote, Sheet
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate
@@ -115,24 +88,24 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     def judge(
         pair: object, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
-    ) -> list[Tally]:
+    ) -> list[Cell]:
         del pair
         if len(judged) == 5:
             judged.append(())
             raise KeyboardInterrupt
         judged.append(tuple(text.name for text in texts))
         return [
-            Tally(
+            Cell(
                 setting=s,
                 tokens=tuple(len(s.plan.verifier) + s.temperature for _ in texts),
-                places=(sampling.places,) * len(texts),
+                steps=(sampling.places,) * len(texts),
                 nodes=(0.0,) * len(texts),
             )
             for s in settings
         ]
 
     monkeypatch.setattr(module, "collect", collect)
-    monkeypatch.setattr(module, "same_drafts", judge)
+    monkeypatch.setitem(module.AT_PLACES, Way.SAME_DRAFTS, judge)
     return judged
 
 
@@ -141,7 +114,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 ) -> None:
     here = site(tmp_path, FakeLLM(), places=3)
 
-    def measure() -> list[module.Cell]:
+    def measure() -> list[Cell]:
         store = CellStore(here, "bv")
         cells = measure_cells(here, store, "sheet", Way.SAME_DRAFTS, SETTINGS)
         store.publish({"sheet": cells})
@@ -159,9 +132,6 @@ def test_a_killed_run_goes_on_where_it_stopped(
         ("texts of T0.5", "q16"),
         (),
     ]
-    so_far = measured_so_far(tmp_path).sheets["sheet"]
-    assert [cell.setting for cell in so_far] == list(SETTINGS)
-    assert {cell.steps for cell in so_far} == {(3,) * 16}
     # A line that a kill cut short is measured again.
     with (tmp_path / "parts.jsonl").open("ab") as file:
         file.write(b'{"sheet": "sh')
@@ -174,7 +144,6 @@ def test_a_killed_run_goes_on_where_it_stopped(
         assert cell.steps == (3,) * 20
     assert measure() == cells
     assert len(drafts) == 9
-    assert measured_so_far(tmp_path).sheets == {"sheet": cells}
     found = msgspec.json.decode((tmp_path / "cells.json").read_bytes(), type=Measured)
     assert found.sheets == {"sheet": cells}
     assert found.run.paper == "bv"
@@ -226,8 +195,7 @@ RUN = Run(
     question_ids=("a", "b"),
     questions_sha256="",
 )
-GRIDS = {name: paper for name, paper in PAPERS.items() if isinstance(paper, GridPaper)}
-SHEETS = [(name, sheet) for name, paper in GRIDS.items() for sheet in paper.sheets]
+SHEETS = [(name, sheet) for name, paper in PAPERS.items() for sheet in paper.sheets]
 
 
 def cell(setting: Setting, tokens: float, *, verify: float = 1.0, draft: float = 1.0) -> Cell:
@@ -245,7 +213,7 @@ def cell(setting: Setting, tokens: float, *, verify: float = 1.0, draft: float =
 
 
 def measured(sheet: Sheet, tokens: Callable[[Setting], float]) -> list[Cell]:
-    return [cell(setting, tokens(setting)) for setting in sheet.settings]
+    return [cell(one, tokens(one), verify=1e-4, draft=1e-4) for one in sheet.settings]
 
 
 def setting(verifier: str, paths: int = 1, depth: int = 4, temperature: float = 1.0) -> Setting:
@@ -266,7 +234,7 @@ def test_the_grid_of_gbv_has_a_finding_in_every_cell() -> None:
     cells = measured(sheet, rank)
     # One path for block, four for the six others, at five temperatures.
     assert len(cells) == 5 * (1 + 6 * 4)
-    found = findings(sheet, cells)
+    found = sheets.findings(sheet, cells)
     # gbv against four and otbv against six at every K and T, and two trends at every T.
     assert len(found) == 5 * (4 * 4 + 6 * 4 + 2)
     assert {one.verdict for one in found} == {AGREES}
@@ -274,11 +242,11 @@ def test_the_grid_of_gbv_has_a_finding_in_every_cell() -> None:
     assert len(set(statements)) == len(statements)
     assert "otbv K3 L8 T0.2 at least block K1 L8 T0.2" in statements
     assert "otbv K4 L8 at least otbv K1 L8" in statements
-    against = findings(sheet, measured(sheet, lambda one: 9 - rank(one)))
+    against = sheets.findings(sheet, measured(sheet, lambda one: 9 - rank(one)))
     assert {one.verdict for one in against} == {AGAINST}
     report = GBV.report({"grid": measured(sheet, lambda one: 9 - rank(one))}, RUN)
     assert report.exceptions == tuple(against)
-    assert GBV.report({}, RUN) == Report(tables=(), notes=(RUN.summary, *GBV.notes))
+    assert GBV.report({}, RUN) == sheets.Report(tables=(), notes=(RUN.summary, *GBV.notes))
     assert "Target tiny, drafter eagle3, float32; 2 questions of mt-bench" in RUN.summary
     assert "5 places of each, 4 judgements of each tree" in RUN.summary
 
@@ -288,19 +256,22 @@ def test_every_direction_and_quote_of_a_paper_finds_its_cells(paper: str, sheet:
     del paper
     cells = measured(sheet, rank)
     for direction in sheet.directions:
-        one = Sheet(sheet.name, sheet.title, sheet.way, sheet.settings, (direction,))
+        one = replace(sheet, directions=(direction,))
         if isinstance(direction, Order) and direction.better == direction.worse:
             pytest.fail("an order of one verifier")
         if isinstance(direction, Order) and direction.worse == "global_resolution":
             continue  # measured in one sheet only
-        assert findings(one, cells), direction
-        assert all(found.source for found in findings(one, cells))
-    tables = sheet_tables(sheet, cells)
+        assert sheets.findings(one, cells), direction
+        assert all(found.source for found in sheets.findings(one, cells))
+    tables = sheets.sheet_tables(sheet, cells)
     assert all(len({len(row) for row in table.rows}) == 1 for table in tables)
     quoted = [row for table in tables if "at hand" in table.title for row in table.rows[1:]]
     assert [row[1] for row in quoted] == [quote.text for quote in sheet.quotes]
+    best = [(row[0], row[1], row[-1]) for table in tables for row in table.rows[1:]]
+    for limit, figures in sheet.limits.items():
+        assert all((f"{limit:g}", *figure) in best for figure in figures.items())
     notes = [note for table in tables for note in table.notes]
-    assert sum(NOT_AT_HAND in note for note in notes) == 1
+    assert sum(sheets.NOT_AT_HAND in note for note in notes) == 1
 
 
 def test_figures_of_a_cell() -> None:
@@ -309,6 +280,7 @@ def test_figures_of_a_cell() -> None:
     assert fast.over(slow).value == pytest.approx(1.5)
     assert fast.over(slow, Figure.TOKENS_A_SECOND).value == pytest.approx(3 / 1 / (2 / 4))
     assert fast.over(slow, Figure.VERIFYING).value == pytest.approx((3 / 0.5) / (2 / 2))
+    assert fast.over(slow, Figure.STEPS_A_SECOND).value == pytest.approx(4)
     untimed = Cell(setting=setting("otbv"), tokens=(1.0,), steps=(1,))
     with pytest.raises(InvalidArgument, match="timed"):
         untimed.over(untimed, Figure.TOKENS_A_SECOND)
@@ -316,10 +288,13 @@ def test_figures_of_a_cell() -> None:
     assert joined.steps == fast.steps * 2
     assert joined.seconds[Phase.VERIFY] == fast.seconds[Phase.VERIFY] * 2
     assert joined.estimate().value == pytest.approx(3.0)
+    # What a solver refused in one part is refused.
+    refused = msgspec.structs.replace(fast, tokens=(), steps=(), seconds={})
+    assert Cell.joined([refused, fast]) == refused
 
 
 def test_quotes_stand_beside_ours() -> None:
-    settings = cells_of(("token", "block"), depths=(4,), temperatures=(1.0,))
+    settings = sheets.cells_of(("token", "block"), depths=(4,), temperatures=(1.0,))
     quote = Quote(
         text="1.083",
         models="large models",
@@ -331,7 +306,7 @@ def test_quotes_stand_beside_ours() -> None:
         temperature=1.0,
     )
     sheet = Sheet("s", "Title", Way.SAME_DRAFTS, settings, quotes=(quote,))
-    tables = sheet_tables(sheet, [cell(settings[0], 2.0), cell(settings[1], 2.5)])
+    tables = sheets.sheet_tables(sheet, [cell(settings[0], 2.0), cell(settings[1], 2.5)])
     assert tables[0].rows == [
         ["tokens a step", "L = 4"],
         ["token K1", "2.000"],
@@ -342,7 +317,7 @@ def test_quotes_stand_beside_ours() -> None:
     assert row[3:] == ["1.250", "block K1 L4"]
     assert "a summary" in tables[-1].notes[0]
     timed = Sheet("s", "Title", Way.TIMED, settings[:1])
-    assert sheet_tables(timed, [cell(settings[0], 2.0, verify=0.5, draft=1.5)])[1].rows == [
+    assert sheets.sheet_tables(timed, [cell(settings[0], 2.0, verify=0.5, draft=1.5)])[1].rows == [
         ["milliseconds a token", "draft", "verify", "all", "verify / all"],
         ["token K1 L4", "750.000", "250.000", "1000.000", "25.0%"],
     ]
@@ -357,7 +332,7 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     ratios = (None, Estimate(1.0, 1.0, 1.0), Estimate(1.1, 0.9, 1.2), rounded)
     assert {finding(ratio).verdict for ratio in ratios} == {OPEN}
     assert finding(Estimate(1.1, 1.05, 1.2)).verdict == AGREES
-    assert findings_table([finding(Estimate(0.9, 0.85, 0.95)), finding(None)]) == [
+    assert sheets.findings_table([finding(Estimate(0.9, 0.85, 0.95)), finding(None)]) == [
         ["should be", "ratio", "measured"],
         ["x", "0.900 [0.850, 0.950]", AGAINST],
         ["x", "-", OPEN],

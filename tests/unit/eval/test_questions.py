@@ -169,11 +169,7 @@ UPSTREAM = {
             "task_id": 11,
             "test_list": ["assert f(1)", "assert f(2)"],
         },
-        (
-            "11",
-            "none",
-            "Write f.\nYour code should pass these tests:\n\nassert f(1)\nassert f(2)",
-        ),
+        ("11", "none", "Write f.\nYour code should pass these tests:\n\nassert f(1)\nassert f(2)"),
     ),
     **dict.fromkeys(
         ("mgsm", "eagle-gsm8k", "eagle-humaneval"),

@@ -13,7 +13,7 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval import statistics
-from eaglegbv.eval.papers.base import Finding, Report, Table
+from eaglegbv.eval.papers.sheets import Finding, PaperResults, Report, Table
 from eaglegbv.eval.plots import (
     PHASE_COLOURS,
     block_efficiency_by_paths,
@@ -26,11 +26,8 @@ from eaglegbv.eval.results import (
     EXPECTED,
     MOST_ROWS,
     BatchResults,
-    PaperResults,
     add_evidence,
     compact,
-    kind_of,
-    other_files,
     page,
     read_evidence,
 )
@@ -73,7 +70,6 @@ def test_settings_are_ranked_by_interval() -> None:
     assert (rank.leader, rank.value) == (OTBV.name, pytest.approx(2.3))
     assert rank.tied == (GBV.name,)
     assert rank.behind == (LOOKUP.name, NONE.name)
-    assert rank.best == (OTBV.name, GBV.name)
     speed = statistics.rank_settings(measured(), statistics.TOKENS_PER_SECOND)[1.0]
     assert (speed.leader, speed.tied) == (OTBV.name, ())
     assert speed.behind == (GBV.name, NONE.name, LOOKUP.name)
@@ -162,28 +158,20 @@ def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
     assert page(evidence) == text
 
 
-def test_the_defaults_are_told_and_judged() -> None:
-    text = page({"mt-bench": measured()})
-    assert "`otbv` is the best or not told from it in 1 of the 1 cells" in text
-    poor = [one for one in measured().records if one.setting != OTBV.name]
-    others = msgspec.structs.replace(measured().settings, settings=(NONE, GBV, LOOKUP))
-    run = Results(settings=others, environment=ENVIRONMENT, records=poor)
-    assert "in 0 of the 1 cells" in page({"mt-bench": run})
-    assert "cells" not in page({}).partition("The engine's defaults")[2]
-
-
 @pytest.mark.parametrize("name", ["notes", "mt-benches", ""])
 def test_names_that_say_nothing_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="one that begins with"):
-        kind_of(name)
-    with pytest.raises(InvalidArgument, match="one that begins with"):
         add_evidence(tmp_path, name, tmp_path)
-    # Beside the page's own files it is another's, and said to be there.
-    path = tmp_path / f"{name}.json"
-    path.write_text("{}")
+    # Beside the page's own files it is another's.
+    (tmp_path / f"{name}.json").write_text("{}")
     assert read_evidence(tmp_path) == {}
-    assert other_files(tmp_path) == [path]
-    assert f"not shown here: `{name}.json`." in page({}, [path.name])
+
+
+def test_a_comparison_with_a_paper_is_read_from_its_folder(tmp_path: Path) -> None:
+    found = PaperResults(report=Report(tables=()), title="a paper", environment=ENVIRONMENT)
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(found))
+    add_evidence(tmp_path / "kept", "paper-bv", tmp_path)
+    assert read_evidence(tmp_path / "kept") == {"paper-bv": found}
 
 
 def test_files_that_are_not_what_they_are_called_are_refused(tmp_path: Path) -> None:
@@ -200,10 +188,9 @@ def test_what_is_committed_gives_the_committed_page() -> None:
     if not (docs / "results.md").is_file():
         pytest.skip("no results are kept with this checkout")
     evidence = read_evidence(folder)
-    others = [path.name for path in other_files(folder)]
     written = (docs / "results.md").read_text(encoding="utf-8")
     assert len(written.splitlines()) <= 400
-    assert page(evidence, others) == written, "write it again: eaglegbv bench results"
+    assert page(evidence) == written, "write it again: eaglegbv bench results"
     for link in re.findall(r"\((results/[^)]+\.svg)\)", written):
         assert (docs / link).is_file()
     for path in folder.glob("*.json"):
@@ -318,7 +305,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidArgument, match="whole conversations"):
         draw_all(empty, tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InvalidArgument, match="a folder for pictures"):
+    with pytest.raises(InvalidArgument, match="a picture to write"):
         draw_all(RUN, tmp_path / "file")
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(NotInstalled, match=r"pip install 'eaglegbv\[bench\]'"):

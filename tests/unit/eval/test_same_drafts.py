@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from support.grown_trees import Candidates, Prefix, grown
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
@@ -23,7 +24,15 @@ from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.paired_comparison import Offer, Sampling, Tally, Text, collect, same_drafts
+from eaglegbv.eval.cells import Cell
+from eaglegbv.eval.paired_comparison import (
+    Offer,
+    Sampling,
+    Text,
+    collect,
+    latin_hypercube,
+    same_drafts,
+)
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting, describe_environment, grid
 from eaglegbv.eval.statistics import Estimate
@@ -112,7 +121,7 @@ def test_means_agree_with_exact_expectations() -> None:
             for text in texts
             for token in text.token_ids[:-1]
         ]
-        places = sum(tally.places)
+        places = sum(tally.steps)
         assert places == len(known) == 30 * 50
         bound = 5 * sum(variance for _, variance in known) ** 0.5 / places
         assert bound < 0.13
@@ -195,7 +204,7 @@ def test_other_distributions_and_temperature_zero() -> None:
         *grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings,
     ]
     tallies = same_drafts(pair, texts, settings, Sampling(places=4))
-    assert all(1 <= t.mean <= 4 and t.places == (4, 4, 4) for t in tallies)
+    assert all(1 <= t.mean <= 4 and t.steps == (4, 4, 4) for t in tallies)
     # At temperature 0 the greedy walk judges, whatever verifier is named.
     assert tallies[-1].tokens == tallies[-2].tokens
     assert all(count == int(count) for count in tallies[-1].tokens)
@@ -231,7 +240,7 @@ def test_a_text_of_one_token_has_no_place() -> None:
     pair = Pair(target, TabularDrafter(table))
     texts = [text_of(7, (1,)), *texts_of(target, count=1, length=3)]
     [tally] = same_drafts(pair, texts, [Setting(plan=Plan())], Sampling(places=9))
-    assert tally.places == (0, 2)
+    assert tally.steps == (0, 2)
     assert tally.tokens[0] == 0
 
 
@@ -260,6 +269,40 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     steps = np.diff([0.0, *each])
     assert ((steps >= 1) & (steps <= 4)).all()
     llm.generate("again", SamplingParams(max_tokens=2), plan=PLAIN)
+
+
+# Numbers of several judgements lie in different parts, and each judgement's alone are uniform.
+
+
+BATCH, LONG, MANY = 3, 40, 5
+
+
+def columns(
+    count: int, seeds: Sequence[tuple[int, ...]] = ((0, 7), (1, 7), (2, 7))
+) -> torch.Tensor:
+    """All numbers, ``[judgements, numbers]``, of the right shapes."""
+    found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
+    parts = [(own.selection, own.acceptance, own.correction) for own in found]
+    shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
+    assert [[x.shape for x in own] for own in parts] == [shapes] * count
+    return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
+
+
+def test_one_number_lies_in_each_part() -> None:
+    places = (columns(4) * 4).floor().sort(dim=0).values
+    assert (places == torch.arange(4.0).unsqueeze(1)).all()
+
+
+def test_each_judgement_alone_is_uniform_and_independent() -> None:
+    for own in columns(4):
+        assert ((own >= 0) & (own < 1)).all()
+        assert stats.kstest(own.numpy(), "uniform").pvalue > 1e-4
+        assert stats.pearsonr(own[:-1].numpy(), own[1:].numpy()).pvalue > 1e-4
+
+
+def test_the_order_is_the_seeds() -> None:
+    assert torch.equal(columns(3), columns(3))
+    assert not torch.equal(columns(3), columns(3, [(n, 8) for n in range(BATCH)]))
 
 
 # A part of an offer is the tree that fewer and shorter paths make.
@@ -359,12 +402,9 @@ SMALL = StudySettings(
 )
 
 
-def a_tally(nodes: float, tokens: tuple[float, ...]) -> Tally:
-    return Tally(
-        setting=Setting(plan=Plan()),
-        tokens=tokens,
-        places=(2, 2),
-        nodes=(2 * nodes, 2 * nodes),
+def a_tally(nodes: float, tokens: tuple[float, ...]) -> Cell:
+    return Cell(
+        setting=Setting(plan=Plan()), tokens=tokens, steps=(2, 2), nodes=(2 * nodes, 2 * nodes)
     )
 
 

@@ -428,7 +428,7 @@ def test_times_count_from_the_second_step_alike_on() -> None:
 
 
 def test_plans_keep_to_the_limits_and_fixed_ones_are_kept() -> None:
-    auto = AutoPlan(max_paths=2, max_depth=3, draft_temperatures=(1.0, 1.5))
+    auto = AutoPlan(max_paths=2, max_depth=3, draft_temperature=1.5)
     simulation = Simulation(World())
     simulation.run(3, 300, auto=auto)
     plans = {plan for step in simulation.log for plan, _ in step}

@@ -26,6 +26,7 @@ from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers import selection as iid_selection
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms, find_faults
+from eaglegbv.verifiers.paths import Residual, correction_token, draw
 from eaglegbv.verifiers.proof.tree import Outcome
 from eaglegbv.verifiers.registry import VERIFIERS, make_any_verifier, make_verifier
 from eaglegbv.verifiers.selection import bounded_forks
@@ -34,7 +35,7 @@ IID, WOR, HUB = DraftSampling.IID, DraftSampling.WOR, DraftSampling.HUB
 PAIRS = sorted((name, each) for name, cls in VERIFIERS.items() for each in cls.draft_samplings)
 SLOW = "global_resolution_"  # solvers that run on the host
 ON_DEVICE = [pair for pair in PAIRS if not pair[0].startswith(SLOW)]
-LAST = 1 - 2**-53
+LAST = 1 - 2**-53  # the largest number below 1
 
 every_rule = pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
 every_rule_on_devices = pytest.mark.parametrize(("name", "draft_sampling"), ON_DEVICE)
@@ -59,14 +60,14 @@ def some_paths(name: str, draft_sampling: DraftSampling) -> int:
 
 
 def random_batch(
-    verifier: Verifier, draft_sampling: DraftSampling, rng: np.random.Generator, size: int = 16
+    verifier: Verifier, draft_sampling: DraftSampling, rng: np.random.Generator
 ) -> Batch:
-    """Of any size and of any shape that the rule takes."""
+    """Of any shape that the rule takes."""
     iid = draft_sampling is IID
     most = 2 if verifier.name.startswith(SLOW) else verifier.max_paths or (4 if iid else 3)
     paths = 2 if draft_sampling is HUB else int(rng.integers(1, most + 1))
     length, vocab = int(rng.integers(1, 5 if iid else 4)), int(rng.integers(2, 9))
-    requests = random_requests(draft_sampling, rng, size, paths=paths, length=length, vocab=vocab)
+    requests = random_requests(draft_sampling, rng, 16, paths=paths, length=length, vocab=vocab)
     return build_batch(draft_sampling, requests, vocab, rng)
 
 
@@ -76,6 +77,7 @@ def decided(verifier: Verifier, batch: Batch) -> list[Outcome]:
 
 @every_rule
 def test_decides_as_the_reference(name: str, draft_sampling: DraftSampling) -> None:
+    """Which sees a request alone: neither the others of its batch nor padding matter."""
     rng = np.random.default_rng(len(name))
     verifier = make_verifier(name)
     for _ in range(6 if name.startswith(SLOW) else 24):
@@ -96,28 +98,6 @@ def test_disagreement_is_noticed(name: str, draft_sampling: DraftSampling) -> No
         again = decided(verifier, replace(batch, uniforms=other))
         different += sum(a != b for a, b in zip(decided(verifier, batch), again, strict=True))
     assert different > 8
-
-
-@every_rule
-def test_batch_does_not_matter(name: str, draft_sampling: DraftSampling) -> None:
-    """A request alone gets the verdict it gets among others, whatever the padding."""
-    rng = np.random.default_rng(11)
-    verifier = make_verifier(name)
-    for _ in range(3):
-        batch = random_batch(verifier, draft_sampling, rng, size=6)
-        for b, outcome in enumerate(decided(verifier, batch)):
-            assert decided(verifier, _only(batch, b)) == [outcome]
-
-
-def _only(batch: Batch, b: int) -> Batch:
-    at, count = slice(b, b + 1), int(batch.tree.num_nodes[b])
-    of_nodes = {"token_ids", "parents", "depth", "draft_ids", "draft_probs"}
-    own = {k: x[at, :count] if k in of_nodes else x[at] for k, x in batch.tree.tensors.items()}
-    return Batch(
-        replace(batch.tree, **own),
-        replace(batch.target, rows=batch.target.rows[at, :count]),
-        VerifyUniforms(*(x[at] for x in astuple(batch.uniforms))),
-    )
 
 
 @pytest.mark.parametrize("name", ["gbv", "otbv"])
@@ -168,9 +148,7 @@ def committed(batch: Batch, verdict: Verdict, b: int) -> list[float]:
 
 @every_rule_on_devices
 @pytest.mark.parametrize("u", [0.0, 2**-53, LAST, 1.0])
-def test_tokens_of_probability_zero_are_never_committed(
-    name: str, draft_sampling: DraftSampling, u: float
-) -> None:
+def test_tokens_of_probability_zero_are_never_committed(name, draft_sampling, u) -> None:
     """Uniforms of 0 (u <= h with both zero), next to 1, and rounded up to 1."""
     rng = np.random.default_rng(8)
     for _ in range(3):
@@ -184,9 +162,7 @@ def test_tokens_of_probability_zero_are_never_committed(
     ("name", "draft_sampling"),
     [(name, own) for name, own in ON_DEVICE if own in {IID, WOR} and name != "target_only"],
 )
-def test_target_equal_to_the_draft_distribution_is_accepted_whole(
-    name: str, draft_sampling: DraftSampling
-) -> None:
+def test_target_equal_to_the_draft_distribution_is_accepted_whole(name, draft_sampling) -> None:
     """w = 1 and a residual of zero: every test is passed, whatever its number."""
     rng = np.random.default_rng(1)
     paths = VERIFIERS[name].max_paths or 1
@@ -214,6 +190,46 @@ def test_float32_logits_are_judged_in_float64() -> None:
     roots = DraftTree.roots([0] * 1000)
     tokens = make_verifier("block").verify(roots, target, uniforms).token_ids
     assert float((tokens - (1 + (vocab - 1) * places)).abs().max()) < 30
+
+
+@pytest.mark.parametrize("scale", [1e-300, 5e-324, 1e-16, 1.0, 1e300])
+@pytest.mark.parametrize(("u", "expected"), [(0.0, 1), (LAST, 2), (1.0, 2)])
+def test_scale_of_the_weights_does_not_matter(scale: float, u: float, expected: int) -> None:
+    weights = torch.tensor([[0.0, scale, scale, 0.0]], dtype=torch.float64)
+    assert int(draw(weights, torch.tensor([u], dtype=torch.float64))) == expected
+
+
+@pytest.mark.parametrize("entries", [8191, 8192, 8193, 10_000, 12_288])
+def test_large_vocabularies_are_drawn_from_alike(entries: int) -> None:
+    """Two levels or one: the inverse CDF, never a weight of zero, also across empty blocks."""
+    rng = np.random.default_rng(entries)
+    weights = rng.exponential(size=(64, entries)) * (rng.random((64, entries)) < 0.3)
+    weights[:, 600:3000] = 0
+    weights[:, -700:] = 0
+    uniforms = rng.random(64)
+    uniforms[:3] = 0.0, LAST, 1.0
+    drawn = draw(torch.from_numpy(weights), torch.from_numpy(uniforms))
+    cumulative = weights.cumsum(axis=1)
+    for row, u, x in zip(range(64), uniforms, drawn.tolist(), strict=True):
+        assert weights[row, x] > 0
+        last = int(np.flatnonzero(weights[row])[-1])
+        expected = int(np.searchsorted(cumulative[row], u * cumulative[row, -1], side="right"))
+        assert x == min(expected, last)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.4, LAST])
+def test_residual_without_mass_draws_from_the_target(u: float) -> None:
+    """Never token 0 by accident, never a token the target excludes."""
+    probs = torch.tensor([[[0.0, 0.25, 0.75, 0.0]]], dtype=torch.float64)
+    target = TargetProbs.of_probs(probs)
+    everything = Residual(
+        nodes=torch.tensor([0]),
+        weight=torch.ones(1, dtype=torch.float64),
+        ids=torch.tensor([[1, 2]]),
+        draft=torch.tensor([[0.5, 0.8]], dtype=torch.float64),
+    )
+    token = correction_token(everything, target, torch.tensor([u], dtype=torch.float64))
+    assert token.tolist() == [1 if u < 0.25 else 2]
 
 
 class Narrow(TargetProbs):
@@ -255,9 +271,7 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
 
 
 @every_rule_on_devices
-def test_a_request_with_nan_leaves_the_others_alone(
-    name: str, draft_sampling: DraftSampling
-) -> None:
+def test_a_request_with_nan_leaves_the_others_alone(name, draft_sampling) -> None:
     rng = np.random.default_rng(4)
     batch = batch_of(draft_sampling, rng, 12, 4, paths=some_paths(name, draft_sampling))
     verifier = make_verifier(name)
@@ -342,9 +356,7 @@ every_shape = pytest.mark.parametrize(("paths", "length"), [(1, 3), (2, 4), (3, 
 
 
 @every_shape
-def test_no_tree_has_more_forks_than_the_bound_and_some_have_as_many(
-    paths: int, length: int
-) -> None:
+def test_no_tree_has_more_forks_than_the_bound_and_some_have_as_many(paths, length) -> None:
     # Of two tokens paths often agree, and of three they split up too.
     trees = [of_iid_paths(paths, length, vocab, seed=3).tree for vocab in (2, 3)]
     expected = max(map(bounded_forks, trees)) if paths > 1 else 0
@@ -353,9 +365,7 @@ def test_no_tree_has_more_forks_than_the_bound_and_some_have_as_many(
 
 @pytest.mark.parametrize("name", ["otbv", "global_resolution"])
 @every_shape
-def test_decisions_do_not_depend_on_the_room_for_forks(
-    name: str, paths: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decisions_do_not_depend_on_the_room_for_forks(name, paths, length, monkeypatch) -> None:
     """A device is not asked how many there are: it ranks as many nodes as there may be."""
     batches = [of_iid_paths(paths, length, 4, seed) for seed in range(3)]
     expected = [decided(make_verifier(name), own) for own in batches]
@@ -389,9 +399,7 @@ def test_a_fork_that_is_not_counted_is_decided_otherwise() -> None:
 
 
 @every_rule_on_devices
-def test_no_host_reads(
-    name: str, draft_sampling: DraftSampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_host_reads(name, draft_sampling, monkeypatch) -> None:
     # On a CPU, where nothing is waited for, forks are counted; elsewhere they are bounded.
     monkeypatch.setattr(iid_selection, "_room_for_forks", lambda tree, _: bounded_forks(tree))
     rng, paths = np.random.default_rng(1), some_paths(name, draft_sampling)

@@ -46,9 +46,7 @@ def case(
     """Return what an engine would hand over for trees that a host drafted."""
     rng = np.random.default_rng(seed)
     drawn = random_requests(draft_sampling, rng, requests, paths=paths, length=length, vocab=vocab)
-    room = (
-        paths if draft_sampling is DraftSampling.IID else None
-    )  # the others' paths are their leaves
+    room = paths if draft_sampling is DraftSampling.IID else None  # others' paths are their leaves
     batch = build_batch(draft_sampling, drawn, vocab, rng, paths=room, length=length)
     tree = replace(batch.tree, forks=max(forks(batch.tree)))
     target = TargetProbs.of_logits(batch.target.logits.float(), batch.target.rows)

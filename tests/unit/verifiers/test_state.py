@@ -1,5 +1,7 @@
 """Verifiers with state decide as their references, step after step, and leave the same layers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -70,7 +72,7 @@ def test_current_draft_distribution_in_place_of_a_layers_own_is_noticed(name: st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reads_nothing_on_the_host(name: str) -> None:
+def test_reads_nothing_on_the_host_and_refuses_other_samplings(name: str) -> None:
     rng = np.random.default_rng(4)
     verifier = STATEFUL_VERIFIERS[name]()
     paths = verifier.max_paths or 3
@@ -86,6 +88,9 @@ def test_reads_nothing_on_the_host(name: str) -> None:
     with Watch() as watch:
         verifier.verify(batch.tree, batch.target, uniforms, layers, Always())
     assert watch.host_reads == []
+    other = replace(batch.tree, draft_sampling=DraftSampling.WOR)
+    with pytest.raises(SamplingMismatch, match=name):
+        verifier.verify(other, batch.target, uniforms, layers, Always())
 
 
 class Always:
@@ -94,17 +99,6 @@ class Always:
     def after(self, tokens: torch.Tensor) -> SparseProbs:
         probs = torch.full((len(tokens), 1, 5), 0.2, dtype=torch.float64)
         return SparseProbs(torch.arange(5).expand_as(probs), probs)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_distribution_that_is_not_accepted(name: str) -> None:
-    rng = np.random.default_rng(6)
-    verifier = STATEFUL_VERIFIERS[name]()
-    requests = random_requests(DraftSampling.WOR, rng, 2, paths=2, length=2, vocab=4)
-    batch = build_batch(DraftSampling.WOR, requests, 4, rng)
-    uniforms = stateful_uniforms(batch, 0, rng)
-    with pytest.raises(SamplingMismatch, match=name):
-        verifier.verify(batch.tree, batch.target, uniforms, Layers.none(2), Always())
 
 
 # --- layers along texts that the drafter thinks next to impossible: rho has an upper limit

@@ -69,9 +69,7 @@ def test_b_is_a_distribution_that_attains_the_optimum(kind: str, n: int) -> None
 
 
 @pytest.mark.parametrize(("vocab", "n", "seeds"), [(4, 2, 10), (3, 3, 10)])
-def test_selection_has_distribution_b_and_the_multiplicity_distribution(
-    vocab: int, n: int, seeds: int
-) -> None:
+def test_selection_has_distribution_b_and_the_multiplicity_distribution(vocab, n, seeds) -> None:
     """Exact equality of rationals: no tolerance."""
     for seed in range(seeds):
         p, q = exact_pair(vocab, seed)

@@ -21,7 +21,7 @@ ANIMALS = ("cat", "dog", "bird", "fish", "horse")
 Run = Callable[[list[str]], str]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Sums depend on the number of threads; runs to be compared use one."""
     threads = torch.get_num_threads()
@@ -50,7 +50,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train() -> Run:
     """Run ``eaglegbv train`` in this process and return what it printed."""
 

@@ -19,6 +19,10 @@ Run = Callable[[list[str]], str]
 VOCAB = 5
 
 
+def arguments(target: Path, data: Path, out: Path, *extra: str) -> list[str]:
+    return [*f"bigram --target {target} --data {data} --out {out}".split(), *extra]
+
+
 def pairs() -> csr_array:
     chat = Document(0, [0, 1, 1, 2, 1, 2], [False, False, True, True, True, True])
     prose = Document(1, [3, 1, 2], [True] * 3)
@@ -62,10 +66,7 @@ def test_cross_entropy_is_that_of_the_smoothed_distribution() -> None:
 def test_the_command_writes_a_table_of_the_targets_vocabulary(
     target: Path, chats: Path, tmp_path: Path, train: Run
 ) -> None:
-    printed = train(
-        ["bigram", "--target", str(target), "--data", str(chats), "--out", str(tmp_path)]
-    )
-    assert "held-out cross-entropy" in printed
+    assert "held-out cross-entropy" in train(arguments(target, chats, tmp_path))
     facts = json.loads((tmp_path / "config.json").read_text())
     assert set(facts["tokens"]) == {"counting", "prose"}
     table = Table.load(tmp_path, vocab_size=facts["vocab_size"])
@@ -83,18 +84,12 @@ def test_a_tokenizer_of_older_files(target: Path, chats: Path, tmp_path: Path, t
     settings = {"tokenizer_class": "GPT2Tokenizer", "chat_template": CHAT_TEMPLATE}
     settings |= {"bos_token": BOS, "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    run = ["bigram", "--target", str(folder), "--data", str(chats), "--out", str(tmp_path)]
-    assert "held-out cross-entropy" in train(run)
+    assert "held-out cross-entropy" in train(arguments(folder, chats, tmp_path))
 
 
-def test_a_table_without_data_or_width_is_refused(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_a_table_without_data_or_width_is_refused(target, chats, tmp_path, train) -> None:
     empty = join_documents([Document(0, [1, 2], [True, False])], ("a",))
     with pytest.raises(InvalidArgument, match=r"^data="):
         count_pairs(empty, VOCAB)
     with pytest.raises(InvalidArgument, match=r"^width=0"):
-        train(
-            ["bigram", "--target", str(target), "--data", str(chats), "--out", str(tmp_path),
-             "--width", "0"]
-        )  # fmt: skip
+        train(arguments(target, chats, tmp_path, "--width", "0"))

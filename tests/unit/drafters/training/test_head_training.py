@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.published_heads import LLAMA3_ROPE
 from transformers import (
     AutoTokenizer,
     Gemma3TextConfig,
@@ -19,7 +20,6 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     Qwen2Config,
 )
 
@@ -55,9 +55,7 @@ def scores(out: Path) -> list[float]:
         ("eagle3", ("--draft-vocab", "100", "--loss", "block")),
     ],
 )
-def test_a_head_learns_and_loads(
-    arch: str, extra: tuple[str, ...], target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) -> None:
     printed = train(arguments(arch, target, chats, tmp_path, *extra))
 
     found = scores(tmp_path)
@@ -175,14 +173,7 @@ def test_a_head_goes_on_with_other_draft_tokens_but_not_as_another_kind_or_size(
 
 
 SIZES = {"vocab_size": 300, "num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 32}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = LLAMA3_ROPE | {"rope_theta": 5e5}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 2e4, "factor": 2.0}
 
 
@@ -208,12 +199,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 2e4, "factor": 2.0}
     ],
     ids=["llama", "llama3", "dynamic", "qwen2", "gpt2", "gpt_neox", "gemma3"],
 )
-def test_a_head_takes_what_a_targets_configuration_says(
-    target: PreTrainedConfig,
-    sizes: tuple[int, ...],
-    rope: tuple[str, float] | dict[str, object],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_head_takes_what_a_targets_configuration_says(target, sizes, rope, caplog) -> None:
     config = head_config_of(target, Arch.EAGLE3, draft_vocab=20)
     found = (config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
     assert found == sizes
@@ -224,9 +210,7 @@ def test_a_head_takes_what_a_targets_configuration_says(
     assert ("rotary settings of the head" in caplog.text) == (plain != own)
 
 
-def test_a_head_for_a_target_of_another_family(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_a_head_for_a_target_of_another_family(target, chats, tmp_path, train) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
     config = GPT2Config(vocab_size=len(tokenizer), n_layer=4, n_head=2, n_embd=16)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
@@ -240,9 +224,7 @@ def test_a_head_for_a_target_of_another_family(
         train(arguments("eagle3", tmp_path / "gpt2", chats, tmp_path / "out", *once))
 
 
-def test_the_targets_answers_are_those_of_plain_decoding(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_the_targets_answers_are_those_of_plain_decoding(target, chats, tmp_path, train) -> None:
     own = ("--regenerate", "0", "--validate", "0", "--steps", "1")
     train(arguments("eagle3", target, chats, tmp_path, *own))
     # Repetition, for lookups that are accepted; more prompts than are answered together.

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
 )
 
 from eaglegbv.drafters.training.data import Corpus, Document, fill_rows, join_documents, pack
@@ -30,10 +28,8 @@ SIZES = {
 }
 
 
-def model_of(kind: str) -> PreTrainedModel:
+def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    if kind == "granite":
-        return GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
@@ -59,7 +55,7 @@ def test_rows_hold_every_document_whole() -> None:
 
 @pytest.mark.parametrize("layers", [(), (1, 2, 3)])
 def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...], tmp_path: Path) -> None:
-    target = FrozenTarget(model_of("llama"), layers, WINDOW)
+    target = FrozenTarget(llama(), layers, WINDOW)
     corpus = corpus_of(9, 6, 12, 3, 16)
     kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
     fresh = target.run(corpus, kept.rows)
@@ -77,7 +73,9 @@ def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...], tmp_p
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)  # bfloat16
     drafted, position = torch.tensor([1, 4, 30]), torch.tensor([[0, 5, WINDOW - 1]] * 2)
     probs = run.probs_of(drafted)(position)
-    expected = replace_rows(fresh, rows).probs_of(drafted)(position)
+    names = ("token_ids", "is_response", "features", "final_hidden", "logits")
+    some = TargetRun(**{name: getattr(fresh, name)[rows] for name in names})
+    expected = some.probs_of(drafted)(position)
     torch.testing.assert_close(probs, expected, rtol=3e-2, atol=1e-3)
 
     # Another process, or a later one, reads the same files and runs the target over the rest.
@@ -88,21 +86,15 @@ def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...], tmp_p
     assert torch.equal(again.features, kept.features)
 
 
-def replace_rows(run: TargetRun, rows: Tensor) -> TargetRun:
-    """Return some rows of a run that has logits."""
-    names = ("token_ids", "is_response", "features", "final_hidden", "logits")
-    return TargetRun(**{name: getattr(run, name)[rows] for name in names})
-
-
 def test_kept_runs_of_other_texts_are_refused(tmp_path: Path) -> None:
-    target = FrozenTarget(model_of("llama"), (), WINDOW)
+    target = FrozenTarget(llama(), (), WINDOW)
     KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)
     with pytest.raises(InvalidArgument, match=r"^keep_runs="):
         KeptRuns.over(target, corpus_of(9, 7), tmp_path, seed=0)
 
 
 def test_rows_shorter_than_the_window(tmp_path: Path) -> None:
-    target = FrozenTarget(model_of("llama"), (), window=64)
+    target = FrozenTarget(llama(), (), window=64)
     corpus = corpus_of(2)  # its row is filled up with itself, and still ends early
     kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
     run = kept.of(kept.draw(4, seed=0))
@@ -113,6 +105,7 @@ def test_rows_shorter_than_the_window(tmp_path: Path) -> None:
 
 
 def test_logits_that_are_more_than_a_product_are_refused(tmp_path: Path) -> None:
-    target = FrozenTarget(model_of("granite"), (), WINDOW)
+    scaled = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval()
+    target = FrozenTarget(scaled, (), WINDOW)
     with pytest.raises(InvalidArgument, match=r"^keep_runs=True"):
         KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)

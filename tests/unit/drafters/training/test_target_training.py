@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from eaglegbv.cli.train import app
 from eaglegbv.drafters.training import train as loop
 from eaglegbv.errors import InvalidArgument
 
@@ -39,13 +37,9 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def finished(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(chats: Path, train: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    result = CliRunner().invoke(app, arguments(chats, out), catch_exceptions=False)
-    torch.set_num_threads(threads)
-    assert result.exit_code == 0
+    train(arguments(chats, out))
     return out
 
 
@@ -75,11 +69,7 @@ def test_it_loads_in_transformers(finished: Path) -> None:
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(
-    chats: Path,
-    finished: Path,
-    tmp_path: Path,
-    train: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    chats: Path, finished: Path, tmp_path: Path, train: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, save = tmp_path / "out", loop._save
 

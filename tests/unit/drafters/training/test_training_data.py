@@ -17,7 +17,6 @@ from eaglegbv.drafters.training.data import (
     TextSettings,
     build_corpora,
     build_corpus,
-    draw_documents,
     draw_prompts,
     find_files,
     gather_texts,
@@ -46,14 +45,9 @@ def corpus_of(*lengths: int) -> Corpus:
     return join_documents([Document(0, [n] * n, [True] * n) for n in lengths], ("only",))
 
 
-@pytest.mark.parametrize(
-    "text", ["  Hello  world \n\n", "naïve — 日本 🙂", "don 't , x", "a12345b"]
-)
-def test_decoding_gives_back_the_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-def test_digits_stand_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_decoding_gives_back_the_text_and_digits_stand_alone(tokenizer) -> None:
+    for text in ("  Hello  world \n\n", "naïve — 日本 🙂", "don 't , x", "a12345b"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     pieces = tokenizer.tokenize("in 2026, 1234")
     assert [p for p in pieces if any(c.isdigit() for c in p)] == list("20261234")
 
@@ -94,9 +88,6 @@ def test_data_that_is_none_is_refused(tmp_path: Path) -> None:
         find_files([tmp_path / "missing"])
     with pytest.raises(InvalidArgument, match=r"^data="):
         find_files([tmp_path])
-    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(InvalidArgument, match="messages"):
-        list(read_rows([tmp_path / "x.jsonl"], 1))
 
 
 def test_holding_out_depends_on_content_alone() -> None:
@@ -146,13 +137,6 @@ def test_packing_lays_documents_end_to_end() -> None:
     assert torch.equal(rows.is_response, rows.is_real)
 
 
-def test_documents_are_drawn_evenly() -> None:
-    drawn = draw_documents(3, (100, 200), seed=3)
-    assert torch.equal(drawn, draw_documents(3, (100, 200), seed=3))
-    counts = torch.bincount(drawn.flatten(), minlength=3) / drawn.numel()
-    torch.testing.assert_close(counts, torch.full((3,), 1 / 3), atol=0.02, rtol=0)
-
-
 # Rows as they are in the wild.
 
 
@@ -173,15 +157,14 @@ ROW = json.dumps(
         (f"{ROW}\n{ROW[:30]}".encode(), "x.jsonl:2"),
         (f"{ROW}\n\n[1]\n".encode(), "x.jsonl:3"),
         (b'{"messages": null}', "x.jsonl:1.*'messages' or 'text'"),
+        (b'{"prompt": "a"}', "x.jsonl:1.*'messages' or 'text'"),
         (b'{"messages": [null]}', "x.jsonl:1"),
         (b'{"messages": [{"role": "user", "content": 1}]}', "x.jsonl:1.*role and a content"),
         (b'{"messages": [{"content": "a"}]}', "x.jsonl:1.*role and a content"),
         (b'{"text": 3}', "x.jsonl:1"),
     ],
 )
-def test_odd_lines_are_read_and_wrong_ones_named(
-    content: bytes, found: int | str, tmp_path: Path
-) -> None:
+def test_odd_lines_are_read_and_wrong_ones_named(content, found, tmp_path) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
     if isinstance(found, int):
         assert len(list(read_rows([tmp_path / "x.jsonl"], 9))) == found
@@ -248,9 +231,7 @@ def test_a_prompt_that_says_more_than_the_answered_chat_is_cut_where_they_part()
     assert documents_of(corpus, tokenizer) == [(whole, "two<|end|>")]
 
 
-def test_chats_that_begin_with_the_assistant_or_that_the_template_refuses(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_chats_that_begin_with_the_assistant_or_that_the_template_refuses(caplog) -> None:
     hello = {"role": "assistant", "content": "hello"}
     good = chat("one", "two")
     first = Row("chats", (hello, *good.messages), "", "x.jsonl:7")
@@ -279,9 +260,7 @@ def test_texts_are_split_without_a_first_token_where_there_is_none() -> None:
     assert tokenizer.decode(corpus.token_ids.tolist()) == "many words here " * 20
 
 
-def test_data_with_nothing_to_learn_or_to_measure_on_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_data_with_nothing_to_learn_or_to_measure_on_is_refused(tokenizer) -> None:
     rows = [chat(f"question {i}", "answer") for i in range(400)]
     for kept, said in ((True, "learn from"), (False, "measure on")):
         own = [row for row in rows if row.held_out is kept]

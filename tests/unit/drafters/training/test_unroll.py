@@ -160,8 +160,7 @@ def test_losses() -> None:
         torch.testing.assert_close(loss.of([depth], 0.3, 0.9), value)
     torch.testing.assert_close(feature_loss([depth], 0.9), torch.tensor(1.5))  # |2 - 0| - 1/2
 
-
-def test_depths_weigh_by_the_decay() -> None:
+    # Depths weigh by the decay.
     first, second = (one_depth(P, q, torch.zeros(1, 1, dtype=torch.int64)) for q in (Q, P))
     expected = Loss.TV.of([first], 0.0, 1.0) / 1.5  # the second is perfect
     torch.testing.assert_close(Loss.TV.of([first, second], 0.0, 0.5), expected)

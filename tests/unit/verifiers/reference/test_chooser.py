@@ -4,10 +4,7 @@ import pytest
 
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose
-from eaglegbv.verifiers.proof.chooser import (
-    exact_probs,
-    inverse_cdf,
-)
+from eaglegbv.verifiers.proof.chooser import exact_probs, inverse_cdf
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,7 @@ from eaglegbv.verifiers.proof.chooser import (
     residual,
     residual_or_target,
 )
-from eaglegbv.verifiers.proof.enumeration import (
-    Problem,
-    completed,
-    draft,
-    stateless,
-    target_joint,
-)
+from eaglegbv.verifiers.proof.enumeration import Problem, completed, draft, stateless, target_joint
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.specinfer import specinfer
@@ -58,8 +52,6 @@ IID = DraftSampling.IID
 
 
 # --- wrong rules, judged by the distribution of what they commit
-
-
 def block_without_weight(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """GBV's Equation 5 as printed: R = sum (p - q)+, without w."""
     (path,) = tree.paths
@@ -187,8 +179,6 @@ def test_a_wrong_rule_is_rejected(case: str) -> None:
 
 
 # --- wrong layers, over two steps whose draft distributions differ
-
-
 def current_probs(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
     """A layer needs the draft distribution of the step that pushed it, not the current one."""
     depth = len(target.context)
@@ -231,9 +221,7 @@ def selecting_by_p(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser
     ],
     ids=["current draft distribution", "kept number of drafts", "selection by p"],
 )
-def test_a_wrong_layer_is_rejected(
-    right: VerifyWithState, wrong: VerifyWithState, shape: Shape, seed: int
-) -> None:
+def test_a_wrong_layer_is_rejected(right, wrong, shape, seed) -> None:
     first, second = (Model(shape.vocab, "random", s) for s in (seed, seed + 1))
     case = problem(IID, first, shape)
     cases = [case, replace(case, draft_probs=second.q)]
@@ -375,8 +363,6 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
 
 
 # --- trees that are not what they are said to be
-
-
 def error_of(verify: Verify, model: Model, drawn: dict[tuple[Prefix, ...], float]) -> float:
     """Error where the paths come with these probabilities, whatever q they claim."""
     outputs: dict[ModifiedTarget, float] = {}

@@ -7,11 +7,7 @@ from support.tables import KINDS, Model, Shape, max_error, problem
 
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.proof.chooser import exact_probs
-from eaglegbv.verifiers.proof.enumeration import (
-    draft,
-    paths_probs,
-    stateless,
-)
+from eaglegbv.verifiers.proof.enumeration import draft, paths_probs, stateless
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
 
@@ -110,9 +106,7 @@ def test_a_verifier_that_ignores_the_target_is_caught() -> None:
 
 
 @pytest.mark.parametrize("draft_sampling", list(DraftSampling))
-def test_the_distribution_of_the_drafts_is_that_of_drawing_them(
-    draft_sampling: DraftSampling,
-) -> None:
+def test_the_distribution_of_the_drafts_is_that_of_drawing_them(draft_sampling) -> None:
     shape = Shape(3, 2, 2)
     model = Model(3, "zeros", 5)
     drawn = exact_probs(lambda c: draft(draft_sampling, model.q, shape, c))

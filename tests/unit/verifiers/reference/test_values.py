@@ -4,18 +4,11 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from support.acceptance import (
-    alpha_greedy,
-    alpha_iid,
-    alpha_wor,
-    ideal_length,
-    lp_acceptance,
-)
+from support.acceptance import alpha_greedy, alpha_iid, alpha_wor, ideal_length, lp_acceptance
 from support.tables import (
     KINDS,
     Model,
     Shape,
-    acceptance_length,
     constant,
     iterate,
     max_error,
@@ -31,47 +24,34 @@ from eaglegbv.verifiers.proof.lp import draft_sets_iid, lp_acceptance_length
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES, STATEFUL_VERIFIERS
 from eaglegbv.verifiers.spectr import scale, spectr
 
+IID, WOR, GREEDY, HUB, FIXED = DraftSampling
 TOY = (constant("1/3", "2/3"), constant("2/3", "1/3"))
 THREE = (constant(".1", ".5", ".4"), constant(".5", ".4", ".1"))
 FOUR = (constant(".4", ".3", ".2", ".1"), constant(".1", ".2", ".3", ".4"))
 
 
 def length(name: str, case: Problem) -> Number:
+    """E[tau]: the tokens that a step commits, less one."""
     states = iterate(REFERENCES[name], [case], case.shape.length + 1)
-    dist: dict = {}
-    for state, mass in states.items():
-        dist[state.context] = dist.get(state.context, 0) + mass
-    return acceptance_length(dist)
+    return sum(mass * (len(state.context) - 1) for state, mass in states.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "depth", "paths", "expected"),
-    [
-        ("token", 2, 1, "10/9"),
-        ("block", 2, 1, "11/9"),
-        ("greedy_block", 2, 1, "12/9"),
-        ("token", 3, 1, "38/27"),
-        ("block", 3, 1, "5/3"),
-        ("greedy_block", 3, 1, "50/27"),
-        ("block", 4, 1, "166/81"),
-        ("otbv", 1, 2, "8/9"),
-        ("otbv", 2, 2, "131/81"),
-        ("otbv", 2, 3, "1238/675"),
-        ("otbv", 3, 2, "1621/729"),
-        ("gbv", 1, 2, "8/9"),
-        ("gbv", 2, 2, "131/81"),
-        ("gbv", 2, 3, "1289/729"),
-        ("gbv", 3, 2, "1621/729"),
-        ("traversal", 1, 2, "7/9"),
-        ("traversal", 2, 2, "115/81"),
-        ("traversal", 2, 3, "1136/729"),
-        ("traversal", 3, 2, "1415/729"),
-    ],
-)
-def test_toy(name: str, depth: int, paths: int, expected: str) -> None:
-    case = Problem(DraftSampling.IID, *TOY, Shape(2, depth, paths))
-    assert length(name, case) == Fraction(expected)
-    assert max_error(REFERENCES[name], [case], depth + 1) == 0
+TOY_LENGTHS = {  # by depth and paths
+    "token": {(2, 1): "10/9", (3, 1): "38/27"},
+    "block": {(2, 1): "11/9", (3, 1): "5/3", (4, 1): "166/81"},
+    "greedy_block": {(2, 1): "12/9", (3, 1): "50/27"},
+    "otbv": {(1, 2): "8/9", (2, 2): "131/81", (2, 3): "1238/675", (3, 2): "1621/729"},
+    "gbv": {(1, 2): "8/9", (2, 2): "131/81", (2, 3): "1289/729", (3, 2): "1621/729"},
+    "traversal": {(1, 2): "7/9", (2, 2): "115/81", (2, 3): "1136/729", (3, 2): "1415/729"},
+}
+
+
+@pytest.mark.parametrize("name", TOY_LENGTHS)
+def test_toy(name: str) -> None:
+    for (depth, paths), expected in TOY_LENGTHS[name].items():
+        case = Problem(IID, *TOY, Shape(2, depth, paths))
+        assert length(name, case) == Fraction(expected), (depth, paths)
+        assert max_error(REFERENCES[name], [case], depth + 1) == 0
 
 
 ONE_STEP = [
@@ -93,18 +73,18 @@ def test_one_step_table(row) -> None:
         return length(name, Problem(draft_sampling, p, q, shape))
 
     assert alpha_iid(p(()), q(()), n) == Fraction(iid)
-    assert exact("otbv", DraftSampling.IID) == Fraction(iid)
-    assert exact("global_resolution", DraftSampling.IID) == Fraction(iid)
-    assert exact("specinfer", DraftSampling.IID) == Fraction(rrs)
-    assert exact("spectr", DraftSampling.IID) == pytest.approx(k_seq, abs=1e-10)
+    assert exact("otbv", IID) == Fraction(iid)
+    assert exact("global_resolution", IID) == Fraction(iid)
+    assert exact("specinfer", IID) == Fraction(rrs)
+    assert exact("spectr", IID) == pytest.approx(k_seq, abs=1e-10)
     assert scale(p(()), q(()), n) == pytest.approx(rho, abs=1e-10)
     assert alpha_wor(p(()), q(()), n) == Fraction(wor)
-    assert exact("specinfer", DraftSampling.WOR) == Fraction(rrs_wor)
+    assert exact("specinfer", WOR) == Fraction(rrs_wor)
     assert alpha_greedy(p(()), q(()), n) == Fraction(greedy)
-    assert exact("greedy_draft", DraftSampling.GREEDY) == Fraction(greedy)
-    assert exact("otbv", DraftSampling.GREEDY) == Fraction(greedy)
+    assert exact("greedy_draft", GREEDY) == Fraction(greedy)
+    assert exact("otbv", GREEDY) == Fraction(greedy)
     if n == 2:
-        assert exact("spechub", DraftSampling.HUB) == Fraction(greedy)
+        assert exact("spechub", HUB) == Fraction(greedy)
 
 
 def draft_sets(case: Problem) -> dict[frozenset[int], Number]:
@@ -123,40 +103,25 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
     for seed in range(2):
         model = Model(4, kind, seed)
         p, q = model.p(()), model.q(())
-        cases = {
-            draft_sampling: problem(draft_sampling, model, shape)
-            for draft_sampling in DraftSampling
-            if draft_sampling is not DraftSampling.HUB or n == 2
-        }
-        optimum = {dist: lp_acceptance(p, draft_sets(case)) for dist, case in cases.items()}
-        assert optimum[DraftSampling.IID] == pytest.approx(
-            lp_acceptance(p, draft_sets_iid(q, n)), abs=1e-9
-        )
-        assert alpha_iid(p, q, n) == pytest.approx(optimum[DraftSampling.IID], abs=1e-9)
-        assert alpha_wor(p, q, n) == pytest.approx(optimum[DraftSampling.WOR], abs=1e-9)
-        assert alpha_greedy(p, q, n) == pytest.approx(optimum[DraftSampling.GREEDY], abs=1e-9)
+        samplings = [own for own in DraftSampling if own is not HUB or n == 2]
+        cases = {own: problem(own, model, shape) for own in samplings}
+        optimum = {own: lp_acceptance(p, draft_sets(case)) for own, case in cases.items()}
+        assert lp_acceptance(p, draft_sets_iid(q, n)) == pytest.approx(optimum[IID], abs=1e-9)
+        for alpha, own in ((alpha_iid, IID), (alpha_wor, WOR), (alpha_greedy, GREEDY)):
+            assert alpha(p, q, n) == pytest.approx(optimum[own], abs=1e-9)
         attained = [
-            ("otbv", DraftSampling.IID),
-            ("otbv", DraftSampling.GREEDY),
-            ("otbv", DraftSampling.FIXED),
-            ("greedy_draft", DraftSampling.GREEDY),
-            ("global_resolution", DraftSampling.IID),
-            ("target_only", DraftSampling.FIXED),
-            *([("spechub", DraftSampling.HUB)] if n == 2 else []),
+            *(("otbv", own, 1e-9) for own in (IID, GREEDY, FIXED)),
+            ("greedy_draft", GREEDY, 1e-9),
+            ("target_only", FIXED, 1e-9),
+            *([("spechub", HUB, 1e-9)] if n == 2 else []),
+            ("global_resolution", IID, 1e-9),
+            *((f"global_resolution_{own}", IID, 1e-3) for own in ("convex", "race", "max_flow")),
+            ("global_resolution_lp", IID, 1e-8),
         ]
-        for name, dist in attained:
-            assert length(name, cases[dist]) == pytest.approx(optimum[dist], abs=1e-9), name
-        for solver in ("convex", "race", "max_flow"):
-            name = f"global_resolution_{solver}"
-            assert length(name, cases[DraftSampling.IID]) == pytest.approx(
-                optimum[DraftSampling.IID], abs=1e-3
-            ), name
-        assert length("global_resolution_lp", cases[DraftSampling.IID]) == pytest.approx(
-            optimum[DraftSampling.IID], abs=1e-8
-        )
-        for name in ("specinfer", "traversal"):
-            for dist in (DraftSampling.IID, DraftSampling.WOR):
-                assert length(name, cases[dist]) <= optimum[dist] + 1e-9
+        for name, own, tolerance in attained:
+            assert length(name, cases[own]) == pytest.approx(optimum[own], abs=tolerance), name
+        for name, own in itertools.product(("specinfer", "traversal"), (IID, WOR)):
+            assert length(name, cases[own]) <= optimum[own] + 1e-9
 
 
 def test_k_seq_rounds_its_scale_up() -> None:
@@ -173,7 +138,7 @@ def test_one_path(kind: str) -> None:
     """Block verification is optimal; the greedy rule reaches the ideal of one step."""
     for seed in range(2):
         model = Model(3, kind, seed)
-        case = problem(DraftSampling.IID, model, Shape(3, 2, 1))
+        case = problem(IID, model, Shape(3, 2, 1))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
         assert length("block", case) == pytest.approx(optimum, abs=1e-9)
         ideal = ideal_length(model.p, model.q, 2)
@@ -185,20 +150,18 @@ def test_one_path(kind: str) -> None:
 def test_fixed_trees_have_no_better_rule_than_sampling_the_target(kind: str) -> None:
     for seed in range(2):
         model = Model(3, kind, seed)
-        case = problem(DraftSampling.FIXED, model, Shape(3, 2, 2))
+        case = problem(FIXED, model, Shape(3, 2, 2))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
         for name in ("target_only", "otbv"):
             assert length(name, case) == pytest.approx(optimum, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, r in ALL_VERIFIERS.items() if DraftSampling.IID in r.draft_samplings]
-)
+@pytest.mark.parametrize("name", [n for n, r in ALL_VERIFIERS.items() if IID in r.draft_samplings])
 def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
     for seed in range(2):
         model = Model(3, KINDS[seed], seed)
         paths = ALL_VERIFIERS[name].max_paths or 2
-        case = problem(DraftSampling.IID, model, Shape(3, 2, paths))
+        case = problem(IID, model, Shape(3, 2, paths))
         if name not in STATEFUL_VERIFIERS:
             optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
             assert length(name, case) <= optimum + 1e-9
@@ -207,7 +170,7 @@ def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
 @pytest.mark.parametrize("solver", ["convex", "race", "max_flow", "lp"])
 def test_a_solver_that_fails_falls_back_to_k_seq(solver: str) -> None:
     """No solver is within a negative tolerance: every node with two drafts falls back."""
-    case = problem(DraftSampling.IID, Model(3, "random", 1), Shape(3, 1, 2))
+    case = problem(IID, Model(3, "random", 1), Shape(3, 1, 2))
     failing = GlobalResolution(Solver(solver), tolerance=-1.0)
     working = GlobalResolution(Solver(solver))
     assert output_probs(failing, case) == output_probs(spectr, case)
