@@ -512,7 +512,7 @@ def demo(
         str | None, opt("tiny, smollm2, or another.", shown="smollm2 if it is here, or tiny")
     ] = None,
     questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 2,
-    max_tokens: opts.MaxTokens = 48,
+    max_tokens: opts.MaxTokens = 32,
     seed: opts.Seed = 0,
 ) -> None:
     """Answer a prompt with a small model, then compare verifiers on a few questions."""
@@ -524,7 +524,7 @@ def demo(
     settings = _settings(given, chosen, models, wanted)
     llm = models.load(plan)
     typer.echo(f"> {prompt}")
-    params = SamplingParams(temperature=0.7, max_tokens=2 * max_tokens, seed=seed)
+    params = SamplingParams(temperature=0.7, max_tokens=3 * max_tokens, seed=seed)
     answer(llm, messages(prompt), params, printed=True)
     typer.echo(f"\n{name} on {questions} two-turn questions, temperature 1, one at a time:")
     records: list[Record] = []
