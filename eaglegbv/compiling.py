@@ -138,7 +138,8 @@ def compile_graph(forward: Callable[..., Any], backend: str) -> Callable[..., An
 
 def _guards_of_inputs(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Keep the guards on inputs, which tell graphs for one row from those for several."""
-    kinds = [guard.guard_type for guard in guards]
-    inputs = [not isinstance(guard.value, nn.Parameter) for guard in guards]
-    pairs = zip(kinds, inputs, strict=True)
-    return [kind == "SHAPE_ENV" or (kind == "TENSOR_MATCH" and own) for kind, own in pairs]
+    return [
+        guard.guard_type == "SHAPE_ENV"
+        or (guard.guard_type == "TENSOR_MATCH" and not isinstance(guard.value, nn.Parameter))
+        for guard in guards
+    ]

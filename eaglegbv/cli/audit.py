@@ -180,7 +180,8 @@ def pair(
     device: opts.Device = None,
     dtype: Annotated[str, opt("One of float32, bfloat16, float16.")] = "float32",
     against: Annotated[
-        str | None, opt("What to compare with, exact or plain.", shown="exact in float32")
+        str | None,
+        opt("What to compare with, exact or plain.", shown="exact in float32, else plain"),
     ] = None,
     as_json: opts.AsJson = False,
 ) -> None:

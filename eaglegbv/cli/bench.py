@@ -69,13 +69,24 @@ def mt_bench(
     data: opts.QuestionData = None,
     verifiers: Annotated[
         str | None,
-        opt("As in generate; 'none' is plain decoding.", shown="none,token,block,gbv,otbv"),
+        opt(
+            "Verifiers to compare, as in generate; 'none' is plain decoding.",
+            shown="none,token,block,gbv,otbv; of lookups, which are not drawn, none,otbv; "
+            "with --backend transformers, no verifier",
+        ),
     ] = None,
-    backend: Annotated[str, opt("Runs the plans: local, sglang, or transformers.")] = "local",
+    backend: Annotated[
+        str, opt("What runs the plans: local, sglang, or transformers for none.")
+    ] = "local",
     backend_arguments: Annotated[str | None, opt("SGLang's arguments, as a JSON object.")] = None,
     baselines: Annotated[
         str | None,
-        opt("Other ways, in turn: transformers, lookup:N, exit:LAYERS:N, assistant:FOLDER."),
+        opt(
+            "Other ways to generate, measured in turn with the rest: transformers for its plain "
+            "decoding; lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its assisted "
+            "generation.",
+            shown="none; with --backend transformers its plain decoding",
+        ),
     ] = None,
     paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "3",
     depth: Annotated[str, opt("Lengths of a drafted path, L.")] = "4",
@@ -420,7 +431,10 @@ def served(
     verifiers: Annotated[
         str, opt("Verifiers of sampled trees, as in generate; 'none' is plain decoding.")
     ] = "block,gbv,otbv,spectr,specinfer,traversal",
-    eagle: Annotated[str | None, opt("Temperatures of SGLang's own EAGLE trees.")] = None,
+    eagle: Annotated[
+        str | None,
+        opt("Temperatures of SGLang's own EAGLE trees; on a CPU only 0.", shown="none"),
+    ] = None,
     paths: Annotated[int, opt("Drafted paths, K; top-k of EAGLE.")] = 3,
     depth: opts.Depth = 4,
     temperature: opts.Temperatures = "1.0",

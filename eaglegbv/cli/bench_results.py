@@ -80,7 +80,12 @@ def results(
     ),
     to: Annotated[Path | None, opt("File to write.", "--page", shown="the folder's, .md")] = None,
     add: Annotated[
-        list[str] | None, opt("NAME=PATH: first add what was measured; may be repeated.")
+        list[str] | None,
+        opt(
+            "NAME=PATH: first add a measured run or file to the folder in compact form; may be "
+            "repeated. The name begins with mt-bench, baselines, grid, set, paper, study, batch "
+            "or drafters."
+        ),
     ] = None,
     pictures: Annotated[bool, opt("Also draw the pictures.")] = True,
 ) -> None:

@@ -41,7 +41,11 @@ def batch(
     temperature: opts.Temperatures = "1.0",
     ways: Annotated[
         str,
-        opt("auto, none, PATHSxDEPTH, transformers, lookup:N, exit:LAYERS:N, assistant:FOLDER."),
+        opt(
+            "What to compare: auto, none, PATHSxDEPTH for a fixed plan of --verifier, "
+            "transformers, lookup:TOKENS, exit:LAYERS:TOKENS or assistant:FOLDER for its "
+            "assisted generation."
+        ),
     ] = "auto,3x4,none,transformers",
     verifier: opts.Verifier = "otbv",
     tokens: Annotated[int, opt("Tokens of an answer.")] = 64,
@@ -235,10 +239,18 @@ def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
 
 def step(
     shape: Annotated[str, opt("Random models of this shape: tiny or llama-3.1-8b.")] = "tiny",
-    sizes: Annotated[str | None, opt("Other sizes, such as hidden=128,layers=4.")] = None,
+    sizes: Annotated[
+        str | None,
+        opt(
+            "Other sizes than the shape's, such as hidden=128,layers=4; also heads, kv_heads, "
+            "intermediate, vocab, draft_vocab."
+        ),
+    ] = None,
     model: Annotated[str | None, opt("A target instead of a shape.", shown="none")] = None,
     drafter: opts.Drafter = None,
-    plans: Annotated[str, opt("PATHSxDEPTH, VERIFIER:PATHSxDEPTH or none.")] = "4x6,none",
+    plans: Annotated[
+        str, opt("Plans, as PATHSxDEPTH or VERIFIER:PATHSxDEPTH; none is plain decoding.")
+    ] = "4x6,none",
     verifier: opts.Verifier = "otbv",
     batches: Annotated[str, opt("Numbers of requests.")] = "1",
     contexts: Annotated[str, opt("Tokens of each prompt.")] = "512",

@@ -159,9 +159,7 @@ def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput
     """Return the plain model's output at every node of the sample trees, one text a leaf."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
     texts: list[list[int]] = []
-    ends: list[
-        tuple[int, int]
-    ] = []  # of each node: a text that holds its path, and its place there
+    ends: list[tuple[int, int]] = []  # a text that holds a node's path, and the node's place in it
     for sample in _SAMPLES:
         tokens = _tokens(sample, vocab)
         prompt, nodes = tokens[: sample.prompt], tokens[sample.prompt :]
