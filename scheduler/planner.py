@@ -4,13 +4,12 @@
     scores      tokens a second of every plan, for the requests that decode next
     selector    the best plan, held for some steps; now and then a probe of another one
 
-All automatic requests of a step draft by one plan, as they would by a fixed one; plain decoding is
-one of the plans. At temperature 0 a request whose text repeats itself may look its draft up
-instead, which is decided in every step.
+All automatic requests of a step draft by one plan, or decode plainly. At temperature 0 a request
+whose text repeats itself may look its draft up instead, which is decided in every step.
 
-Losslessness: a step's plan is settled before anything of that step is drawn. It depends on
-committed tokens, acceptances of earlier steps and measured times, all of them in the past; and
-given any past, a step of any plan follows the target's distribution.
+Losslessness: a plan is settled before anything of its step is drawn. It depends on what is past:
+committed tokens, acceptances of earlier steps and measured times; and given any past, a step of any
+plan follows the target's distribution.
 """
 
 import math
@@ -23,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
+from scipy.special import expit, logit
 
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason, Request
@@ -130,18 +130,17 @@ class StepCosts:
         if recorded:
             self._refit()
 
-    def observe(self, shape: StepShape, seconds: float) -> bool:
-        """Learn from a step that took ``seconds``, more than 0; return whether it surprised."""
+    def observe(self, shape: StepShape, seconds: float) -> float:
+        """Learn from a step that took ``seconds``, more than 0; return the log that surprises."""
         self._now += 1
         if not self._cells:
             self._fit[0] = seconds
         linear = self._linear([shape]).item()
         log = math.log(seconds / linear) - self._pace
         if shape.cell not in self._cells:
-            self._cells[shape.cell] = _Typical(
-                shape, seconds / math.exp(self._pace), log, 1, self._now
-            )
-            return False
+            usual = seconds / math.exp(self._pace)
+            self._cells[shape.cell] = _Typical(shape, usual, log, 1, self._now)
+            return 0.0
         cell = self._cells[shape.cell]
         surprise = log - cell.log
         limited = max(-_SURPRISE, min(_SURPRISE, surprise))
@@ -160,7 +159,7 @@ class StepCosts:
             cell.move(surprise if first else max(_GAIN, 1 / (cell.count + 1)) * limited)
             cell.count = 1 if first else cell.count + 1
         cell.seen = self._now
-        return surprise != limited
+        return surprise - limited
 
     def seconds(self, shapes: Sequence[StepShape]) -> Array:
         """Return ``[shapes]`` float64: expected seconds; at least one step was observed."""
@@ -188,8 +187,7 @@ class StepCosts:
         return cell.log * self._weight(cell) * (cell.count + 1) / (cell.count + 2)
 
     def _linear(self, shapes: Sequence[StepShape]) -> Array:
-        rows = np.array([shape.features for shape in shapes])
-        return np.maximum(1e-9, rows @ self._fit)
+        return np.maximum(1e-9, np.array([shape.features for shape in shapes]) @ self._fit)
 
     def _refit(self) -> None:
         """Fit relative errors by least squares, no coefficient below 0; cells' seconds stay."""
@@ -225,10 +223,9 @@ _INDEPENDENT: Array = 1 + (_PATHS_POWERS - 1) * _STAYING ** np.arange(MAX_DEPTH)
 
 
 class Acceptance:
-    """How far drafts of one kind get, by paths and depth."""
+    """How far drafts of one kind get, by paths and depth; the prior is a ``first`` chance."""
 
     def __init__(self, first: float = _FIRST_CHANCE) -> None:
-        """Start with the chance of a first draft."""
         self._first, self._step = first, 0
         # [latest and long run, trials and successes, paths, depths]
         self._counts = np.zeros((2, 2, MAX_PATHS, MAX_DEPTH))
@@ -252,8 +249,7 @@ class Acceptance:
 
     def tokens(self, shift: float = 0.0, limit: int = MAX_DEPTH + 1) -> Array:
         """Return ``[MAX_PATHS, MAX_DEPTH]`` tokens of a step, at log-odds shifted by ``shift``."""
-        survival = self.hazards / (self.hazards + (1 - self.hazards) * math.exp(-shift))
-        survival = survival.cumprod(axis=1)
+        survival = expit(logit(self.hazards) + shift).cumprod(axis=1)
         survival[:, max(0, limit - 1) :] = 0.0
         return np.asarray(1 + survival.cumsum(axis=1))
 
@@ -267,7 +263,11 @@ class Acceptance:
             chance = (total + prior * chance) / (weight + prior)
             chances.append(chance)
         usual = long_successes + prior * _any(np.array(chances), _INDEPENDENT)
-        hazards = (successes + prior * usual / (long_trials + prior)) / (trials + prior)
+        usual /= long_trials + prior
+        surplus, information = (successes - trials * usual).sum(), trials * usual * (1 - usual)
+        # What these steps show of some plans and depths is true of those that rested.
+        usual = expit(logit(usual) + surplus / (information.sum() + 1 / _TEXT_VARIANCE))
+        hazards = (successes + prior * usual) / (trials + prior)
         return np.asarray(hazards.clip(1e-6, 1 - 1e-6))
 
 
@@ -328,7 +328,7 @@ class _Book:
         known = len({step.shape.cell[1:3] for step in recorded}) >= _LESSONS
         self.guess: StepCosts | None = StepCosts(recorded) if known else None
         self.lessons = 2 if known else _LESSONS
-        self.step = self.probed = 0  # numbers of this step and of the latest probe
+        self.step = self.probed = self.learned = 0  # this step, the latest probe and lessons
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
         self.present: dict[int, tuple[Plan, float]] = {}
@@ -342,7 +342,7 @@ class _Book:
 
     def observe(self, shape: StepShape, seconds: float) -> bool:
         """Learn a time; confirm or drop kept costs once plain steps and drafts were timed twice."""
-        surprised = self.costs.observe(shape, seconds)
+        surprise = self.costs.observe(shape, seconds)
         self._until_kept -= 1
         if not self._until_kept:
             self._keep()
@@ -354,7 +354,10 @@ class _Book:
                 self.costs, self.lessons, self._until_kept = StepCosts(), _LESSONS, _RELEARNED
             if refuted or min(map(len, self._surprises)) >= _ALIKE:
                 self.guess = None
-        return surprised and self.guess is None
+        elif surprise < 0 and shape.paths and self.step - self.learned > _RETRY:
+            plain = [step for step in self.costs.known if not step.shape.paths]
+            self.costs, self.lessons, self.learned = StepCosts(plain), _LESSONS, self.step
+        return surprise != 0 and self.guess is None
 
 
 class Planner:
@@ -405,7 +408,6 @@ class Planner:
         self._timed, self.why, kind = None, "", None
         self._now += 1
         self._matched = {r.number: matched(r) for r in requests if r.looks_up}
-        # A usual step of a drafter reads a few positions anyway.
         missed = {r.number: behind(r) for r in requests if r.auto is not None}
         self._missed = {n: rows for n, rows in missed.items() if rows > _USUAL_ROWS}
         batch = len(requests) + others
@@ -416,17 +418,16 @@ class Planner:
                 groups.setdefault(request.auto, []).append(request)
                 self._texts[request.number] = _TEXT_MEMORY * texts.get(request.number, np.zeros(2))
         for auto, members in groups.items():
-            book, whole = self._book(members), len(members) == batch
+            book = self._book(members)
             choice = self._next(book, auto, members, batch)
             wanted = self._look_up(book, choice, members)
             plans = [fitted(*pair) for pair in zip(members, wanted, strict=True)]
-            whole = whole and plans == wanted
             for request, plan in zip(members, plans, strict=True):
                 request.plan, request.plan_reason = plan, choice.reason
             self.why = choice.why
             shape = StepShape.of(plans, batch, _context(members, batch))
             book.step += 1
-            if whole:
+            if plans == wanted and len(members) == batch:
                 book.latest[shape.cell[:3]] = book.step
                 kind = book, shape.cell
                 self._alike = self._alike + 1 if kind == self._kind else 1

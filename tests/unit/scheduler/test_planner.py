@@ -179,9 +179,11 @@ def begin(world: World, seed: int = 1) -> Simulation:
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_it_comes_near_the_best_fixed_plan(name: str, batch: int) -> None:
-    simulation = begin(WORLDS[name])
-    simulation.run(batch, 150)
-    assert simulation.run(batch, 250) > 0.95 * WORLDS[name].best(batch)
+    simulations = [begin(WORLDS[name], seed) for seed in range(3)]
+    for simulation in simulations:
+        simulation.run(batch, 150)
+    rates = [simulation.run(batch, 250) for simulation in simulations]
+    assert np.mean(rates) > 0.96 * WORLDS[name].best(batch)
 
 
 def test_it_learns_from_nothing() -> None:
@@ -220,6 +222,7 @@ CHANGES = {
     "a worse drafter": (replace(BAD_DRAFTER, chance=constant(0.85)), BAD_DRAFTER),
     "dearer drafts": (World(), World(draft=(15.0, 0.0, 3.0, 0.0))),
     "cheaper drafts": (World(draft=(4.0, 0.5, 1.0, 0.3)), World()),
+    "cheaper nodes": (World(draft=(1.0, 0.2, 0.5, 0.4)), World(draft=(1.0, 0.2, 0.5, 0.01))),
 }
 
 
@@ -227,13 +230,13 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_after_a_change_the_better_plan_is_found_within_1000_steps(name: str, batch: int) -> None:
     before, after = CHANGES[name]
-    simulation = begin(before)
+    simulation = begin(before, seed=3)
     for _ in range(2):
         simulation.run(batch, 200)
     simulation.world = after
     for _ in range(4):
         simulation.run(batch, 250)
-    assert simulation.run(batch, 300) > 0.8 * after.best(batch)
+    assert simulation.run(batch, 300) > 0.92 * after.best(batch)
     assert simulation.share(PLAIN, 100) < 0.3 or after.best(batch) == after.rate(batch, PLAIN)
 
 
