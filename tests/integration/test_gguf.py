@@ -129,7 +129,7 @@ def test_the_folder_is_the_model_of_the_file(
 def test_llm_takes_a_file_and_a_folder_with_one(
     file: Path, model: LlamaForCausalLM, cache: Path, name: str
 ) -> None:
-    llm = LLM(str(file if name == "file" else file.parent), drafter="ngram")
+    llm = LLM(str(file if name == "file" else file.parent), "ngram", verifier="otbv")
     prompt = [1, 70, 71, 72]
     [answer] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8))
     expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)

@@ -51,8 +51,14 @@ def test_two_graphs_serve_any_sizes_that_differ(graphs, backend: str) -> None:
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("function", [scaled_sums, branching])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [
+        (scaled_sums, "eager"),
+        (branching, "eager"),
+        pytest.param(scaled_sums, "inductor", marks=needs_compiler),
+    ],
+)
 def test_inputs_that_do_not_fit_get_a_graph_of_their_own(graphs, function, backend: str) -> None:
     """Sizes that were equal, a size that was branched on, other strides."""
     compiled = compile_graph(function, backend)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.saved_pair import save_pair
 from support.tiny_models import LAYERS, tiny_model
 
-from eaglegbv import LLM, EngineConfig
+from eaglegbv import LLM, EngineConfig, Plan
 from eaglegbv.attention import kv_cache
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, SlotAllocator, free_memory, slot_bytes
 from eaglegbv.cuda_graphs import GraphMode
@@ -242,7 +242,7 @@ def test_a_slot_for_padding_is_among_the_bytes_given() -> None:
 
 def test_the_pools_of_a_pair_are_sized_together(tmp_path: Path) -> None:
     pair = save_pair(tmp_path)
-    llm = LLM(*pair, engine=EngineConfig(kv_bytes=3_000_000))
+    llm = LLM(*pair, plan=Plan(), engine=EngineConfig(kv_bytes=3_000_000))
     target, drafter = llm._engine._target, llm._engine._drafting.drafter
     assert isinstance(target, HFTarget)
     assert isinstance(drafter, EagleDrafter)

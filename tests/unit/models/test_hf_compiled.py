@@ -90,7 +90,7 @@ def test_generated_products_are_the_targets_and_no_row_depends_on_another(
     counters.clear()
     features = FeatureSpec.final()
     compiled, plain = (
-        HFTarget(tiny_model("llama"), features=features, max_slots=256, compile_backend=backend)
+        HFTarget(shallow_llama(), features=features, max_slots=256, compile_backend=backend)
         for backend in ("inductor", None)
     )
     # Two graphs, for one row and several; joined, a layer has four products.
