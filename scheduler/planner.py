@@ -184,7 +184,8 @@ class StepCosts:
         size, paths, depth, length = shape.cell
         own = (self._cells.get((size, paths, depth, n)) for n in range(length, -1, -1))
         cell = next(filter(None, own), _Typical(shape, 0.0))
-        return cell.log * self._weight(cell) * (cell.count + 1) / (cell.count + 2)
+        count = cell.count or _ALIKE  # recorded ones were measured twice
+        return cell.log * self._weight(cell) * count / (count + 2)
 
     def _linear(self, shapes: Sequence[StepShape]) -> Array:
         return np.maximum(1e-9, np.array([shape.features for shape in shapes]) @ self._fit)
@@ -279,8 +280,8 @@ def _any(chances: Array, drafts: Array) -> Array:
 # Scores, and the selector.
 
 _ALIKE = 2  # Like steps in a row until times are typical: the first takes up to a third longer.
-_LESSONS = 4  # Plans to run first where no costs are known.
-_BETTER = 0.03  # Gain that a change must promise, and drafting for each doubling of the batch.
+_LESSONS = 2  # Plans to run first, a draft and plain decoding: more cost more than they teach.
+_BETTER = 0.03  # Gain that a change must promise, and drafting for every fourfold batch.
 _HOLD = 8  # Steps for which a choice is held: a choice takes as long as a tenth of a small step.
 _LONGEST_HOLD = 32  # The same if it is made again, and least steps between two probes.
 _BUDGET = 0.006  # Share of the time that probes may cost; with what they learn, below 1%.
@@ -327,7 +328,7 @@ class _Book:
         self.costs = StepCosts(recorded)
         known = len({step.shape.cell[1:3] for step in recorded}) >= _LESSONS
         self.guess: StepCosts | None = StepCosts(recorded) if known else None
-        self.lessons = 2 if known else _LESSONS
+        self.lessons = _LESSONS
         self.step = self.probed = self.learned = 0  # this step, the latest probe and lessons
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
@@ -506,20 +507,19 @@ class Planner:
     def _choose(self, book: _Book, auto: AutoPlan, members: list[Request], batch: int) -> _Choice:
         """Return what teaches most while too little is known, then the best plan."""
         scores = self.scores(members, auto, batch)
-        plans = sorted(auto.candidates, key=lambda plan: (plan.paths, plan.depth))
-        lessons = *dict.fromkeys(plans[len(plans) * n // 16] for n in (10, 1, 3)), PLAIN
-        if scores is not None and book.guess is not None:
-            lessons = scores.plans[1 + int(scores.rates[1:].argmax())], PLAIN
         # A step that others take part in cannot be timed.
-        left = min(book.lessons, len(lessons)) if batch == len(members) else 0
-        if scores is None or left:
-            plan = lessons[-left] if left else PLAIN
-            book.lessons = left - 1 if left else book.lessons
+        timed = batch == len(members) and book.lessons > 0
+        if scores is None or timed:
+            draft = auto.candidates[:2][-1]
+            if scores is not None and book.guess is not None:
+                draft = scores.plans[1 + int(scores.rates[1:].argmax())]
+            plan = draft if timed and book.lessons == _LESSONS else PLAIN
+            book.lessons -= timed
             return _Choice(plan, PlanReason.LEARNING, f"{plan_name(plan)} was never timed")
         size, worth = size_class(batch), scores.rates.copy()
         present = book.present_at(size)
         stay = scores.plans.index(present[0]) if present and present[0] in scores.plans else 0
-        worth[1:] /= 1 + _BETTER * size
+        worth[1:] /= 1 + _BETTER * size / 2
         worth[stay] *= 1 + _BETTER
         best = int(worth.argmax())
         book.present[size] = scores.plans[best], float(1 / scores.rates[0] - 1 / scores.rates[best])
