@@ -103,7 +103,7 @@ def test_joint_distribution_is_the_targets(
     result = check(tiny, dist, SAMPLES)
     assert result.power > POWER, result
     assert result.p_value > LEVEL, result
-    assert len(engine.metrics.values[FORWARDS]) > 2
+    assert len(engine.metrics.values[FORWARDS]) > 1  # by drafts and without
 
 
 def test_joint_distribution_when_plans_follow_the_texts_and_drafters_begin_anew(
