@@ -115,7 +115,7 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
             ("target_only", FIXED, 1e-9),
             *([("spechub", HUB, 1e-9)] if n == 2 else []),
             ("global_resolution", IID, 1e-9),
-            *((f"global_resolution_{own}", IID, 1e-3) for own in ("convex", "race", "max_flow")),
+            *((f"global_resolution_{own}", IID, 1e-3) for own in ("convex", "max_flow")),
             ("global_resolution_lp", IID, 1e-8),
         ]
         for name, own, tolerance in attained:
@@ -167,7 +167,7 @@ def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
             assert length(name, case) <= optimum + 1e-9
 
 
-@pytest.mark.parametrize("solver", ["convex", "race", "max_flow", "lp"])
+@pytest.mark.parametrize("solver", ["convex", "max_flow", "lp"])
 def test_a_solver_that_fails_falls_back_to_k_seq(solver: str) -> None:
     """No solver is within a negative tolerance: every node with two drafts falls back."""
     case = problem(IID, Model(3, "random", 1), Shape(3, 1, 2))
