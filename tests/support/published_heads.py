@@ -32,6 +32,8 @@ INPUTS = [2, 4, 5]
 """Layers whose inputs EAGLE-3 reads of a target of eight layers."""
 OUTPUTS = [1, 3, 4]
 """The same, counted as outputs of layers."""
+TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
+"""A target's embedding and output layer."""
 
 _TARGET_SIZES = {
     "vocab_size": VOCAB,
