@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.request import Request
 from support.tiny_models import random_llama
 from support.token_drafting import TokenSession, text_of
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 4, 2, 8
+VOCAB, HEADS, KV_HEADS, HEAD_DIM = 40, 4, 2, 8
 FEATURE_LAYERS = (2, 3, 4)
 SLOTS = 160
 
@@ -82,21 +83,10 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
         )
         _randomise(model)
         embedding = model.get_input_embeddings().weight.detach()
-        settings = EagleHeadConfig(
-            arch=arch,
-            hidden_size=HIDDEN,
-            target_hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            vocab_size=VOCAB,
-            draft_vocab_size=draft_vocab,
-            feature_layers=() if arch is Arch.EAGLE1 else FEATURE_LAYERS,
-        )
+        config = head_config_of(model.config, arch, draft_vocab=draft_vocab)
         head: EagleHead
         if arch is Arch.EAGLE1:
-            head = Eagle1Head(settings, embedding, model.lm_head.weight.detach())
+            head = Eagle1Head(config, embedding, model.lm_head.weight.detach())
             _randomise(head)
             # Its state has no norm: keep it from growing from one drafted token to the next.
             with torch.no_grad():
@@ -104,7 +94,7 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
                 head.layer["self_attn"].o_proj.weight.mul_(0.4)
         else:
             chosen = torch.randperm(VOCAB)[:draft_vocab]
-            head = Eagle3Head(settings, embedding, chosen)
+            head = Eagle3Head(replace(config, feature_layers=FEATURE_LAYERS), embedding, chosen)
             _randomise(head)
     head = head.eval().requires_grad_(requires_grad=False)
     return Pair(model, head, copy.deepcopy(head).double())
