@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
 from eaglegbv.verifiers.proof.enumeration import After
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Stop
 from eaglegbv.verifiers.stateful import (
@@ -20,7 +19,7 @@ from eaglegbv.verifiers.stateful import (
     StatefulVerifier,
     VerifyWithState,
 )
-from support.batched_trees import Batch, Request, build_batch, outcomes
+from support.batched_trees import Batch, build_batch, outcomes
 from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
 
 
@@ -66,26 +65,16 @@ class TableProbs:
         return SparseProbs(torch.arange(self.width).expand_as(probs), probs)
 
 
-@dataclass(frozen=True)
-class StatefulChooser:
-    """Decides by the uniforms of one request, the layers' numbers included."""
-
-    uniforms: StatefulUniforms
-    request: int
-    layers: int
-
-    def choose(self, weights: Probs, purpose: Purpose, index: int) -> int:
-        return inverse_cdf(weights, self._number(purpose, index))
-
-    def _number(self, purpose: Purpose, index: int) -> float:
-        b, plain = self.request, self.uniforms.plain
-        if purpose is Purpose.ACCEPTANCE:
-            return float(plain.acceptance[b, index])
-        if purpose is Purpose.CORRECTION:
-            numbers = [float(plain.correction[b]), *self.uniforms.leaving[b].tolist()]
-            return numbers[index]
-        own = self.uniforms.entering[b, :, : self.layers].flatten()
-        return float(torch.cat((plain.selection[b].flatten(), own))[index])
+def chooser_of(uniforms: StatefulUniforms, request: int, layers: int) -> UniformChooser:
+    """Decide by the uniforms of one request, those of its layers included."""
+    plain, b = uniforms.plain, request
+    entering, leaving = uniforms.entering[b, :, :layers].flatten(), uniforms.leaving[b]
+    own = VerifyUniforms(
+        selection=torch.cat((plain.selection[b].flatten(), entering)).unsqueeze(0),
+        acceptance=plain.acceptance[b].unsqueeze(0),
+        correction=torch.cat((plain.correction[b : b + 1], leaving)).unsqueeze(0),
+    )
+    return UniformChooser(own)
 
 
 def stateful_uniforms(plain_of: Batch, layers: int, rng: np.random.Generator) -> StatefulUniforms:
@@ -125,13 +114,11 @@ def layers_of(requests: list[Running], most_drafts: int) -> Layers:
     return Layers(rho, drafts, remaining, most_drafts)
 
 
-def _batch(requests: list[Request], shape: Shape, rng: np.random.Generator) -> Batch:
+def _batch(trees: list[ReferenceTree], shape: Shape, rng: np.random.Generator) -> Batch:
     if shape.length > 0:
-        return build_batch(
-            DraftSampling.IID, requests, shape.vocab, rng, paths=shape.paths, length=shape.length
-        )
-    size = len(requests)
-    probs = torch.tensor([[r.p(())] for r in requests], dtype=torch.float64)
+        return build_batch(trees, shape.vocab, rng, paths=shape.paths, length=shape.length)
+    size = len(trees)
+    probs = torch.tensor([[tree.target_probs(())] for tree in trees], dtype=torch.float64)
     last = torch.from_numpy(rng.random(size))
     uniforms = VerifyUniforms(last.new_zeros((size, 0, 0, 2)), last.new_zeros((size, 1)), last)
     return Batch(DraftTree.roots([0] * size), TargetProbs.of_probs(probs), uniforms)
@@ -168,21 +155,21 @@ def step(
         paths = draft(DraftSampling.IID, q, shape, GeneratorChooser(rng), below)
         # Probabilities are read off logits: exactly the numbers that the batched verifier sees.
         p = After(request.p, context)
-        drafted.append((Request(paths, p, q), Snapshot(dist, stop)))
+        drafted.append(Snapshot(dist, stop))
         trees.append(ReferenceTree(DraftSampling.IID, paths, p, q, reach=shape.length, stop=below))
-    batch = _batch([r for r, _ in drafted], shape, rng)
+    batch = _batch(trees, shape, rng)
     layers = layers_of(requests, 4)
     uniforms = stateful_uniforms(batch, layers.count, rng)
-    current = [snapshot.draft_probs for _, snapshot in drafted] if planted else None
+    current = [snapshot.draft_probs for snapshot in drafted] if planted else None
     probs = TableProbs(requests, shape.vocab, current)
     result = verifier.verify(batch.tree, batch.target, uniforms, layers, probs)
     expected = []
     for b, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-        chooser = StatefulChooser(uniforms, b, len(request.state.layers))
+        chooser = chooser_of(uniforms, b, len(request.state.layers))
         after = verify(tree, request.state, chooser)
         expected.append(after.outcome)
         request.state = after.target
-        snapshots = [*request.snapshots, *[drafted[b][1]] * (layers.count + 1)]
+        snapshots = [*request.snapshots, *[drafted[b]] * (layers.count + 1)]
         columns = [*range(len(request.snapshots)), layers.count]
         left = result.layers
         numbers = [x[b].tolist() for x in (left.rho, left.drafts, left.remaining)]

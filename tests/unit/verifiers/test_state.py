@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import build_batch, random_requests
+from support.batched_trees import random_batch
 from support.g_test import g_test, joint_probs
 from support.stateful_runs import UNTIED, Running, start, stateful_uniforms, step
 from support.tables import KINDS, Shape
@@ -76,8 +76,7 @@ def test_reads_nothing_on_the_host_and_refuses_other_samplings(name: str) -> Non
     rng = np.random.default_rng(4)
     verifier = STATEFUL_VERIFIERS[name]()
     paths = verifier.max_paths or 3
-    requests = random_requests(DraftSampling.IID, rng, 4, paths=paths, length=3, vocab=5)
-    batch = build_batch(DraftSampling.IID, requests, 5, rng, paths=paths, length=3)
+    batch = random_batch(DraftSampling.IID, rng, 4, paths=paths, length=3, vocab=5)
     layers = Layers(
         rho=torch.tensor([[0.5], [2.0], [1.0], [0.0]], dtype=torch.float64),
         drafts=torch.tensor([[3], [1], [2], [1]]),
