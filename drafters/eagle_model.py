@@ -30,7 +30,7 @@ from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_linears import Product, prepare, product_of
 
-_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class Arch(StrEnum):
@@ -76,8 +76,8 @@ class EagleHeadConfig:
 
     def __post_init__(self) -> None:
         rope_type = self.rope_parameters.get("rope_type")
-        if rope_type not in _FIXED_ROPE_TYPES:
-            expected = one_of(sorted(_FIXED_ROPE_TYPES), rope_type)
+        if rope_type not in FIXED_ROPE_TYPES:
+            expected = one_of(sorted(FIXED_ROPE_TYPES), rope_type)
             raise DrafterMismatch("rope_type", rope_type, expected)
         rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
         if rotated != 1.0:

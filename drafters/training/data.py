@@ -28,6 +28,9 @@ ROWS_PER_SOURCE = 20_000  # rows read of each file at most
 _SHORT_DOCUMENT = 8  # a number of tokens that documents exceed on average
 _ANSWERS_HELD_OUT_ONE_IN = 8  # least number of answers to learn from for one that is measured on
 
+BROKEN = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
+"""What reading a file may raise that ``torch.save`` did not write to its end."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -368,11 +371,10 @@ def gather_texts(
         InvalidArgument: The data or the kept answers cannot be read, or there is nothing to learn.
     """
     if settings.regenerate and settings.samples.exists():
-        broken = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
         try:
             kept = torch.load(settings.samples, weights_only=True)
             return Texts(Corpus(**kept["training"]), Corpus(**kept["held_out"]))
-        except broken as error:
+        except BROKEN as error:
             expected = f"a file of the target's answers ({type(error).__name__})"
             raise InvalidArgument("samples", str(settings.samples), expected) from error
     rows = list(read_rows(find_files(settings.data), ROWS_PER_SOURCE))

@@ -3,9 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 
-import numpy as np
-from scipy.integrate import quad
-
 from eaglegbv.verifiers.proof.chooser import (
     Number,
     Prefix,
@@ -90,30 +87,3 @@ def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
 def lp_acceptance(p: Probs, sets: DraftSets) -> float:
     """Return the value of :func:`transport_plan`: the optimal acceptance of one node."""
     return sum(transport_plan(p, sets).values())
-
-
-def inside_wor_race(q: Sequence[float], H: Sequence[int], drafts: int) -> float:
-    """The probability that all drafts without replacement lie in H, as an exponential race.
-
-    Token x arrives at an Exp(q_x) time; the first ``drafts`` arrivals lie in H iff that many have
-    arrived when the first token off H does, at rate 1 - q(H).
-    """
-    rate = sum(q) - sum(q[x] for x in H)
-    if rate <= 0:
-        return 1.0
-
-    def at_least(t: float) -> float:
-        counts = np.zeros(drafts + 1)
-        counts[0] = 1.0
-        for x in H:
-            arrived = -np.expm1(-q[x] * t)
-            counts[drafts] += counts[drafts - 1] * arrived
-            counts[1:drafts] = counts[1:drafts] * (1 - arrived) + counts[: drafts - 1] * arrived
-            counts[0] *= 1 - arrived
-        return float(counts[drafts])
-
-    def integrand(u: float) -> float:
-        return at_least(-np.log(u) / rate)  # u = exp(-rate t)
-
-    value, _ = quad(integrand, 0.0, 1.0, epsabs=1e-12, epsrel=1e-12, limit=200)
-    return float(value)

@@ -1,6 +1,6 @@
 """Tiny models as tables of distributions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
@@ -22,10 +22,10 @@ from eaglegbv.verifiers.proof.enumeration import (
     Shape,
     deviation,
     draft,
-    stateless,
     states_by_step,
 )
-from eaglegbv.verifiers.proof.tree import Stop, Verify, never
+from eaglegbv.verifiers.proof.tree import Stop, never
+from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
 
 __all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_probs", "constant", "draft", "problem"]
@@ -143,15 +143,10 @@ class GeneratorChooser:
         return inverse_cdf(weights, self.generator.random())
 
 
-def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
-    """Return the exact distribution of the tokens that one step commits."""
-    states = iterate(stateless(verify), [problem], problem.shape.length + 1)
-    return {state.context: mass for state, mass in states.items()}
-
-
-def acceptance_length(probs: Mapping[Prefix, Number]) -> Number:
-    """Return E[tau] of an output distribution: committed tokens less one."""
-    return sum(mass * (len(tokens) - 1) for tokens, mass in probs.items())
+def accepted_length(name: str, problem: Problem) -> Number:
+    """Return E[tau] of a rule's reference: the tokens that a step commits, less one."""
+    states = iterate(REFERENCES[name], [problem], problem.shape.length + 1)
+    return sum(mass * (len(state.context) - 1) for state, mass in states.items())
 
 
 def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:

@@ -1,4 +1,4 @@
-"""Watching what a piece of torch code does: host reads, memory, number of operations."""
+"""Watching how much memory a piece of torch code takes."""
 
 import weakref
 from collections.abc import Callable
@@ -8,16 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
-
 
 class Watch(TorchDispatchMode):
-    """Counts operations, host reads and the bytes alive in tensors created inside."""
+    """Counts the bytes alive in tensors created inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
-        self.host_reads: list[str] = []
         self.alive = 0
         self.peak = 0
         self._known: set[int] = set()
@@ -25,10 +21,6 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        self.operations += 1
-        if name in HOST_READS or name.startswith("unique"):
-            self.host_reads.append(name)
         given = {
             x.untyped_storage().data_ptr()
             for x in tree_flatten((args, kwargs))[0]

@@ -39,7 +39,6 @@ from eaglegbv.verifiers.proof.enumeration import Problem, completed, draft, stat
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.specinfer import specinfer
-from eaglegbv.verifiers.spectr_gbv import spectr_gbv
 from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, entering_draw
 from eaglegbv.verifiers.target_only import target_only
 from eaglegbv.verifiers.token import token
@@ -152,15 +151,15 @@ WRONG = {
     "greedy_block without its modified target": (
         greedy_block, forgetful(greedy_block), "random", Shape(3, 2, 1)),
     "spectr_gbv without its modified target": (
-        spectr_gbv, forgetful(spectr_gbv), "random", Shape(2, 2, 2)),
+        greedy_block, forgetful(greedy_block), "random", Shape(2, 2, 2)),
     "spectr_gbv as published": (  # on one level, where no target is modified
-        spectr_gbv, stateless(published_spectr_gbv), "random", Shape(3, 1, 2)),
+        greedy_block, stateless(published_spectr_gbv), "random", Shape(3, 1, 2)),
     "first-drafted ties": (stateless(gbv), stateless(gbv_first_drafted), "ties", Shape(3, 2, 2)),
     "ties ordered in two ways": (
         stateless(otbv), stateless(otbv_reversed_ties), "ties", Shape(4, 1, 2)),
     "ratio tests on children not drawn": (
         stateless(target_only), stateless(as_if_drawn), "random", Shape(3, 2, 2)),
-    "every path verified alone": (spectr_gbv, each_path_alone, "random", Shape(3, 1, 2)),
+    "every path verified alone": (greedy_block, each_path_alone, "random", Shape(3, 1, 2)),
     **{f"duplicated paths counted once, {name}": (
         REFERENCES[name], duplicates_merged(REFERENCES[name]), "random", Shape(3, 1, 3))
        for name in ("otbv", "gbv", "spectr", "specinfer", "global_resolution")},
@@ -191,7 +190,7 @@ def current_probs(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser)
 
 def all_drafts(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
     """The drafts on the emitted token must be drawn anew, not kept."""
-    step = spectr_gbv(tree, target, chooser)
+    step = greedy_block(tree, target, chooser)
     layers = tuple(replace(layer, drafts=2) for layer in step.target.layers)
     return Step(step.outcome, replace(step.target, layers=layers))
 
@@ -216,8 +215,8 @@ def selecting_by_p(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser
     ("right", "wrong", "shape", "seed"),
     [
         (greedy_block, current_probs, Shape(2, 3, 1), 1),
-        (spectr_gbv, all_drafts, Shape(2, 2, 2), 1),
-        (spectr_gbv, selecting_by_p, Shape(2, 2, 2), 10),
+        (greedy_block, all_drafts, Shape(2, 2, 2), 1),
+        (greedy_block, selecting_by_p, Shape(2, 2, 2), 10),
     ],
     ids=["current draft distribution", "kept number of drafts", "selection by p"],
 )
