@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from support.packed_trees import Text, random_parents, scattered
+from support.packed_trees import Text, prefills, random_tokens, random_trees, scattered
 from support.tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -81,16 +81,10 @@ def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
     target = HFTarget(tiny_model(name), features=features, max_slots=96)
     generator = torch.Generator().manual_seed(3)
 
-    def tokens(count: int) -> list[int]:
-        return torch.randint(VOCAB, (count,), generator=generator).tolist()
-
-    def slots(count: int) -> Tensor:
-        return scattered(target.allocator, count, generator)
-
-    texts = [Text(tokens(7)), Text(tokens(3)), Text(tokens(11))]
+    own = target.allocator, generator
+    texts = [Text(random_tokens(count, generator)) for count in (7, 3, 11)]
     ends = torch.tensor([len(text.tokens) for text in texts]).cumsum(0) - 1
-    prefills = [text.prefill(slots(len(text.tokens))) for text in texts]
-    out = target.forward(prefills, logit_rows=ends)
+    out = target.forward(prefills(texts, *own), logit_rows=ends)
     assert out.features is not None
     assert out.features.shape == (21, len(FEATURE_LAYERS) * target.hidden_size)
     for i, (text, end) in enumerate(zip(texts, ends.tolist(), strict=True)):
@@ -100,23 +94,20 @@ def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
 
     # Siblings 1 and 2 carry one token; the second tree is a lone root, as in plain decoding.
     nodes = [5, 9, 9, 9, 4, 4, 7, 30, 31]
-    first = texts[0].tree(nodes, [0, 0, 0, 1, 1, 2, 2, 5, 7], slots(9))
-    others = [
-        texts[1].tree(tokens(1), [0], slots(1)),
-        texts[2].tree(tokens(7), random_parents(7, generator), slots(7)),
-    ]
-    check_trees(target, plain, texts, [first, *others])
+    first = texts[0].tree(
+        nodes, [0, 0, 0, 1, 1, 2, 2, 5, 7], scattered(target.allocator, 9, generator)
+    )
+    check_trees(target, plain, texts, [first, *random_trees(texts[1:], [1, 7], *own)])
 
     texts[0].commit(7, target.allocator)
     texts[1].commit(0, target.allocator)
     texts[2].commit(3, target.allocator)
     target.allocator.check(text.slots for text in texts)
-    second = [text.tree(tokens(6), random_parents(6, generator), slots(6)) for text in texts]
-    check_trees(target, plain, texts, second)
+    check_trees(target, plain, texts, random_trees(texts, [6] * 3, *own))
 
     # And one request alone, its keys now spread over the pool.
     texts[0].commit(4, target.allocator)
-    check_trees(target, plain, texts[:1], [texts[0].tree(tokens(3), [0, 0, 0], slots(3))])
+    check_trees(target, plain, texts[:1], random_trees(texts[:1], [3], *own))
 
 
 def test_chunked_prefill_equals_one_prefill() -> None:
