@@ -14,8 +14,8 @@ from eaglegbv.verifiers.proof.chooser import Prefix, Probs, UniformChooser
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, from_draft_tree
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
+from support.grown_trees import check_tree
 from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
-from support.tree_check import check_tree
 
 
 @dataclass(frozen=True)

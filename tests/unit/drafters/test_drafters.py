@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.drafting import VOCAB, Pair, Session, random_pair
-from support.grown_trees import Prefix, ProbsAt, assert_grown, prefixes
-from support.token_drafting import (
+from support.drafting import (
+    VOCAB,
+    Pair,
+    Session,
     TokenSession,
     advance,
     full_probs,
     inner_nodes,
     random_llama,
+    random_pair,
     random_table,
     text_of,
 )
-from support.tree_check import check_tree
+from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, prefixes
 from torch import Tensor
 
 from eaglegbv.config import Plan

@@ -6,9 +6,18 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.acceptance import alpha_greedy, alpha_iid, alpha_wor
 from support.table_pairs import tables
-from support.tables import KINDS, Model, Shape, accepted_length, as_probs, problem
+from support.tables import (
+    KINDS,
+    Model,
+    Shape,
+    accepted_length,
+    alpha_greedy,
+    alpha_iid,
+    alpha_wor,
+    as_probs,
+    problem,
+)
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import TabularDrafter

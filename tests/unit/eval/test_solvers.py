@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support.acceptance import alpha_iid
+from support.tables import alpha_iid
 
 from eaglegbv.eval import solvers
 from eaglegbv.eval.solvers import (

@@ -19,8 +19,7 @@ from support.batched_trees import (
     random_trees,
     reference_outcomes,
 )
-from support.tape import HostRead, Tape
-from support.watch import Watch
+from support.tape import HostRead, Tape, Watch
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, SamplingMismatch

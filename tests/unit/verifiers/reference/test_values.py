@@ -4,14 +4,18 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from support.acceptance import alpha_greedy, alpha_iid, alpha_wor, ideal_length, lp_acceptance
 from support.tables import (
     KINDS,
     Model,
     Shape,
     accepted_length,
+    alpha_greedy,
+    alpha_iid,
+    alpha_wor,
     constant,
+    ideal_length,
     iterate,
+    lp_acceptance,
     max_error,
     problem,
 )
