@@ -11,11 +11,12 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import draft_counts
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, UniformChooser
+from eaglegbv.verifiers.proof.enumeration import draft
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, from_draft_tree
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
 from support.grown_trees import check_tree
-from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
+from support.tables import KINDS, GeneratorChooser, Model, Shape
 
 
 @dataclass(frozen=True)

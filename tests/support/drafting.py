@@ -40,7 +40,7 @@ def random_table(vocab: int, *, order: int = 1, seed: int = 0, scale: float = 1.
 class TokenSession:
     """A drafter and requests whose text is committed by hand."""
 
-    def __init__(self, drafter: Drafter, *, slots: int = 4096) -> None:
+    def __init__(self, drafter: Drafter, slots: int = 4096) -> None:
         self.drafter = drafter
         self.allocator = SlotAllocator(slots)
         self._tree_slots: dict[int, Tensor] = {}
@@ -207,12 +207,12 @@ class Session(TokenSession):
 
     drafter: EagleDrafter
 
-    def __init__(self, pair: Pair, *, slots: int = SLOTS) -> None:
+    def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        pool = KVPool(1, slots, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+        pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
         pool.keys.fill_(torch.nan)
         pool.values.fill_(torch.nan)
-        super().__init__(EagleDrafter(pair.head, TorchPagedAttention(pool)), slots=slots)
+        super().__init__(EagleDrafter(pair.head, TorchPagedAttention(pool)), SLOTS)
 
     def start(
         self, prompt: Sequence[int], first: int, plan: Plan, *, observe: bool = True, **how: Any

@@ -9,7 +9,7 @@ import torch
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
-from eaglegbv.verifiers.proof.enumeration import After
+from eaglegbv.verifiers.proof.enumeration import After, draft
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Stop
 from eaglegbv.verifiers.stateful import (
     Layers,
@@ -20,7 +20,7 @@ from eaglegbv.verifiers.stateful import (
     VerifyWithState,
 )
 from support.batched_trees import Batch, build_batch, outcomes
-from support.tables import KINDS, GeneratorChooser, Model, Shape, draft
+from support.tables import KINDS, GeneratorChooser, Model, Shape
 
 
 @dataclass

@@ -25,14 +25,13 @@ from eaglegbv.verifiers.proof.chooser import (
     exact_tail_probs,
     inverse_cdf,
     most_likely,
+    share,
     support,
 )
-from eaglegbv.verifiers.proof.chooser import share as ratio_of
 from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Shape,
     deviation,
-    draft,
     states_by_step,
 )
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
@@ -41,12 +40,8 @@ from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
 from eaglegbv.verifiers.transport import ranked
 
-__all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_probs", "constant", "draft", "problem"]
-
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 Draw: TypeAlias = Callable[[np.random.Generator, int], Pair]
-
-KINDS = ("random", "zeros", "ties", "equal", "disjoint", "one_hot")
 
 
 @dataclass(eq=False)
@@ -75,22 +70,6 @@ class Model:
             q = self.tilt * p + (1 - self.tilt) * q
             self.cache[prefix] = (as_probs(p), as_probs(q))
         return self.cache[prefix]
-
-
-def logits(noise: float) -> Draw:
-    """A language model in small: normal logits, and the drafter's are off by ``noise``."""
-
-    def pair(rng: np.random.Generator, vocab: int) -> Pair:
-        z = rng.normal(size=vocab)
-        return np.exp(z), np.exp(z + noise * rng.normal(size=vocab))
-
-    return pair
-
-
-def _mixed(rng: np.random.Generator, vocab: int) -> Pair:
-    """The drafter is half right: q is p mixed with noise."""
-    p, q = _random(rng, vocab)
-    return p, (p + q) / 2
 
 
 def both(weights: Callable[[np.random.Generator, int], np.ndarray]) -> Draw:
@@ -125,11 +104,8 @@ PAIRS = {
     "equal": _equal,
     "disjoint": _disjoint,
     "one_hot": _one_hot,
-    "good": logits(0.5),
-    "middling": logits(1.0),
-    "weak": logits(2.0),
-    "mixed": _mixed,
 }
+KINDS = tuple(PAIRS)
 
 
 def problem(
@@ -235,7 +211,7 @@ def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
         mass: Number = 1
         left = sum(q)
         for x in drawn:
-            mass *= ratio_of(q[x], left)
+            mass *= share(q[x], left)
             left -= q[x]
         total += mass
     return total
