@@ -300,7 +300,9 @@ def weighted_selection(p: Floats, q: Floats, drafts: int) -> WeightedSelection:
 
     Both are ``[width]`` float64.
     """
-    order = ranked_support(p, q)
+    order = np.flatnonzero(q > 0)
+    with np.errstate(over="ignore"):  # ties by token id
+        order = order[np.argsort(p[order] / q[order], kind="stable")]
     ps, qs = p[order], q[order]
     excess = np.concatenate(([0.0], ps.cumsum() - qs.cumsum() ** drafts))
     low = np.arange(len(order)) < excess.argmin()
@@ -330,13 +332,6 @@ def weighted_selection(p: Floats, q: Floats, drafts: int) -> WeightedSelection:
         shortfall=float(np.maximum(short, 0.0).sum()),
         truncated=float(drafts * qs[~kept].sum()),
     )
-
-
-def ranked_support(p: Floats, q: Floats) -> Indices:
-    """Return q's support by p/q ascending, ties by token id."""
-    drawn = np.flatnonzero(q > 0)
-    with np.errstate(over="ignore"):
-        return drawn[np.argsort(p[drawn] / q[drawn], kind="stable")]
 
 
 def _highest(q: Floats, n: int) -> Floats:

@@ -389,9 +389,14 @@ def gather_texts(
         for corpus, number in zip(corpora, numbers, strict=True)
     ]
     answers = iter(answer([prompt.token_ids for own in prompts for prompt in own]))
-    answered = [[_continued(prompt, next(answers)) for prompt in own] for own in prompts]
-    sources = [corpus.sources for corpus in corpora]
-    texts = Texts(*map(join_documents, answered, sources))
+    answered = [
+        [
+            Document(p.source, p.token_ids + ids, p.is_response + [True] * len(ids))
+            for p, ids in zip(own, answers, strict=False)
+        ]
+        for own in prompts
+    ]
+    texts = Texts(*map(join_documents, answered, [corpus.sources for corpus in corpora]))
     # Whole or not at all, for a run may be killed at any time.
     with replacing(settings.samples) as partial:
         torch.save({name: asdict(corpus) for name, corpus in texts._asdict().items()}, partial)
@@ -423,8 +428,3 @@ def draw_prompts(corpus: Corpus, number: int, longest: int, seed: int) -> list[D
         )
         for end in drawn
     ]
-
-
-def _continued(prompt: Document, answer: list[int]) -> Document:
-    is_response = prompt.is_response + [True] * len(answer)
-    return Document(prompt.source, prompt.token_ids + answer, is_response)

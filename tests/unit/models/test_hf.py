@@ -21,20 +21,7 @@ from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.self_check import LayerCall, check_layers
 from eaglegbv.models.target import FeatureSpec
 
-SUPPORTED = [
-    "llama",
-    "qwen2",
-    "qwen2_window",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "opt",
-    "gpt2",
-    "phi3",
-    "mixtral",
-    "gpt_oss",
-]
+SUPPORTED = sorted(CONFIGS.keys() - {"bloom", "gptj", "stablelm"})
 FEATURE_LAYERS = (1, 2, LAYERS - 1)
 
 
