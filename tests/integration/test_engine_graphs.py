@@ -7,8 +7,8 @@ import pytest
 import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
 from gpu.cuda.runtime import HostRuntime, Launched
-from support.flashinfer_stand import StandAttention
 from support.pretend_device import PretendDevice
+from support.static_stand import StandAttention
 from support.tape import TapeRecorder
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor

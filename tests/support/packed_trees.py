@@ -1,15 +1,13 @@
 """Texts with draft trees behind them, served step by step as an engine would: for target tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import SlotAllocator
-from support.ragged_batches import tree_segment
-from support.tiny_models import VOCAB
 
 
 @dataclass
@@ -35,8 +33,11 @@ class Text:
 
     def tree(self, nodes: Sequence[int], parents: Sequence[int], slots: Tensor) -> Segment:
         self.nodes, self.parents, self.tree_slots = list(nodes), list(parents), slots
-        segment = tree_segment(torch.cat((self.slots, slots)), len(self.tokens), parents)
-        return replace(segment, token_ids=torch.tensor(self.nodes))
+        visible = torch.zeros((len(nodes), len(nodes)), dtype=torch.bool)
+        for node in range(len(nodes)):
+            visible[node, self.path(node)] = True
+        positions = len(self.tokens) + visible.sum(1) - 1
+        return Segment(torch.tensor(self.nodes), positions, self.slots, slots, positions, visible)
 
     def commit(self, node: int, allocator: SlotAllocator) -> None:
         """Keep the path to ``node`` where it lies and free every other node's slot."""
@@ -56,32 +57,3 @@ def random_parents(count: int, generator: torch.Generator) -> list[int]:
     """Return a random tree of ``count`` nodes: every parent precedes its child."""
     draws = torch.rand(count, generator=generator)
     return [int(draws[i] * i) for i in range(count)]
-
-
-def random_tokens(count: int, generator: torch.Generator) -> list[int]:
-    tokens: list[int] = torch.randint(VOCAB, (count,), generator=generator).tolist()
-    return tokens
-
-
-def prefills(
-    texts: Sequence[Text], allocator: SlotAllocator, generator: torch.Generator
-) -> list[Segment]:
-    """Read all texts, in scattered slots."""
-    return [text.prefill(scattered(allocator, len(text.tokens), generator)) for text in texts]
-
-
-def random_trees(
-    texts: Sequence[Text],
-    counts: Sequence[int],
-    allocator: SlotAllocator,
-    generator: torch.Generator,
-) -> list[Segment]:
-    """Random trees of so many nodes behind each text, in scattered slots."""
-    return [
-        text.tree(
-            random_tokens(count, generator),
-            random_parents(count, generator),
-            scattered(allocator, count, generator),
-        )
-        for text, count in zip(texts, counts, strict=True)
-    ]

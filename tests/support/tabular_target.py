@@ -29,8 +29,10 @@ class TabularTarget(Target):
         order: int = 2,
         seed: int = 0,
         scale: float = 1.5,
+        hidden_size: int = 8,
         max_context: int = 1024,
         max_slots: int = 1024,
+        eos_token_ids: frozenset[int] = frozenset(),
         features: FeatureSpec | None = None,
     ) -> None:
         """Draw the tables, by ``seed``; larger values of ``scale`` give more peaked distributions.
@@ -38,23 +40,22 @@ class TabularTarget(Target):
         Positions before the text's start count as one more token.
         """
         self.vocab_size = vocab_size
-        self.hidden_size = 8
+        self.hidden_size = hidden_size
         self.num_layers = 1
         self.max_context = max_context
         self.dtype = torch.float32
         self.device = torch.device("cpu")
-        self.eos_token_ids = frozenset()
+        self.eos_token_ids = eos_token_ids
         self.features = FeatureSpec() if features is None else features
         self.features.check(self.num_layers)
         self.allocator = SlotAllocator(max_slots)
         generator = torch.Generator().manual_seed(seed)
         states = int((vocab_size + 1) ** order)
         self._order = order
-        self._embedding, self._output, self._features = (
-            torch.randn((rows, self.hidden_size), generator=generator)
-            for rows in (vocab_size, vocab_size, states)
-        )
-        self._logits: Tensor = self._features @ self._output.T * (scale / self.hidden_size**0.5)
+        self._embedding = torch.randn((vocab_size, hidden_size), generator=generator)
+        self._output = torch.randn((vocab_size, hidden_size), generator=generator)
+        self._features = torch.randn((states, hidden_size), generator=generator)
+        self._logits: Tensor = self._features @ self._output.T * (scale / hidden_size**0.5)
         self._token_of_slot = torch.full((max_slots,), vocab_size)
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:

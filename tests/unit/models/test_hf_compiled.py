@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compilers import needs_compiler
-from support.packed_trees import Text, prefills, random_tokens, random_trees
+from support.packed_trees import Text, random_parents, scattered
 from support.tiny_models import VOCAB, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -29,13 +29,24 @@ COMPILED = ("llama", "gemma3_text", "phi3", "gpt_oss")
 def outputs(target: HFTarget) -> list[TargetOutput]:
     """Two prompts, then trees of several sizes behind them, in one forward each."""
     generator = torch.Generator().manual_seed(3)
-    own = target.allocator, generator
-    texts = [Text(random_tokens(length, generator)) for length in (7, 3)]
-    found = [target.forward(prefills(texts, *own))]
-    found.append(target.forward(prefills([Text([1])], *own)))  # of one row
+    texts = [
+        Text(torch.randint(VOCAB, (length,), generator=generator).tolist()) for length in (7, 3)
+    ]
+    segments = [
+        text.prefill(scattered(target.allocator, len(text.tokens), generator)) for text in texts
+    ]
+    found = [target.forward(segments)]
+    token = Text([1]).prefill(scattered(target.allocator, 1, generator))
+    found.append(target.forward([token]))  # of one row
     for nodes in (1, 5, 9, 2):
-        trees = random_trees(texts, [nodes] * 2, *own)
-        found.append(target.forward(trees, logit_rows=torch.arange(2 * nodes)))
+        segments = []
+        for text in texts:
+            tokens = torch.randint(VOCAB, (nodes,), generator=generator).tolist()
+            parents = random_parents(nodes, generator)
+            segments.append(
+                text.tree(tokens, parents, scattered(target.allocator, nodes, generator))
+            )
+        found.append(target.forward(segments, logit_rows=torch.arange(2 * nodes)))
         for text in texts:
             text.commit(nodes - 1, target.allocator)
     return found

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.packed_trees import Text, prefills, random_tokens, random_trees
-from support.tiny_models import tiny_model
+from support.packed_trees import Text, random_parents, scattered
+from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch
@@ -41,15 +41,27 @@ batches = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1,
 def tree_outputs(target: HFTarget, batch: Batch, seed: int) -> TargetOutput:
     """Read the texts, then their trees; the results of the trees, and everything freed again."""
     generator = torch.Generator().manual_seed(seed)
-    own = target.allocator, generator
-    texts = [Text(random_tokens(count, generator)) for count, _ in batch]
-    target.forward(prefills(texts, *own))
-    counts = [nodes for _, nodes in batch]
-    segments = random_trees(texts, counts, *own)
-    found = target.forward(segments, logit_rows=torch.arange(sum(counts)))
+    taken = []
+
+    def slots(count: int) -> torch.Tensor:
+        taken.append(scattered(target.allocator, count, generator))
+        return taken[-1]
+
+    texts = [Text(torch.randint(VOCAB, (c,), generator=generator).tolist()) for c, _ in batch]
+    target.forward([text.prefill(slots(len(text.tokens))) for text in texts])
+    segments = [
+        text.tree(
+            torch.randint(VOCAB, (nodes,), generator=generator).tolist(),
+            random_parents(nodes, generator),
+            slots(nodes),
+        )
+        for text, (_, nodes) in zip(texts, batch, strict=True)
+    ]
+    rows = torch.arange(sum(nodes for _, nodes in batch))
+    found = target.forward(segments, logit_rows=rows)
     assert found.features is not None
-    for text in texts:
-        target.allocator.release(torch.cat((text.slots, text.tree_slots)))
+    for own in taken:
+        target.allocator.release(own)
     return TargetOutput(found.logits.clone(), found.features.clone())
 
 
@@ -83,10 +95,11 @@ def test_what_is_not_padded_is_counted_by_reason() -> None:
     tree_outputs(target, [(3, MAX_ROWS)], 0)
     assert target.graph_counts["too many rows"] == 1
     # A prompt beside a tree: the whole forward runs as it is.
-    own = target.allocator, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     text, other = Text([1, 2, 3]), Text([4, 5])
-    target.forward(prefills([text], *own))
-    target.forward([*random_trees([text], [1], *own), *prefills([other], *own)])
+    target.forward([text.prefill(scattered(target.allocator, 3, generator))])
+    trees = text.tree([7], [0], scattered(target.allocator, 1, generator))
+    target.forward([trees, other.prefill(scattered(target.allocator, 2, generator))])
     assert target.graph_counts == {"prefill": 4, "replayed": 1, "too many rows": 1}
     assert llama(GraphMode.OFF).graph_counts == {}
 
