@@ -6,7 +6,6 @@ same check catches the mistake.
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 import pytest
@@ -144,86 +143,22 @@ def duplicates_merged(verify: VerifyWithState) -> VerifyWithState:
     return wrong
 
 
-# SpecTr-GBV's acceptance rule as its authors' implementation has it.
 def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
-    """Verify the paths one after the other; a later path counts where it is accepted further.
+    """SpecTr-GBV's acceptance rule as its authors' implementation has it, on one level.
 
     Source: src/engine.py of github.com/junemily/SpecTr-GBV at e399f44, which calls itself the
-    official implementation of 2604.25925. With joint distributions p and q of a prefix,
-    c = min(1, q/p) and K paths, a whole path is accepted with
-    p [1 - (1 - c)^K] / [1 - (1 - q)^K], a shorter prefix x with
-
-        (sum_y p(xy) (1 - c(xy))^K - p(x) (1 - c(x))^K)
-        / (1 - (1 - q(x))^K - sum_y p(xy) [1 - (1 - c(xy))^K]),
-
-    a prefix rejected once is not tried again unless it is a whole path, and the correction has the
-    distribution of p (1 - c^K). No target is modified for the next step.
+    official implementation of 2604.25925. With c = min(1, q/p) and K paths, these are tried one
+    after the other and accepted with p [1 - (1 - c)^K] / [1 - (1 - q)^K], and the correction has
+    the distribution of p (1 - c^K).
     """
-    K, L = len(tree.paths), tree.length
-    best: Prefix = ()
-    rejected: set[Prefix] = set()
-    for number, path in enumerate(tree.paths):
-        for depth in range(len(best) + 1, L):
-            prefix = path[:depth]
-            if prefix in rejected:
-                continue
-            if _accepted(_chance(tree, prefix, K), chooser, number * L + depth - 1):
-                best = prefix
-            else:
-                rejected.add(prefix)
-        if _accepted(_whole(tree, path, K), chooser, number * L + L - 1):
-            best = path
-            break
-    weights = tree.target_probs(best) if len(best) == L else _correction(tree, best, K)
-    return Outcome(best, chooser.choose(weights, Purpose.CORRECTION, 0))
-
-
-def _accepted(h: Number, chooser: Chooser, index: int) -> bool:
-    """Return whether u < h; h may lie outside of [0, 1]."""
-    h = min(max(h, 0), 1)
-    return chooser.choose((h, 1 - h), Purpose.ACCEPTANCE, index) == 0
-
-
-def _joint(tree: ReferenceTree, prefix: Prefix) -> tuple[Number, Number]:
-    dists = [
-        (tree.target_probs(prefix[:i]), tree.draft_probs(prefix[:i])) for i in range(len(prefix))
-    ]
-    return (
-        prod(p[x] for (p, _), x in zip(dists, prefix, strict=True)),
-        prod(q[x] for (_, q), x in zip(dists, prefix, strict=True)),
-    )
-
-
-def _covered(p: Number, q: Number) -> Number:
-    return min(1, q / p) if p > 0 else 1
-
-
-def _whole(tree: ReferenceTree, path: Prefix, K: int) -> Number:
-    p, q = _joint(tree, path)
-    return p * (1 - (1 - _covered(p, q)) ** K) / (1 - (1 - q) ** K)
-
-
-def _chance(tree: ReferenceTree, prefix: Prefix, K: int) -> Number:
-    p, q = _joint(tree, prefix)
-    missed: Number = 0
-    found: Number = 0
-    for p_next, q_next in zip(tree.target_probs(prefix), tree.draft_probs(prefix), strict=True):
-        miss = (1 - _covered(p * p_next, q * q_next)) ** K
-        missed += p * p_next * miss
-        found += p * p_next * (1 - miss)
-    gain = missed - p * (1 - _covered(p, q)) ** K
-    loss = 1 - (1 - q) ** K - found
-    return gain / loss if loss != 0 else gain
-
-
-def _correction(tree: ReferenceTree, prefix: Prefix, K: int) -> list[Number]:
-    p, q = _joint(tree, prefix)
-    dist = tree.target_probs(prefix)
-    weights = [
-        a * (1 - _covered(p * a, q * b) ** K)
-        for a, b in zip(dist, tree.draft_probs(prefix), strict=True)
-    ]
-    return weights if sum(weights) > 0 else list(dist)
+    p, q, K = tree.target_probs(()), tree.draft_probs(()), len(tree.paths)
+    covered = [min(1, b / a) if a > 0 else 1 for a, b in zip(p, q, strict=True)]
+    for number, (x,) in enumerate(tree.paths):
+        h = p[x] * (1 - (1 - covered[x]) ** K) / (1 - (1 - q[x]) ** K)
+        if accepts(chooser, min(h, 1), Purpose.ACCEPTANCE, number):
+            return Outcome((x,), chooser.choose(tree.target_probs((x,)), Purpose.CORRECTION, 0))
+    weights = [a * (1 - c**K) for a, c in zip(p, covered, strict=True)]
+    return Outcome((), chooser.choose(weights if sum(weights) > 0 else p, Purpose.CORRECTION, 0))
 
 
 WRONG = {
