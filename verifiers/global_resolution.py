@@ -194,9 +194,7 @@ class Plan:
 
 @lru_cache(maxsize=1 << 12)
 def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan | None:
-    """Return a solver's plan for so many draws from ``q``; None where the support is too large."""
-    if solver is Solver.EXACT:
-        raise ValueError("the exact transport needs no plan over draft sets")
+    """Return a plan for so many draws from ``q`` by a solver on the host; None if q is too wide."""
     if solver is Solver.CONVEX:
         found = weighted_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
         return Plan(found.chances, tuple(found.probs.tolist()), found.shortfall)
