@@ -218,14 +218,7 @@ def _speculators(
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "accept_tolerance": 0.0,
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 3,
-                    "verifier_accept_k": 1,
-                }
-            ],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {
                 "architectures": ["LlamaForCausalLM"],
                 "name_or_path": "meta-llama/Llama-3.1-8B-Instruct",

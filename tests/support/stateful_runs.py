@@ -1,7 +1,7 @@
 """Requests that run for several steps by a verifier with state, batched and by the reference."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
 from eaglegbv.verifiers.proof.enumeration import After, draft
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Stop
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.stateful import (
+    Layer,
     Layers,
     ModifiedTarget,
     SparseProbs,
@@ -24,21 +25,12 @@ from support.tables import KINDS, GeneratorChooser, Model, Shape
 
 
 @dataclass
-class Snapshot:
-    """The draft distribution and stopping rule of the step that pushed a layer, by all tokens."""
-
-    draft_probs: ProbsAt
-    stop: Stop
-
-
-@dataclass
 class Running:
-    """One request: its target, its state by the reference, and its batched layers' snapshots."""
+    """One request: its target, its state by the reference, and the layers of the batched rule."""
 
     model: Model
     state: ModifiedTarget = field(default_factory=ModifiedTarget)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    numbers: list[tuple[float, int, int]] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
 
     def p(self, prefix: Prefix) -> Probs:
         """p as logits give it back."""
@@ -54,13 +46,13 @@ class TableProbs:
     current: list[ProbsAt] | None = None
 
     def after(self, tokens: torch.Tensor) -> SparseProbs:
-        most = max(len(r.snapshots) for r in self.requests)
+        most = max(len(r.layers) for r in self.requests)
         probs = torch.zeros((len(self.requests), most, self.width), dtype=torch.float64)
         for b, request in enumerate(self.requests):
             context = (*request.state.context, *tokens[b].tolist())
-            for k, snapshot in enumerate(request.snapshots):
-                if not snapshot.stop(context):
-                    dist = self.current[b] if self.current else snapshot.draft_probs
+            for k, layer in enumerate(request.layers):
+                if not layer.stop(context):
+                    dist = self.current[b] if self.current else layer.draft_probs
                     probs[b, k] = torch.tensor(dist(context), dtype=torch.float64)
         return SparseProbs(torch.arange(self.width).expand_as(probs), probs)
 
@@ -105,12 +97,12 @@ def start(
 
 
 def layers_of(requests: list[Running], most_drafts: int) -> Layers:
-    most = max(len(r.numbers) for r in requests)
+    most = max(len(r.layers) for r in requests)
     rho = torch.zeros((len(requests), most), dtype=torch.float64)
     drafts, remaining = torch.ones_like(rho).long(), torch.zeros_like(rho).long()
     for b, request in enumerate(requests):
-        for k, numbers in enumerate(request.numbers):
-            rho[b, k], drafts[b, k], remaining[b, k] = numbers
+        for k, own in enumerate(request.layers):
+            rho[b, k], drafts[b, k], remaining[b, k] = own.rho, own.drafts, own.remaining
     return Layers(rho, drafts, remaining, most_drafts)
 
 
@@ -155,12 +147,12 @@ def step(
         paths = draft(DraftSampling.IID, q, shape, GeneratorChooser(rng), below)
         # Probabilities are read off logits: exactly the numbers that the batched verifier sees.
         p = After(request.p, context)
-        drafted.append(Snapshot(dist, stop))
+        drafted.append(Layer(0.0, 1, 0, dist, stop))
         trees.append(ReferenceTree(DraftSampling.IID, paths, p, q, reach=shape.length, stop=below))
     batch = _batch(trees, shape, rng)
     layers = layers_of(requests, 4)
     uniforms = stateful_uniforms(batch, layers.count, rng)
-    current = [snapshot.draft_probs for snapshot in drafted] if planted else None
+    current = [layer.draft_probs for layer in drafted] if planted else None
     probs = TableProbs(requests, shape.vocab, current)
     result = verifier.verify(batch.tree, batch.target, uniforms, layers, probs)
     expected = []
@@ -169,15 +161,16 @@ def step(
         after = verify(tree, request.state, chooser)
         expected.append(after.outcome)
         request.state = after.target
-        snapshots = [*request.snapshots, *[drafted[b]] * (layers.count + 1)]
-        columns = [*range(len(request.snapshots)), layers.count]
         left = result.layers
-        numbers = [x[b].tolist() for x in (left.rho, left.drafts, left.remaining)]
-        kept = [
-            (snapshot, tuple(own[k] for own in numbers))
-            for snapshot, k in zip(snapshots, columns, strict=False)
-            if int(left.remaining[b, k]) > 0 and not snapshot.stop(request.state.context)
+        columns = [*enumerate(request.layers), (layers.count, drafted[b])]
+        request.layers = [
+            replace(
+                layer,
+                rho=float(left.rho[b, k]),
+                drafts=int(left.drafts[b, k]),
+                remaining=int(left.remaining[b, k]),
+            )
+            for k, layer in columns
+            if int(left.remaining[b, k]) > 0 and not layer.stop(request.state.context)
         ]
-        request.snapshots = [snapshot for snapshot, _ in kept]
-        request.numbers = [own for _, own in kept]
     return outcomes(batch.tree, result), expected

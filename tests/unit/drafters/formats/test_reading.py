@@ -119,13 +119,9 @@ def test_an_embedding_of_its_own_is_kept_and_told(tmp_path, caplog) -> None:
     ("head", "form", "arch", "variants"),
     [
         ("eagle1_vicuna", FormatName.EAGLE, Arch.EAGLE1, {"fc_bias"}),
-        ("eagle1_llama3", FormatName.EAGLE, Arch.EAGLE1, set()),
-        ("eagle1_qwen2", FormatName.EAGLE, Arch.EAGLE1, {"fc_bias", "qkv_bias"}),
         ("eagle3_llama31", FormatName.EAGLE, Arch.EAGLE3, set()),
         ("sglang_eagle31", FormatName.SGLANG, Arch.EAGLE3, {"fc_norm", "norm_output"}),
         ("sglang_aux_norms", FormatName.SGLANG, Arch.EAGLE3, {"fc_norm"}),
-        ("specforge_sglang", FormatName.SGLANG, Arch.EAGLE3, set()),
-        ("speculators_plain", FormatName.SPECULATORS, Arch.EAGLE3, set()),
         (
             "speculators_norms",
             FormatName.SPECULATORS,
@@ -133,7 +129,6 @@ def test_an_embedding_of_its_own_is_kept_and_told(tmp_path, caplog) -> None:
             {"norm_before_residual", "fc_norm", "norm_output"},
         ),
         ("speculators_norm_before_fc", FormatName.SPECULATORS, Arch.EAGLE3, {"norm_before_fc"}),
-        ("sglang_norm_before_fc", FormatName.SGLANG, Arch.EAGLE3, {"norm_before_fc"}),
         ("sglang_eagle1_zeros", FormatName.SGLANG, Arch.EAGLE1, set()),
         ("speculators_qwen3", FormatName.SPECULATORS, Arch.EAGLE3, {"qk_norm"}),
     ],
