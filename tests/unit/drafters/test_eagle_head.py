@@ -24,25 +24,18 @@ from eaglegbv.drafters.eagle_model import (
     EagleHeadConfig,
     HeadForward,
 )
+from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import DrafterMismatch
 
 
 def config_of(arch: Arch, **changes: object) -> EagleHeadConfig:
     eagle3 = arch is Arch.EAGLE3
-    config = EagleHeadConfig(
-        arch=arch,
-        hidden_size=24,
-        target_hidden_size=24,
-        intermediate_size=40,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        vocab_size=30,
-        draft_vocab_size=12 if eagle3 else 30,
-        feature_layers=(2, 4, 5) if eagle3 else (),
-        rms_norm_eps=1e-5,
-    )
-    return replace(config, **changes)
+    target = LlamaConfig(
+        vocab_size=30, hidden_size=24, intermediate_size=40, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    config = head_config_of(target, arch, draft_vocab=12 if eagle3 else 30)
+    return replace(config, **({"feature_layers": (2, 4, 5)} if eagle3 else {}) | changes)
 
 
 def make_head(config: EagleHeadConfig) -> EagleHead:
