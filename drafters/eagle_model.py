@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from eaglegbv.attention.base import (
     AttentionCall,
@@ -30,7 +30,7 @@ from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_linears import Product, prepare, product_of
 
-_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class Arch(StrEnum):
@@ -76,8 +76,8 @@ class EagleHeadConfig:
 
     def __post_init__(self) -> None:
         rope_type = self.rope_parameters.get("rope_type")
-        if rope_type not in _FIXED_ROPE_TYPES:
-            expected = one_of(sorted(_FIXED_ROPE_TYPES), rope_type)
+        if rope_type not in FIXED_ROPE_TYPES:
+            expected = one_of(sorted(FIXED_ROPE_TYPES), rope_type)
             raise DrafterMismatch("rope_type", rope_type, expected)
         rotated = self.rope_parameters.get("partial_rotary_factor") or 1.0
         if rotated != 1.0:
@@ -132,6 +132,17 @@ class Rotation:
         return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
 
 
+def as_llama(config: EagleHeadConfig) -> LlamaConfig:
+    """Return a head's layer as transformers configures one."""
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        rope_parameters=dict(config.rope_parameters),
+    )
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary angles with transformers' frequencies and scaling."""
 
@@ -139,15 +150,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__()
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_heads,
-            head_dim=config.head_dim,
-            rope_parameters=dict(config.rope_parameters),
-        )
         # A head may be built on the meta device and filled from a file, which has no frequencies.
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(llama)
+            rotary = LlamaRotaryEmbedding(as_llama(config))
         self.register_buffer("frequencies", rotary.inv_freq, persistent=False)
         self.scaling = float(rotary.attention_scaling)
 
@@ -210,22 +215,6 @@ class NormEach(nn.ModuleList):
         """Norm ``features`` ``[..., width]``, those of each layer separately."""
         parts = features.chunk(len(self), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
-
-
-class FeedForward(nn.Module):
-    """SiLU-gated feed-forward layer."""
-
-    def __init__(self, config: EagleHeadConfig) -> None:
-        super().__init__()
-        size, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, wide, bias=False)
-        self.up_proj = nn.Linear(size, wide, bias=False)
-        self.down_proj = nn.Linear(wide, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., hidden]`` of ``x`` ``[..., hidden]``."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 # The heads.
@@ -319,7 +308,7 @@ class Eagle1Head(EagleHead):
             {
                 "self_attn": Attention(config, size),
                 "post_attention_layernorm": nn.RMSNorm(size, config.rms_norm_eps),
-                "mlp": FeedForward(config),
+                "mlp": LlamaMLP(as_llama(config)),
             }
         )
 
@@ -372,7 +361,7 @@ class Eagle3Head(EagleHead):
                 "hidden_norm": nn.RMSNorm(size, eps),
                 "self_attn": Attention(config, 2 * size),
                 "post_attention_layernorm": nn.RMSNorm(size, eps),
-                "mlp": FeedForward(config),
+                "mlp": LlamaMLP(as_llama(config)),
             }
         )
         self.norm = nn.RMSNorm(size, eps)

@@ -5,40 +5,29 @@ selection; the residual is (p - b)+. A solver finds the selection:
 
 * ``exact``: the transport of :mod:`eaglegbv.verifiers.transport`; no tolerance, it cannot fail.
 * ``convex``: weights of the different tokens of a draft set, found by a truncated convex programme.
-* ``race``: likewise, with weights of drafts, which need no list of draft sets; this project's own.
 * ``max_flow``: the linear program as an integer flow, capacities in units of 2^-30.
 * ``lp``: the linear program, solved with HiGHS.
 
-All but the first run on the host and are here to be compared with it. b is the distribution of the
-very rule that is applied, so a solver's tolerance costs acceptance and never losslessness. K-SEQ
-takes a solver's place where its loss of acceptance may exceed the tolerance, or where it cannot be
-run: the last two list all draft sets, of which there may be a thousand.
+All but the first run on the host and are here for the tables of the paper, which compares them. b
+is the distribution of the very rule that is applied, so a solver's tolerance costs acceptance and
+never losslessness. K-SEQ takes a solver's place where its loss of acceptance may exceed the
+tolerance, or where it cannot be run: the last two list all draft sets, at most a thousand.
 
 The convex programme (its objective and bounds are this project's own, as the paper's text was not
 available). Let H be the prefix of the tokens by p/q ascending that minimises P(H) - q(H)^n, so that
-alpha* = 1 + P(H) - q(H)^n. Of the drafts above H (of all, if none is) x is selected with
-probability in proportion to exp(a(x)). The weights minimise, over a >= 0 on H and a <= 0 above it,
+alpha* = 1 + P(H) - q(H)^n. Of the different tokens drafted above H (of all, if none is) x is
+selected in proportion to exp(a(x)). The weights minimise, over a >= 0 on H and a <= 0 above it,
 
-    f(a) = E[log of the sum of exp(a) over the eligible drafts] - sum p a.
+    f(a) = E[log of the sum of exp(a) over the eligible tokens] - sum p a.
 
 f is convex, and its gradient at x is b(x) - p(x). So at a minimum b >= p on H and b <= p above it,
 and since a token of H is selected only if all drafts lie in H, b(H) = q(H)^n: both together are
 optimality. A minimum is approached whatever p and q are: subsets A of the two sides satisfy
 P(A) <= Pr(some draft in A, all in H) and P(A) <= q(H + A)^n - q(H)^n, because H is critical.
 
-* ``convex`` counts equal drafts once, and lists the draws from the most likely tokens T as
-  multisets with their multinomial probabilities: O(|T|^n / n!), which a limit keeps in bounds by
-  making T smaller. With a draft off T, the highest-ranked draft is selected; p is reduced by that.
-* ``race`` counts each draft; tokens off T keep the weight 1. A draft of token x arrives after an
-  exponential time of rate w = exp(a(x)), and the first to arrive is selected. With phi(t) the
-  probability that one draft has not arrived by t, the sum of q(x) exp(-t w(x)) over the side and of
-  q(H) above it, and M = phi(0)^n - phi(inf)^n,
-
-      b(x) = n q(x) w(x) Integral exp(-t w(x)) phi(t)^(n-1) dt,
-      E[log] = Integral (M exp(-t) - phi(t)^n + phi(inf)^n) dt / t.
-
-  In log t both integrands are analytic in a strip and vanish fast at its ends, where the
-  trapezoidal rule converges exponentially: O(W) for a point, and a few dozen points.
+Draws from the most likely tokens T are listed as multisets with their multinomial probabilities:
+O(|T|^n / n!), which a limit keeps in bounds by making T smaller. With a draft off T, the
+highest-ranked draft is selected; p is reduced by that.
 
 The acceptance falls short of alpha* by exactly sum_H (p - b)+ + sum_(above H) (b - p)+. Over T that
 is the part of the gradient that points out of the bounds, at most the L1 norm of the projected
@@ -49,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from math import ceil, comb, log
+from math import comb
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -101,7 +90,6 @@ class Solver(StrEnum):
 
     EXACT = "exact"
     CONVEX = "convex"
-    RACE = "race"
     MAX_FLOW = "max_flow"
     LP = "lp"
 
@@ -165,10 +153,7 @@ class GlobalResolutionVerifier(Verifier):
 
 
 class HostSolver(Verifier):
-    """Global resolution by a solver that runs on the host, for comparison only.
-
-    O(W^n) a node; by ``race`` O(W) an evaluation, of which there are some hundred.
-    """
+    """Global resolution by a solver that runs on the host, for comparison only: O(W^n) a node."""
 
     draft_samplings = frozenset({DraftSampling.IID})
     solver: ClassVar[Solver]
@@ -209,12 +194,9 @@ class Plan:
 
 @lru_cache(maxsize=1 << 12)
 def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan | None:
-    """Return a solver's plan for so many draws from ``q``; None where the support is too large."""
-    if solver is Solver.EXACT:
-        raise ValueError("the exact transport needs no plan over draft sets")
-    if solver in (Solver.CONVEX, Solver.RACE):
-        columns = np.array(p, np.float64), np.array(q, np.float64)
-        found = weighted_selection(*columns, drafts, distinct=solver is Solver.CONVEX)
+    """Return a plan for so many draws from ``q`` by a solver on the host; None if q is too wide."""
+    if solver is Solver.CONVEX:
+        found = weighted_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
         return Plan(found.chances, tuple(found.probs.tolist()), found.shortfall)
     if count_draft_sets(len(support(q)), drafts) > MOST_SETS:
         return None
@@ -267,7 +249,7 @@ def _flow(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:
     return {(s, x): float(flow[1 + i, token + x]) / UNITS for i, s in enumerate(names) for x in s}
 
 
-# The convex programme, for weights of different tokens or of drafts.
+# The convex programme.
 
 
 TRUNCATED = 2.5e-4
@@ -275,28 +257,22 @@ TRUNCATED = 2.5e-4
 
 MOST_MULTISETS = 200_000  # draws that are listed at most; T is cut down to it
 MOST_STEPS = 500
-WEIGHT_RANGE, RACE_WEIGHT_RANGE = 30.0, 16.0
-"""Bounds on |a|: distributions on the boundary of what selection can reach ask for infinite
+WEIGHT_RANGE = 30.0
+"""Bound on |a|: distributions on the boundary of what selection can reach ask for infinite
 weights."""
 
-GRADIENT_TOLERANCE, RACE_GRADIENT_TOLERANCE = 1e-5, 3e-6
-STEP, TAIL = 0.7, 16.0
-"""Step and reach of the trapezoidal rule in log t while minimising. Its error is below the
-tolerance."""
-
-FINE_STEP, FINE_TAIL = 0.17, 40.0
-"""Step and reach of the rule that yields the final b, exact to rounding."""
-
-POINTS_AT_ONCE = 16
+GRADIENT_TOLERANCE = 1e-5
 Objective: TypeAlias = Callable[[Floats], tuple[float, Floats]]
 """Takes a; returns E[log of the sum of exp(a)] and its gradient, the distribution selected."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSelection:
-    """A rule that selects one of n independent drafts; arrays are ``[width]``, as p and q were."""
+    """A rule that selects one of n independent drafts; arrays are ``[width]``, as p and q were.
 
-    distinct: bool  # whether equal drafts count once: the first of them gets all of the probability
+    Equal drafts count once: the first of them gets all of the probability.
+    """
+
     weights: Floats  # exp(a), float64; 1 off T
     ranks: Indices  # int64, place of each token by p/q ascending
     low: Flags  # H
@@ -308,50 +284,36 @@ class WeightedSelection:
     def chances(self, drafts: Sequence[int]) -> list[float]:
         """Return the probability with which each of ``drafts``, indices into q, is selected."""
         drawn = np.asarray(drafts)
+        if not self.kept[drawn].all():
+            chosen = int(np.argmax(self.ranks[drawn]))
+            return [float(i == chosen) for i in range(len(drawn))]
         eligible = ~self.low[drawn] | self.low[drawn].all()
-        if self.distinct:
-            if not self.kept[drawn].all():
-                chosen = int(np.argmax(self.ranks[drawn]))
-                return [float(i == chosen) for i in range(len(drawn))]
-            eligible &= np.array([x not in drafts[:i] for i, x in enumerate(drafts)])
+        eligible &= np.array([x not in drafts[:i] for i, x in enumerate(drafts)])
         weights = self.weights[drawn] * eligible
         return list((weights / weights.sum()).tolist())
 
 
-def weighted_selection(p: Floats, q: Floats, drafts: int, *, distinct: bool) -> WeightedSelection:
+def weighted_selection(p: Floats, q: Floats, drafts: int) -> WeightedSelection:
     """Find the selection for ``drafts`` draws from ``q``, a distribution, and the target ``p``.
 
-    Both are ``[width]`` float64; ``distinct`` says whether equal drafts count once.
+    Both are ``[width]`` float64.
     """
-    order = ranked_support(p, q)
+    order = np.flatnonzero(q > 0)
+    with np.errstate(over="ignore"):  # ties by token id
+        order = order[np.argsort(p[order] / q[order], kind="stable")]
     ps, qs = p[order], q[order]
     excess = np.concatenate(([0.0], ps.cumsum() - qs.cumsum() ** drafts))
     low = np.arange(len(order)) < excess.argmin()
-    kept = _kept(qs, low, drafts, MOST_MULTISETS if distinct else None)
-    left_out = np.zeros_like(qs)
-    if distinct and not kept.all():
-        of_kept = _highest(np.where(kept, qs, 0.0), drafts)
-        left_out = np.maximum(_highest(qs, drafts) - of_kept, 0.0)
+    kept = _kept(qs, low, drafts)
+    left_out = np.maximum(_highest(qs, drafts) - _highest(np.where(kept, qs, 0.0), drafts), 0.0)
     a, b = np.zeros_like(qs), left_out.copy()
     for side, sign in ((low, 1.0), (~low, -1.0)):
         free = kept & side
-        beside = 0.0 if side is low else float(qs[low & (kept | (not distinct))].sum())
-        wanted, own = (ps - left_out)[free], qs[free]
-        if distinct and free.any():
-            objective = _listed(own, beside, drafts)
-            start, scale = np.zeros_like(own), np.ones_like(own)
-            limits = WEIGHT_RANGE, GRADIENT_TOLERANCE
-            a[free] = _minimise(objective, wanted, start, scale, sign, *limits)
+        if free.any():
+            beside = 0.0 if side is low else float(qs[low & kept].sum())
+            objective = _listed(qs[free], beside, drafts)
+            a[free] = _minimise(objective, (ps - left_out)[free], sign)
             b[free] += objective(a[free])[1]
-        elif free.any():
-            objective = _raced(own, beside, drafts, rest=float(qs[side & ~kept].sum()))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                start = np.log(wanted / objective(np.zeros_like(own))[1])
-            limits = RACE_WEIGHT_RANGE, RACE_GRADIENT_TOLERANCE
-            a[free] = _minimise(objective, wanted, start, np.sqrt(own), sign, *limits)
-        if not distinct and side.any():
-            fine = _raced(qs[side], beside, drafts, step=FINE_STEP, tail=FINE_TAIL)
-            b[side] = fine(a[side])[1]
     short = np.where(low, ps - b, b - ps)
 
     def spread(values: NDArray[Any], fill: float) -> NDArray[Any]:
@@ -360,7 +322,6 @@ def weighted_selection(p: Floats, q: Floats, drafts: int, *, distinct: bool) -> 
         return full
 
     return WeightedSelection(
-        distinct=distinct,
         weights=spread(np.exp(a), 1.0),
         ranks=spread(np.arange(len(order)), -1),
         low=spread(low, False),
@@ -369,13 +330,6 @@ def weighted_selection(p: Floats, q: Floats, drafts: int, *, distinct: bool) -> 
         shortfall=float(np.maximum(short, 0.0).sum()),
         truncated=float(drafts * qs[~kept].sum()),
     )
-
-
-def ranked_support(p: Floats, q: Floats) -> Indices:
-    """Return q's support by p/q ascending, ties by token id."""
-    drawn = np.flatnonzero(q > 0)
-    with np.errstate(over="ignore"):
-        return drawn[np.argsort(p[drawn] / q[drawn], kind="stable")]
 
 
 def _highest(q: Floats, n: int) -> Floats:
@@ -388,86 +342,39 @@ def _highest(q: Floats, n: int) -> Floats:
     return np.asarray(q * sum(F**k * before ** (n - 1 - k) for k in range(n)))
 
 
-def _kept(q: Floats, low: Flags, n: int, limit: int | None) -> Flags:
+def _kept(q: Floats, low: Flags, n: int) -> Flags:
     """Return T: enough of the most likely tokens, as far as the limit on multisets goes."""
     likely = np.argsort(-q, kind="stable")
     left = np.maximum(1.0 - q[likely].cumsum(), 0.0)
     count = int(np.searchsorted(-left, -TRUNCATED / n)) + 1
-    if limit is not None:
-        in_low = low[likely].cumsum()
-        above = np.arange(1, len(q) + 1) - in_low
-        sizes = [comb(int(h) + n - 1, n) for h in in_low]
-        for k in range(1, n + 1):
-            sizes = [size + comb(int(c) + k - 1, k) for size, c in zip(sizes, above, strict=True)]
-        allowed = int(np.searchsorted(np.array(sizes, dtype=np.float64), limit, "right"))
-        count = max(1, min(count, allowed))
+    in_low = low[likely].cumsum()
+    above = np.arange(1, len(q) + 1) - in_low
+    sizes = [comb(int(h) + n - 1, n) for h in in_low]
+    for k in range(1, n + 1):
+        sizes = [size + comb(int(c) + k - 1, k) for size, c in zip(sizes, above, strict=True)]
+    allowed = int(np.searchsorted(np.array(sizes, dtype=np.float64), MOST_MULTISETS, "right"))
     T = np.zeros(len(q), dtype=np.bool_)
-    T[likely[:count]] = True
+    T[likely[: max(1, min(count, allowed))]] = True
     return T
 
 
-def _minimise(
-    objective: Objective,
-    wanted: Floats,
-    start: Floats,
-    scale: Floats,
-    sign: float,
-    weight_range: float,
-    tolerance: float,
-) -> Floats:
-    """Return the a of the given sign that minimises the objective less ``wanted @ a``.
+def _minimise(objective: Objective, wanted: Floats, sign: float) -> Floats:
+    """Return the a of the given sign that minimises the objective less ``wanted @ a``."""
+    low, high = min(0.0, sign * WEIGHT_RANGE), max(0.0, sign * WEIGHT_RANGE)
 
-    The variables are ``a * scale``, to make their second derivatives alike.
-    """
-    low, high = min(0.0, sign * weight_range), max(0.0, sign * weight_range)
-
-    def scaled(x: Floats) -> tuple[float, Floats]:
-        value, probs = objective(x / scale)
-        return value - float(wanted @ (x / scale)), (probs - wanted) / scale
+    def reduced(a: Floats) -> tuple[float, Floats]:
+        value, probs = objective(a)
+        return value - float(wanted @ a), probs - wanted
 
     result = minimize(
-        scaled,
-        np.nan_to_num(np.clip(start, low, high)) * scale,
+        reduced,
+        np.zeros_like(wanted),
         jac=True,
         method="L-BFGS-B",
-        bounds=Bounds(scale * low, scale * high),
-        options={"ftol": 0.0, "gtol": tolerance, "maxiter": MOST_STEPS},
+        bounds=Bounds(low, high),
+        options={"ftol": 0.0, "gtol": GRADIENT_TOLERANCE, "maxiter": MOST_STEPS},
     )
-    return np.asarray(result.x / scale, dtype=np.float64)
-
-
-def _raced(
-    q: Floats,
-    beside: float,
-    n: int,
-    *,
-    rest: float | None = None,
-    step: float = STEP,
-    tail: float = TAIL,
-) -> Objective:
-    """Return the objective of the race among the drafts of H, or of those above it.
-
-    ``beside`` is the probability of a draft that does not take part: q(H) above H, 0 on H. With
-    ``rest`` one more draft of that probability runs with weight 1, without a gradient.
-    """
-    all_q = q if rest is None else np.append(q, rest)
-    mass = (beside + all_q.sum()) ** n - beside**n
-
-    def objective(a: Floats) -> tuple[float, Floats]:
-        a = a if rest is None else np.append(a, 0.0)
-        w = np.exp(a)
-        low, high = -tail - max(0.0, a.max()), log(tail) - min(0.0, a.min())
-        times = np.exp(low + step * np.arange(ceil((high - low) / step) + 1))
-        value, density = 0.0, np.zeros(len(w))
-        for first in range(0, len(times), POINTS_AT_ONCE):
-            t = times[first : first + POINTS_AT_ONCE]
-            waiting = np.exp(-t[:, None] * w)
-            phi = beside + waiting @ all_q
-            value += float((mass * np.exp(-t) - phi**n + beside**n).sum())
-            density += (t * phi ** (n - 1)) @ waiting
-        return step * value, (step * n * all_q * w * density)[: len(q)]
-
-    return objective
+    return np.asarray(result.x, dtype=np.float64)
 
 
 def _listed(q: Floats, others: float, n: int) -> Objective:

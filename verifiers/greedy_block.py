@@ -16,6 +16,7 @@ from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats
 from eaglegbv.verifiers.block import along_path, at_children, longest_passed, with_whole_paths
+from eaglegbv.verifiers.otbv import select_child
 from eaglegbv.verifiers.paths import DraftedPath, Residual, draw_residual, place_of, rows_at
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
@@ -64,14 +65,20 @@ class Visit:
 
 
 def greedy_block(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
-    """Verify the tree's one path greedily, given what earlier steps left."""
-    (path,) = tree.paths
+    """Verify a path greedily, given what earlier steps left: the only one, where b is q.
+
+    Of several (:mod:`eaglegbv.verifiers.spectr_gbv`) one is selected for the modified target.
+    """
+    path: Prefix = ()
     visits: list[Visit] = []
     state = target
-    for depth, x in enumerate(path):
-        p = tree.target_probs(path[:depth])
-        visits.append(Visit(state, state.probs(p), tree.draft_probs(path[:depth]), 1))
-        state = state.entered(p, x, entering_draw(tree, chooser, depth, len(target.layers)))
+    while drafts := tree.drafts(path):
+        p = tree.target_probs(path)
+        M = state.probs(p)
+        x, b = select_child(tree, path, M, chooser)
+        visits.append(Visit(state, M, b, len(drafts)))
+        state = state.entered(p, x, entering_draw(tree, chooser, len(path), len(target.layers)))
+        path = (*path, x)
     return greedy_verification(tree, path, visits, state, chooser)
 
 

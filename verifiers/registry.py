@@ -38,7 +38,7 @@ from eaglegbv.verifiers.selection import bounded_forks
 from eaglegbv.verifiers.spechub import SpecHubVerifier, spechub
 from eaglegbv.verifiers.specinfer import SpecInferVerifier, specinfer
 from eaglegbv.verifiers.spectr import SpecTrVerifier, spectr
-from eaglegbv.verifiers.spectr_gbv import SpecTrGbvVerifier, spectr_gbv
+from eaglegbv.verifiers.spectr_gbv import SpecTrGbvVerifier
 from eaglegbv.verifiers.stateful import StatefulVerifier, VerifyWithState
 from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifier, target_only
 from eaglegbv.verifiers.token import TokenVerifier, token
@@ -62,7 +62,7 @@ _RULES: tuple[tuple[type[Verifier], Verify], ...] = (
 
 _STATEFUL_RULES: tuple[tuple[type[StatefulVerifier], VerifyWithState], ...] = (
     (GreedyBlockVerifier, greedy_block),
-    (SpecTrGbvVerifier, spectr_gbv),
+    (SpecTrGbvVerifier, greedy_block),
 )
 
 VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType({cls.name: cls for cls, _ in _RULES})

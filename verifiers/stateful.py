@@ -195,9 +195,9 @@ class Layers:
     most_drafts: int  # A bound on ``drafts``: the most paths any of the steps had
 
     @classmethod
-    def none(cls, batch: int, *, device: torch.device | str = "cpu") -> Self:
+    def none(cls, batch: int) -> Self:
         """Return no layers: the state of new requests."""
-        counts = torch.zeros((batch, 0), dtype=torch.int64, device=device)
+        counts = torch.zeros((batch, 0), dtype=torch.int64)
         return cls(counts.to(torch.float64), counts, counts, 1)
 
     @property

@@ -175,41 +175,40 @@ VARIANTS = _NORMS | {"fc_bias", "qkv_bias", "o_bias", "qk_norm"}
 
 _EAGLE1_VARIANTS = frozenset({"fc_bias", "qkv_bias"})
 
-FORMATS: Mapping[FormatName, Format] = MappingProxyType(
-    {
-        FormatName.EAGLE: Format(
-            name=FormatName.EAGLE,
-            engine="EAGLE and vLLM",
-            numbering=Numbering.INPUTS,
-            eagle3_layer="midlayer.",
-            architectures=dict.fromkeys(Arch, "LlamaForCausalLM"),
-            variants={Arch.EAGLE1: _EAGLE1_VARIANTS, Arch.EAGLE3: frozenset()},
-        ),
-        FormatName.SGLANG: Format(
-            name=FormatName.SGLANG,
-            engine="SGLang and SpecForge",
-            numbering=Numbering.OUTPUTS,
-            eagle3_layer="midlayer.",
-            architectures={
-                Arch.EAGLE1: "LlamaForCausalLMEagle",
-                Arch.EAGLE3: "LlamaForCausalLMEagle3",
-            },
-            variants={
-                Arch.EAGLE1: _EAGLE1_VARIANTS,
-                Arch.EAGLE3: _NORMS - {"norm_before_residual"},
-            },
-        ),
-        FormatName.SPECULATORS: Format(
-            name=FormatName.SPECULATORS,
-            engine="speculators and vLLM",
-            numbering=Numbering.INPUTS,
-            eagle3_layer="layers.0.",
-            architectures={Arch.EAGLE3: "Eagle3Speculator"},
-            variants={Arch.EAGLE3: VARIANTS - {"fc_bias"}},
-            nested=True,
-        ),
-    }
+_FORMATS = (
+    Format(
+        name=FormatName.EAGLE,
+        engine="EAGLE and vLLM",
+        numbering=Numbering.INPUTS,
+        eagle3_layer="midlayer.",
+        architectures=dict.fromkeys(Arch, "LlamaForCausalLM"),
+        variants={Arch.EAGLE1: _EAGLE1_VARIANTS, Arch.EAGLE3: frozenset()},
+    ),
+    Format(
+        name=FormatName.SGLANG,
+        engine="SGLang and SpecForge",
+        numbering=Numbering.OUTPUTS,
+        eagle3_layer="midlayer.",
+        architectures={
+            Arch.EAGLE1: "LlamaForCausalLMEagle",
+            Arch.EAGLE3: "LlamaForCausalLMEagle3",
+        },
+        variants={
+            Arch.EAGLE1: _EAGLE1_VARIANTS,
+            Arch.EAGLE3: _NORMS - {"norm_before_residual"},
+        },
+    ),
+    Format(
+        name=FormatName.SPECULATORS,
+        engine="speculators and vLLM",
+        numbering=Numbering.INPUTS,
+        eagle3_layer="layers.0.",
+        architectures={Arch.EAGLE3: "Eagle3Speculator"},
+        variants={Arch.EAGLE3: VARIANTS - {"fc_bias"}},
+        nested=True,
+    ),
 )
+FORMATS: Mapping[FormatName, Format] = MappingProxyType({own.name: own for own in _FORMATS})
 
 
 def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
@@ -336,14 +335,6 @@ class _Layer(msgspec.Struct, kw_only=True):
     layer_ids_are: Numbering | None = None
 
 
-class _Verifier(msgspec.Struct):
-    name_or_path: str | None = None
-
-
-class _Speculators(msgspec.Struct):
-    verifier: _Verifier | None = None
-
-
 class _Head(msgspec.Struct, kw_only=True):
     """The other keys of an EAGLE head."""
 
@@ -359,7 +350,6 @@ class _Head(msgspec.Struct, kw_only=True):
     use_aux_norm: bool | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
-    speculators_config: _Speculators | None = None
 
 
 Keys = TypeVar("Keys", _Layer, _Head)
@@ -443,14 +433,13 @@ def read_settings(
         **_attention(layer, kind, named),
         **norms,
     )
-    speculators = head.speculators_config
-    verifier = None if speculators is None else speculators.verifier
+    verifier = _object(_object(whole, "speculators_config"), "verifier").get("name_or_path")
     return Settings(
         architectures=tuple(head.architectures or ()),
         config=config,
         layers=layers,
         passed_on={key: inner[key] for key in _PASSED_ON if inner.get(key) is not None},
-        verifier=None if verifier is None else verifier.name_or_path,
+        verifier=None if verifier is None else str(verifier),
         remarks=(*remarks, *_disagreements(layer, head, kind, config, named)),
     )
 

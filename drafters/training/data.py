@@ -28,6 +28,9 @@ ROWS_PER_SOURCE = 20_000  # rows read of each file at most
 _SHORT_DOCUMENT = 8  # a number of tokens that documents exceed on average
 _ANSWERS_HELD_OUT_ONE_IN = 8  # least number of answers to learn from for one that is measured on
 
+BROKEN = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
+"""What reading a file may raise that ``torch.save`` did not write to its end."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -368,11 +371,10 @@ def gather_texts(
         InvalidArgument: The data or the kept answers cannot be read, or there is nothing to learn.
     """
     if settings.regenerate and settings.samples.exists():
-        broken = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
         try:
             kept = torch.load(settings.samples, weights_only=True)
             return Texts(Corpus(**kept["training"]), Corpus(**kept["held_out"]))
-        except broken as error:
+        except BROKEN as error:
             expected = f"a file of the target's answers ({type(error).__name__})"
             raise InvalidArgument("samples", str(settings.samples), expected) from error
     rows = list(read_rows(find_files(settings.data), ROWS_PER_SOURCE))
@@ -387,9 +389,14 @@ def gather_texts(
         for corpus, number in zip(corpora, numbers, strict=True)
     ]
     answers = iter(answer([prompt.token_ids for own in prompts for prompt in own]))
-    answered = [[_continued(prompt, next(answers)) for prompt in own] for own in prompts]
-    sources = [corpus.sources for corpus in corpora]
-    texts = Texts(*map(join_documents, answered, sources))
+    answered = [
+        [
+            Document(p.source, p.token_ids + ids, p.is_response + [True] * len(ids))
+            for p, ids in zip(own, answers, strict=False)
+        ]
+        for own in prompts
+    ]
+    texts = Texts(*map(join_documents, answered, [corpus.sources for corpus in corpora]))
     # Whole or not at all, for a run may be killed at any time.
     with replacing(settings.samples) as partial:
         torch.save({name: asdict(corpus) for name, corpus in texts._asdict().items()}, partial)
@@ -421,8 +428,3 @@ def draw_prompts(corpus: Corpus, number: int, longest: int, seed: int) -> list[D
         )
         for end in drawn
     ]
-
-
-def _continued(prompt: Document, answer: list[int]) -> Document:
-    is_response = prompt.is_response + [True] * len(answer)
-    return Document(prompt.source, prompt.token_ids + answer, is_response)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import (
+    FIXED_ROPE_TYPES,
     Arch,
     Eagle1Head,
     Eagle3Head,
@@ -49,7 +50,6 @@ _NOT_IDENTITY = frozenset(
 )
 """Settings that a resumed run may change. The seed is that of the texts, not the schedule's."""
 _FEWEST_LAYERS = 4  # of a target, of whose inputs EAGLE-3 reads three
-_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 _log = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     if own is found and any(isinstance(value, Mapping) for value in found.values()):
         own = next(value for value in found.values() if isinstance(value, Mapping))
     kind, part = own.get("rope_type", "default"), own.get("partial_rotary_factor") or 1.0
-    if own is found and kind in _FIXED_ROPE and part == 1.0 and "rope_theta" in own:
+    if own is found and kind in FIXED_ROPE_TYPES and part == 1.0 and "rope_theta" in own:
         return dict(own) | {"rope_type": kind}
     plain = {"rope_type": "default", "rope_theta": float(own.get("rope_theta") or 10_000.0)}
     _log.warning("rotary settings of the head: %s; the target's are %s", plain, found or "none")

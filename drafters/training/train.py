@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import platform
 import sys
 import time
@@ -18,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eaglegbv.drafters.training.data import Corpus
+from eaglegbv.drafters.training.data import BROKEN, Corpus
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import replacing, require_integers, write_whole
 
@@ -282,9 +281,7 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         _ = saved["identity"]
-    except (
-        OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError,
-    ) as error:  # fmt: skip
+    except BROKEN as error:
         expected = f"a readable checkpoint ({type(error).__name__})"
         raise InvalidArgument("resume", str(path), expected) from error
     # Older checkpoints name settings that there are no more.

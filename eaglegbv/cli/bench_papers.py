@@ -261,7 +261,7 @@ def solvers(
     vocab: Annotated[str | None, opt("Vocabulary sizes.", shown="the standard table")] = None,
     drafts: Annotated[str | None, opt("Numbers of drafts, n.", shown="the standard table")] = None,
     width: Annotated[str, opt("Tokens that draft distributions keep, or 'all'.")] = "all,64",
-    solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,race,max_flow,lp",
+    solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,max_flow,lp",
     instances: Annotated[int, opt("Number of random nodes of each size.")] = 10,
     time_limit: Annotated[float, opt("Milliseconds after which a solver fails.")] = 1000.0,
     seed: opts.Seed = 0,

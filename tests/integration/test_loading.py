@@ -10,9 +10,9 @@ from httpx import ConnectError, Request, Response
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
+from support.drafting import random_table
 from support.saved_pair import save_pair
 from support.tiny_models import random_llama
-from support.token_drafting import random_table
 from transformers import AutoTokenizer
 
 from eaglegbv.config import EngineConfig, Plan

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grown_trees import check_tree
 from support.sglang_batch import sampling
-from support.tree_check import check_tree
 from torch import Tensor
 
 from eaglegbv.backends.sglang.tree_layout import (

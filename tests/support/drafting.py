@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,109 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention.kv_cache import KVPool, SlotAllocator
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import Plan
+from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.training.heads import head_config_of
+from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request
-from support.tiny_models import random_llama
-from support.token_drafting import TokenSession, text_of
+from eaglegbv.rng import RequestRng
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.tree import DraftSampling, DraftTree
+from support.tiny_models import random_llama as tiny_llama
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 4, 2, 8
+
+def random_llama(vocab: int, *, seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
+    """A random model whose distributions depend on the whole text, well spread."""
+    return tiny_llama(vocab, seed=seed, num_hidden_layers=layers, initializer_range=0.3)
+
+
+def random_table(vocab: int, *, order: int = 1, seed: int = 0, scale: float = 1.5) -> Tensor:
+    """Logits of every state, as a table takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(((vocab + 1) ** order, vocab), generator=generator)
+
+
+class TokenSession:
+    """A drafter and requests whose text is committed by hand."""
+
+    def __init__(self, drafter: Drafter, slots: int = 4096) -> None:
+        self.drafter = drafter
+        self.allocator = SlotAllocator(slots)
+        self._tree_slots: dict[int, Tensor] = {}
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        first: int,
+        plan: Plan,
+        *,
+        params: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> Request:
+        """A request whose prompt was read and whose first token is ``first``."""
+        request = Request(
+            number=seed,
+            prompt_ids=tuple(prompt),
+            params=params or SamplingParams(),
+            plan=plan,
+            rng=RequestRng(seed),
+            max_tokens=100,
+        )
+        request.slots = self.allocator.allocate(len(prompt))
+        request.token_ids.append(first)
+        request.step = 1
+        return request
+
+    def draft(self, requests: Sequence[Request], draft_sampling: DraftSampling) -> DraftTree:
+        slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
+        self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
+        free = [own[1:] for own in slots]
+        return self.drafter.draft(DraftCall(requests, requests[0].plan, draft_sampling, free))
+
+    def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
+        """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""
+        slots = self._tree_slots.pop(request.number)
+        keep = torch.zeros(len(slots), dtype=torch.bool)
+        keep[[0, *nodes]] = True
+        request.slots = torch.cat((request.slots, slots[keep]))
+        self.allocator.release(slots[~keep])
+        request.token_ids += tokens
+        request.step += 1
+
+
+def text_of(request: Request) -> list[int]:
+    """Everything known: the prompt and the tokens, the root of the next tree last."""
+    return [*request.prompt_ids, *request.token_ids]
+
+
+def inner_nodes(tree: DraftTree, b: int) -> list[int]:
+    return sorted({int(p) for p in tree.parents[b, 1 : int(tree.num_nodes[b])]})
+
+
+def full_probs(tree: DraftTree, b: int, node: int, vocab: int) -> NDArray[np.float64]:
+    """The distribution that a node carries, over the target's vocabulary."""
+    probs = np.zeros(vocab)
+    np.add.at(probs, tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
+    return probs
+
+
+def advance(
+    session: TokenSession, request: Request, tree: DraftTree, b: int, accepted: int, vocab: int
+) -> None:
+    """Commit the first ``accepted`` nodes of a path that reaches so deep, and a token more."""
+    lengths = tree.path_lengths[b].tolist()
+    accepted = min(accepted, max(lengths))
+    path = next(k for k, length in enumerate(lengths) if length >= accepted)
+    nodes = tree.path_nodes[b, path, :accepted].tolist()
+    correction = (7 * request.step + 3) % vocab
+    session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)
+
+
+VOCAB, HEADS, KV_HEADS, HEAD_DIM = 40, 4, 2, 8
 FEATURE_LAYERS = (2, 3, 4)
 SLOTS = 160
 
@@ -77,26 +170,15 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
     """Weights are well above the usual start, so that attention and position matter."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = random_llama(
+        model = tiny_llama(
             VOCAB, num_hidden_layers=5, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS
         )
         _randomise(model)
         embedding = model.get_input_embeddings().weight.detach()
-        settings = EagleHeadConfig(
-            arch=arch,
-            hidden_size=HIDDEN,
-            target_hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            vocab_size=VOCAB,
-            draft_vocab_size=draft_vocab,
-            feature_layers=() if arch is Arch.EAGLE1 else FEATURE_LAYERS,
-        )
+        config = head_config_of(model.config, arch, draft_vocab=draft_vocab)
         head: EagleHead
         if arch is Arch.EAGLE1:
-            head = Eagle1Head(settings, embedding, model.lm_head.weight.detach())
+            head = Eagle1Head(config, embedding, model.lm_head.weight.detach())
             _randomise(head)
             # Its state has no norm: keep it from growing from one drafted token to the next.
             with torch.no_grad():
@@ -104,7 +186,7 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
                 head.layer["self_attn"].o_proj.weight.mul_(0.4)
         else:
             chosen = torch.randperm(VOCAB)[:draft_vocab]
-            head = Eagle3Head(settings, embedding, chosen)
+            head = Eagle3Head(replace(config, feature_layers=FEATURE_LAYERS), embedding, chosen)
             _randomise(head)
     head = head.eval().requires_grad_(requires_grad=False)
     return Pair(model, head, copy.deepcopy(head).double())
@@ -125,12 +207,12 @@ class Session(TokenSession):
 
     drafter: EagleDrafter
 
-    def __init__(self, pair: Pair, *, slots: int = SLOTS) -> None:
+    def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        pool = KVPool(1, slots, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+        pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
         pool.keys.fill_(torch.nan)
         pool.values.fill_(torch.nan)
-        super().__init__(EagleDrafter(pair.head, TorchPagedAttention(pool)), slots=slots)
+        super().__init__(EagleDrafter(pair.head, TorchPagedAttention(pool)), SLOTS)
 
     def start(
         self, prompt: Sequence[int], first: int, plan: Plan, *, observe: bool = True, **how: Any

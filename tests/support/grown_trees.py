@@ -1,8 +1,9 @@
 """Trees grown from given distributions: by the tensors under test, and plainly, one at a time."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -10,10 +11,47 @@ from numpy.typing import NDArray
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs, DrawPaths, TreeGrowth, draw_paths
+from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree
-from support.tree_check import check_tree
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, inverse_cdf
+from eaglegbv.verifiers.proof.tree import draw_greedy, draw_hub, draw_wor
 
-Prefix = tuple[int, ...]
+
+def check_tree(tree: DraftTree) -> None:
+    """Assert that parents precede children, siblings differ, and paths are chains of real nodes."""
+    for b in range(tree.batch):
+        _check_nodes(tree, b)
+        _check_paths(tree, b)
+
+
+def _check_nodes(tree: DraftTree, b: int) -> None:
+    count = int(tree.num_nodes[b])
+    assert 1 <= count <= tree.nodes, b
+    tokens, parents, depth = (
+        x[b, :count].tolist() for x in (tree.token_ids, tree.parents, tree.depth)
+    )
+    assert parents[0] == depth[0] == 0, b
+    for node in range(1, count):
+        assert 0 <= parents[node] < node, (b, node)
+        assert depth[node] == depth[parents[node]] + 1, (b, node)
+    children = list(zip(parents[1:], tokens[1:], strict=True))
+    assert len(set(children)) == len(children), f"siblings of tree {b} share a token"
+
+
+def _check_paths(tree: DraftTree, b: int) -> None:
+    parents, count = tree.parents[b].tolist(), int(tree.num_nodes[b])
+    for nodes, length in zip(
+        tree.path_nodes[b].tolist(), tree.path_lengths[b].tolist(), strict=True
+    ):
+        assert 0 <= length <= tree.length, b
+        assert all(0 <= node < count for node in nodes), (b, nodes)
+        chain = nodes[:length]
+        assert all(chain), (b, nodes)
+        assert [parents[node] for node in chain] == [0, *chain][:length], (b, nodes)
+        # Past its end a path repeats its last node.
+        assert set(nodes[length:]) <= {chain[-1] if chain else 0}, (b, nodes)
+
+
 Candidates = tuple[Sequence[int], Sequence[float]]
 """Token ids, and their probabilities; for ``fixed`` log-probabilities, the best first."""
 
@@ -83,13 +121,14 @@ def plain(
                 if path != node:
                     continue
                 if fixed:
-                    places = _ranks(plan, ranks[node], len(ids))
-                elif iid:
-                    places = [_pick(values, uniforms[k, level])]
+                    tokens = [ids[place] for place in _ranks(plan, ranks[node], len(ids))]
                 else:
-                    places = _different(plan, draft_sampling, level, ids, values, numbers)
-                ends[k] = [(*node, ids[place]) for place in places]
-                for place, child in zip(places, ends[k], strict=True):
+                    own = iter(uniforms[k, level:]) if iid else numbers
+                    count = 1 if level or iid else plan.paths
+                    tokens = _drawn(draft_sampling, count, Listed(ids, own), values)
+                ends[k] = [(*node, token) for token in tokens]
+                for child in ends[k]:
+                    place = list(ids).index(child[-1])
                     ranks.setdefault(child, (*ranks[node], place))
                     score = scores[node] + values[place] if fixed else scores[node] * values[place]
                     scores.setdefault(child, score)
@@ -104,6 +143,32 @@ def plain(
     if fixed:
         paths = [n for n in nodes[1:] if not any(other[:-1] == n for other in nodes[1:])]
     return Plain(nodes, [path for path in paths if path], inner)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Decides by numbers in turn, each used once, over tokens in the order that a list has."""
+
+    ids: Sequence[int]
+    numbers: Iterator[float]
+
+    def choose(self, weights: Probs, purpose: Purpose, index: int) -> int:
+        del purpose, index
+        places = [weights[token] for token in self.ids]
+        return self.ids[inverse_cdf(places, next(self.numbers))]
+
+
+def _drawn(
+    draft_sampling: DraftSampling, children: int, chooser: Listed, probs: Sequence[float]
+) -> Sequence[int]:
+    """Draw the children of a node as the verifiers' references have them drawn."""
+    q = [0.0] * (1 + max(chooser.ids))
+    for token, mass in zip(chooser.ids, probs, strict=True):
+        q[token] = mass
+    if draft_sampling is DraftSampling.HUB:
+        return draw_hub(tuple(q), 2, chooser, count())
+    draw = draw_greedy if draft_sampling is DraftSampling.GREEDY else draw_wor
+    return draw(tuple(q), children, chooser, count())
 
 
 def _continued(
@@ -136,33 +201,6 @@ def _ranks(plan: Plan, node: Prefix, width: int) -> list[int]:
     return [own[-1] for own in plan.shape if own[:-1] == node and own[-1] < width]
 
 
-def _pick(probs: Sequence[float], uniform: float) -> int:
-    """Return the place that a number selects by inverse CDF, never one of probability 0."""
-    cumulative = np.cumsum(np.array(probs))
-    place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-    return min(place, int(np.flatnonzero(probs)[-1]))
-
-
-def _different(plan, draft_sampling, level, ids, probs, numbers):
-    """Return the places of a node's children, which are different tokens, in draft order."""
-    popular = [p for p in sorted(range(len(ids)), key=lambda p: (-probs[p], ids[p])) if probs[p]]
-    left = list(probs)
-    if draft_sampling is DraftSampling.HUB:
-        drawn = [_pick(left, next(numbers))]
-        left[popular[0]] = 0.0
-        if drawn[0] != popular[0]:
-            return [*drawn, popular[0]]
-        return [*drawn, _pick(left, next(numbers))] if any(left) else drawn
-    count = 1 if level else plan.paths
-    drawn = popular[: count - 1] if draft_sampling is DraftSampling.GREEDY else []
-    for place in drawn:
-        left[place] = 0.0
-    while len(drawn) < count and any(left):
-        drawn.append(_pick(left, next(numbers)))
-        left[drawn[-1]] = 0.0
-    return drawn
-
-
 def prefixes(tree: DraftTree, b: int) -> list[Prefix]:
     """What was drafted down to each node of one tree."""
     found: list[Prefix] = [()]
@@ -191,15 +229,15 @@ def assert_grown(
     check_tree(tree)
     assert tree.draft_sampling is draft_sampling
     for b, (at, numbers) in enumerate(zip(probs_at, uniforms, strict=True)):
-        expected, count = plain(plan, draft_sampling, at, numbers), int(tree.num_nodes[b])
+        expected, number = plain(plan, draft_sampling, at, numbers), int(tree.num_nodes[b])
         assert prefixes(tree, b) == expected.nodes
         assert paths_of(tree, b) == expected.paths
         real = (tree.path_lengths[b] > 0).tolist()
         assert real == sorted(real, reverse=True)  # padding comes last
         for name in ("token_ids", "parents", "depth"):
-            assert not getattr(tree, name)[b, count:].any()
+            assert not getattr(tree, name)[b, number:].any()
         for node, prefix in enumerate(expected.nodes if tree.width else []):
             ids, probs = at(prefix) if prefix in expected.inner else ([0] * tree.width,) * 2
             assert tree.draft_ids[b, node].tolist() == list(ids)
             assert tree.draft_probs[b, node].tolist() == list(probs)
-        assert not tree.draft_probs[b, count:].any()
+        assert not tree.draft_probs[b, number:].any()

@@ -32,6 +32,8 @@ INPUTS = [2, 4, 5]
 """Layers whose inputs EAGLE-3 reads of a target of eight layers."""
 OUTPUTS = [1, 3, 4]
 """The same, counted as outputs of layers."""
+TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
+"""A target's embedding and output layer."""
 
 _TARGET_SIZES = {
     "vocab_size": VOCAB,
@@ -216,14 +218,7 @@ def _speculators(
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "accept_tolerance": 0.0,
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 3,
-                    "verifier_accept_k": 1,
-                }
-            ],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {
                 "architectures": ["LlamaForCausalLM"],
                 "name_or_path": "meta-llama/Llama-3.1-8B-Instruct",

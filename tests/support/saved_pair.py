@@ -1,5 +1,6 @@
 """A tiny random chat model and heads for it, saved as users' models are."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,7 +9,8 @@ from tokenizers.models import BPE
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eaglegbv.drafters.checkpoint import save_head
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead
+from eaglegbv.drafters.training.heads import head_config_of
 from support.tiny_models import random_llama
 
 HIDDEN = 32
@@ -44,16 +46,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _eagle1(model: LlamaForCausalLM) -> EagleHead:
-    config = EagleHeadConfig(
-        arch=Arch.EAGLE1,
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=HIDDEN // 2,
-        vocab_size=model.config.vocab_size,
-        draft_vocab_size=model.config.vocab_size,
-    )
+    config = head_config_of(model.config, Arch.EAGLE1, draft_vocab=model.config.vocab_size)
+    config = replace(config, num_kv_heads=config.num_heads)
     embedding = model.get_input_embeddings().weight.detach()
     return Eagle1Head(config, embedding, model.lm_head.weight.detach())

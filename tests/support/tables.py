@@ -1,8 +1,9 @@
 """Tiny models as tables of distributions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -16,24 +17,31 @@ from eaglegbv.eval.audit_exact import (
 )
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import (
+    Number,
+    Prefix,
+    Probs,
+    ProbsAt,
+    exact_tail_probs,
+    inverse_cdf,
+    most_likely,
+    share,
+    support,
+)
 from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Shape,
     deviation,
-    draft,
-    stateless,
     states_by_step,
 )
-from eaglegbv.verifiers.proof.tree import Stop, Verify, never
+from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
+from eaglegbv.verifiers.proof.tree import Stop, never
+from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
-
-__all__ = ["KINDS", "PAIRS", "Model", "Shape", "as_probs", "constant", "draft", "problem"]
+from eaglegbv.verifiers.transport import ranked
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 Draw: TypeAlias = Callable[[np.random.Generator, int], Pair]
-
-KINDS = ("random", "zeros", "ties", "equal", "disjoint", "one_hot")
 
 
 @dataclass(eq=False)
@@ -62,22 +70,6 @@ class Model:
             q = self.tilt * p + (1 - self.tilt) * q
             self.cache[prefix] = (as_probs(p), as_probs(q))
         return self.cache[prefix]
-
-
-def logits(noise: float) -> Draw:
-    """A language model in small: normal logits, and the drafter's are off by ``noise``."""
-
-    def pair(rng: np.random.Generator, vocab: int) -> Pair:
-        z = rng.normal(size=vocab)
-        return np.exp(z), np.exp(z + noise * rng.normal(size=vocab))
-
-    return pair
-
-
-def _mixed(rng: np.random.Generator, vocab: int) -> Pair:
-    """The drafter is half right: q is p mixed with noise."""
-    p, q = _random(rng, vocab)
-    return p, (p + q) / 2
 
 
 def both(weights: Callable[[np.random.Generator, int], np.ndarray]) -> Draw:
@@ -112,11 +104,8 @@ PAIRS = {
     "equal": _equal,
     "disjoint": _disjoint,
     "one_hot": _one_hot,
-    "good": logits(0.5),
-    "middling": logits(1.0),
-    "weak": logits(2.0),
-    "mixed": _mixed,
 }
+KINDS = tuple(PAIRS)
 
 
 def problem(
@@ -143,15 +132,10 @@ class GeneratorChooser:
         return inverse_cdf(weights, self.generator.random())
 
 
-def output_probs(verify: Verify, problem: Problem) -> dict[Prefix, Number]:
-    """Return the exact distribution of the tokens that one step commits."""
-    states = iterate(stateless(verify), [problem], problem.shape.length + 1)
-    return {state.context: mass for state, mass in states.items()}
-
-
-def acceptance_length(probs: Mapping[Prefix, Number]) -> Number:
-    """Return E[tau] of an output distribution: committed tokens less one."""
-    return sum(mass * (len(tokens) - 1) for tokens, mass in probs.items())
+def accepted_length(name: str, problem: Problem) -> Number:
+    """Return E[tau] of a rule's reference: the tokens that a step commits, less one."""
+    states = iterate(REFERENCES[name], [problem], problem.shape.length + 1)
+    return sum(mass * (len(state.context) - 1) for state, mass in states.items())
 
 
 def max_error(verify: VerifyWithState, problems: Sequence[Problem], total: int) -> float:
@@ -164,3 +148,75 @@ def iterate(
 ) -> dict[ModifiedTarget, Number]:
     """Return the exact distribution of the state after one step for each of ``problems``."""
     return list(states_by_step(verify, problems, total))[-1]
+
+
+def prefixes(p: ProbsAt, q: ProbsAt, length: int):
+    """Joint (p, q) of every prefix of length 1 ... ``length``."""
+    todo: list[tuple[Prefix, Number, Number]] = [((), 1, 1)]
+    while todo:
+        prefix, joint_p, joint_q = todo.pop()
+        for x, (px, qx) in enumerate(zip(p(prefix), q(prefix), strict=True)):
+            below = ((*prefix, x), joint_p * px, joint_q * qx)
+            yield below[1:]
+            if len(below[0]) < length:
+                todo.append(below)
+
+
+def ideal_length(p: ProbsAt, q: ProbsAt, length: int) -> Number:
+    """What one path can reach within one step: the sum of min(p, q) over prefixes."""
+    return sum(min(a, b) for a, b in prefixes(p, q, length))
+
+
+def optimal_acceptance(p: Probs, q: Probs, inside: Callable[[Sequence[int]], Number]) -> Number:
+    """Return alpha* = 1 + min_H [P(H) - Q(H)], Q(H) = Pr(all drafts lie in H) = ``inside(H)``.
+
+    The minimum is reached on a prefix of the tokens by q/p descending (Hu et al., ICLR 2025).
+    """
+    order = ranked(p, q)
+    least: Number = 0
+    for size in range(1, len(order) + 1):
+        H = order[:size]
+        least = min(least, sum(p[x] for x in H) - inside(H))
+    return 1 + least
+
+
+def alpha_iid(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return alpha* for independent drafts."""
+    return optimal_acceptance(p, q, lambda H: sum(q[x] for x in H) ** drafts)
+
+
+def alpha_wor(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return alpha* for drafts without replacement (all of the support where it is smaller)."""
+    count = min(drafts, len(support(q)))
+    return optimal_acceptance(p, q, lambda H: inside_wor(q, H, count))
+
+
+def alpha_greedy(p: Probs, q: Probs, drafts: int) -> Number:
+    """Return the acceptance of the top n - 1 tokens with one drawn from the rest of q."""
+    kept = most_likely(q, drafts - 1)
+    covered = sum(p[x] for x in kept)
+    if len(kept) == len(support(q)):
+        return covered
+    r = exact_tail_probs(q, kept)
+    return covered + sum(min(p[x], r[x]) for x in range(len(p)) if x not in kept)
+
+
+def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
+    """Return the probability that all of ``drafts`` draws without replacement lie in H.
+
+    Successive sampling: the sum over ordered tuples in H of prod q_j / (1 - earlier).
+    """
+    total: Number = 0
+    for drawn in permutations(H, drafts):
+        mass: Number = 1
+        left = sum(q)
+        for x in drawn:
+            mass *= share(q[x], left)
+            left -= q[x]
+        total += mass
+    return total
+
+
+def lp_acceptance(p: Probs, sets: DraftSets) -> float:
+    """Return the value of :func:`transport_plan`: the optimal acceptance of one node."""
+    return sum(transport_plan(p, sets).values())

@@ -20,9 +20,9 @@ from eaglegbv.drafters.eagle_model import (
     Eagle1Head,
     Eagle3Head,
     EagleHead,
-    EagleHeadConfig,
     default_feature_layers,
 )
+from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.engine import Engine
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FeatureSpec
@@ -137,7 +137,7 @@ def tiny_engine(
         compile_backend=models_by,
     )
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
-    head = _head(target, vocab, arch, head_dim, read).to(dtype).to(device)
+    head = _head(target, model, arch).to(dtype).to(device)
     drafter = EagleDrafter(
         head,
         attention(pool),
@@ -165,21 +165,8 @@ def _model_copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy.eval()
 
 
-def _head(
-    target: HFTarget, vocab: int, arch: Arch, head_dim: int, read: tuple[int, ...]
-) -> EagleHead:
-    config = EagleHeadConfig(
-        arch=arch,
-        hidden_size=WIDTH,
-        target_hidden_size=WIDTH,
-        intermediate_size=48,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        draft_vocab_size=vocab,
-        feature_layers=() if arch is Arch.EAGLE1 else read,
-    )
+def _head(target: HFTarget, model: LlamaForCausalLM, arch: Arch) -> EagleHead:
+    config = head_config_of(model.config, arch, draft_vocab=model.config.vocab_size)
     if arch is Arch.EAGLE1:
         return Eagle1Head(config, target.input_embeddings, target.output_embeddings).eval()
     head = Eagle3Head(config, target.input_embeddings)

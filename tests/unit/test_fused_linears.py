@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.packing import needs_packing
+from support.compilers import needs_packing
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
 

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.batched_trees import Numbered, Request, build_batch
+from support.batched_trees import build_batch
+from support.grown_trees import prefixes
 
 from eaglegbv.tree import DraftSampling, TargetProbs
+from eaglegbv.verifiers.proof.tree import ReferenceTree
 
 # Draft trees against their definition, on random tries.
 
@@ -25,9 +27,9 @@ def tree_of(batch):
     def flat(prefix):
         return (1 / 3,) * 3
 
-    requests = [Request(tuple(paths), flat, flat) for paths in batch]
-    built = build_batch(DraftSampling.IID, requests, 3, np.random.default_rng(0))
-    return built.tree, [Numbered(request).prefixes for request in requests]
+    trees = [ReferenceTree(DraftSampling.IID, tuple(paths), flat, flat) for paths in batch]
+    built = build_batch(trees, 3, np.random.default_rng(0)).tree
+    return built, [prefixes(built, b) for b in range(len(batch))]
 
 
 @given(batch=BATCHES)
@@ -35,10 +37,10 @@ def test_multiplicity_counts_the_paths_through_each_node(batch):
     tree, tries = tree_of(batch)
     multiplicity = tree.multiplicity()
     assert multiplicity.dtype == torch.int64
-    for b, (paths, prefixes) in enumerate(zip(batch, tries, strict=True)):
+    for b, (paths, own) in enumerate(zip(batch, tries, strict=True)):
         through = Counter(path[:d] for path in paths for d in range(1, len(path) + 1))
-        expected = [tree.paths, *(through[prefix] for prefix in prefixes[1:])]
-        padding = [0] * (tree.nodes - len(prefixes))
+        expected = [tree.paths, *(through[prefix] for prefix in own[1:])]
+        padding = [0] * (tree.nodes - len(own))
         assert multiplicity[b].tolist() == expected + padding
 
 
@@ -48,14 +50,14 @@ def test_the_ancestor_mask_says_whose_prefix_is_whose(batch):
     mask = tree.ancestor_mask()
     assert mask.dtype == torch.bool
     assert mask.shape == (tree.batch, tree.nodes, tree.nodes)
-    for b, prefixes in enumerate(tries):
-        for i, node in enumerate(prefixes):
-            expected = [node[: len(other)] == other for other in prefixes]
-            assert mask[b, i, : len(prefixes)].tolist() == expected
+    for b, own in enumerate(tries):
+        for i, node in enumerate(own):
+            expected = [node[: len(other)] == other for other in own]
+            assert mask[b, i, : len(own)].tolist() == expected
         # No real node sees padding; a padding node sees the root and itself, so that a softmax
         # over what it sees is no division by zero.
-        assert not mask[b, : len(prefixes), len(prefixes) :].any()
-        for i in range(len(prefixes), tree.nodes):
+        assert not mask[b, : len(own), len(own) :].any()
+        for i in range(len(own), tree.nodes):
             assert mask[b, i].nonzero().flatten().tolist() == [0, i]
 
 

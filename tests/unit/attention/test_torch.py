@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.ragged_batches import SHUFFLED, SLOTS, Sizes, new_rows, pools, tree_segment
+from support.ragged_batches import BATCHES as RAGGED
+from support.ragged_batches import (
+    PARENTS,
+    SHUFFLED,
+    SLOTS,
+    Sizes,
+    new_rows,
+    pools,
+    tree,
+    tree_segment,
+)
 from torch import Tensor
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
@@ -65,20 +75,17 @@ def prompt(slots: Tensor, context: int, count: int) -> Segment:
     return Segment.causal(tokens, slots[:context], slots[context : context + count])
 
 
-BUSHY = [0, 0, 0, 1, 1, 2, 3]
 SEQUENTIAL = torch.arange(SLOTS)
 PERMUTED = torch.cat((torch.randperm(40, generator=torch.Generator().manual_seed(1)), SEQUENTIAL))
 
-BATCHES = {
+BATCHES = RAGGED | {
     "prefill, slots in order": [prompt(SEQUENTIAL + 3, 0, 9)],
     "prefill, a permuted range": [prompt(PERMUTED, 0, 40)],
     "prefill, scattered": [prompt(SHUFFLED, 0, 9)],
     "chunked prefill": [prompt(SEQUENTIAL, 6, 5)],
     "one token, scattered": [prompt(SHUFFLED, 9, 1)],
-    "tree, a range": [tree_segment(PERMUTED, 33, BUSHY)],
-    "tree, scattered": [tree_segment(SHUFFLED, 12, BUSHY)],
+    "tree, a range": [tree_segment(PERMUTED, 33, PARENTS)],
     "a tree of many nodes": [tree_segment(SHUFFLED, 12, [0, *range(20), *range(9)])],
-    "a tree's second level": [tree_segment(SHUFFLED, 12, BUSHY, old=3)],
     "draft extension behind pending tokens": [
         Segment(
             token_ids=torch.zeros(2, dtype=torch.int64),
@@ -88,17 +95,11 @@ BATCHES = {
             tree_positions=torch.tensor([5, 6, 7, 8]),
         )
     ],
-    "equal trees": [tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 12, BUSHY)],
-    "decoding of three": [prompt(SHUFFLED[i * 40 :], 5 * i + 3, 1) for i in range(3)],
-    "ragged trees": [
-        tree_segment(SHUFFLED, 12, BUSHY),
-        tree_segment(SHUFFLED[60:], 2, [0]),
-        tree_segment(SHUFFLED[90:], 20, [0, 0, 1], old=1),
-    ],
+    "equal trees": [tree(0, 12, 7), tree(60, 12, 7)],
     "trees beside a prompt": [
-        tree_segment(SHUFFLED, 3, [0, 0]),
+        tree(0, 3, 2),
         prompt(SHUFFLED[30:], 0, 60),
-        tree_segment(SHUFFLED[160:], 4, [0, 0, 0]),
+        tree(160, 4, 3),
         prompt(SHUFFLED[200:], 9, 1),
     ],
 }
@@ -139,7 +140,7 @@ def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> 
 
 def test_a_broken_request_stays_alone() -> None:
     pool = pools(sizes=SIZES)[0]
-    broken, sound = tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 30, [0, 0])
+    broken, sound = tree(0, 12, 7), tree(60, 30, 2)
     pool.keys[0, broken.context_slots] = torch.nan
     pool.values[0, broken.context_slots] = torch.nan
     batch = pack([broken, sound])

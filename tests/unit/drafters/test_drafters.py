@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.drafting import VOCAB, Pair, Session, random_pair
-from support.grown_trees import Prefix, ProbsAt, assert_grown, prefixes
-from support.token_drafting import (
+from support.drafting import (
+    VOCAB,
+    Pair,
+    Session,
     TokenSession,
     advance,
     full_probs,
     inner_nodes,
     random_llama,
+    random_pair,
     random_table,
     text_of,
 )
-from support.tree_check import check_tree
+from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, plain, prefixes
 from torch import Tensor
 
 from eaglegbv.config import Plan
@@ -187,19 +189,13 @@ def test_drawn_trees_carry_the_plain_distributions_over_several_commits(
 
 def best_first_prefixes(subject: Subject, text: Sequence[int], plan: Plan) -> set[Prefix]:
     """EAGLE-2's tree by its definition, from the plain distributions."""
-    scores: dict[Prefix, float] = {(): 0.0}
-    expanded: list[Prefix] = [()]
-    for _ in range(plan.depth):
-        children = {}
-        for prefix in expanded:
-            log_probs = subject.scores(text, prefix)
-            for index in np.argsort(-log_probs)[: plan.paths]:
-                children[(*prefix, int(subject.ids[index]))] = scores[prefix] + log_probs[index]
-        scores |= children
-        expanded = sorted(children, key=children.__getitem__, reverse=True)[: plan.paths]
-    del scores[()]
-    best = sorted(scores, key=scores.__getitem__, reverse=True)
-    return {(), *best[: plan.paths * plan.depth]}
+
+    def at(prefix: Prefix) -> tuple[list[int], list[float]]:
+        scores = subject.scores(text, prefix)
+        best = np.argsort(-scores)[: plan.fixed_beam]
+        return subject.ids[best].tolist(), scores[best].tolist()
+
+    return {*plain(plan, DraftSampling.FIXED, at, np.zeros((plan.paths, plan.depth))).nodes}
 
 
 def test_fixed_trees_are_the_best_nodes_over_several_commits(subject) -> None:
@@ -327,9 +323,7 @@ def step(session: TokenSession, request: Request, accepted: int) -> DraftSnapsho
     """Draft, remember, and commit the first nodes of the first path and a token more."""
     tree = session.draft([request], DraftSampling.IID)
     snapshot = session.drafter.snapshot(request)
-    nodes = tree.path_nodes[0, 0, :accepted].tolist()
-    correction = (7 * request.step + 3) % VOCAB
-    session.commit(request, [*tree.token_ids[0, nodes].tolist(), correction], nodes)
+    advance(session, request, tree, 0, accepted, VOCAB)
     session.drafter.catch_up([request])
     return snapshot
 

@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from support.drafting import HEAD_DIM, KV_HEADS, Pair, causal, random_pair
 from support.published_heads import LLAMA3_ROPE
-from support.small_heads import config_of, make_head
 from torch import Tensor
 from torch._dynamo.config import patch
 from transformers import LlamaConfig
@@ -16,8 +16,41 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
-from eaglegbv.drafters.eagle_model import Arch, EagleHead, HeadForward
+from eaglegbv.drafters.eagle_model import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHead,
+    EagleHeadConfig,
+    HeadForward,
+)
+from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import DrafterMismatch
+
+
+def config_of(arch: Arch, **changes: object) -> EagleHeadConfig:
+    eagle3 = arch is Arch.EAGLE3
+    target = LlamaConfig(
+        vocab_size=30, hidden_size=24, intermediate_size=40, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    config = head_config_of(target, arch, draft_vocab=12 if eagle3 else 30)
+    return replace(config, **({"feature_layers": (2, 4, 5)} if eagle3 else {}) | changes)
+
+
+def make_head(config: EagleHeadConfig) -> EagleHead:
+    """Return a head with random weights, norms too, in float64."""
+    torch.manual_seed(0)
+    embedding = torch.randn(config.vocab_size, config.hidden_size)
+    head: EagleHead
+    if config.arch is Arch.EAGLE1:
+        head = Eagle1Head(config, embedding, torch.randn_like(embedding))
+    else:
+        ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
+        head = Eagle3Head(config, embedding, ids)
+    for parameter in head.parameters():  # norms start at one, which would hide a missing one
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return head.double().requires_grad_(False)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:

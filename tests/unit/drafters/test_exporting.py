@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.published_heads import HIDDEN, INPUTS, OUTPUTS, PUBLISHED, TARGETS, VOCAB
+from support.published_heads import HIDDEN, INPUTS, OUTPUTS, PUBLISHED, TABLE, TARGETS
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
@@ -14,7 +14,6 @@ from eaglegbv.drafters.formats.read import FORMATS, FormatName
 from eaglegbv.drafters.formats.write import check_holds
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 
-TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
 TARGET = TARGETS["llama"]()
 TARGET.name_or_path, TARGET.architectures = "some/target", ["LlamaForCausalLM"]
 FOR_TARGET = TARGET, lambda: TABLE

@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.grown_trees import paths_of
-from support.token_drafting import TokenSession
-from support.tree_check import check_tree
+from support.drafting import TokenSession
+from support.grown_trees import check_tree, paths_of
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.ngram import LONGEST_MATCH, NgramDrafter

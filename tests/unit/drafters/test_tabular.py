@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.token_drafting import TokenSession
+from support.drafting import TokenSession
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter

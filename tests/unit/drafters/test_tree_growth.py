@@ -1,7 +1,5 @@
-"""Trees grown in tensors are those of the definitions, and follow their distributions."""
+"""Trees grown in tensors are those of the definitions, drawn as the verifiers' references draw."""
 
-import itertools
-from collections import Counter
 from functools import cache
 from itertools import product
 
@@ -12,20 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batched_trees import forks
 from support.compilers import needs_compiler
-from support.g_test import g_test
-from support.grown_trees import Prefix, ProbsAt, assert_grown, grown, paths_of, prefixes
+from support.drafting import TokenSession, random_table
+from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, grown
 from support.tape import Tape
-from support.token_drafting import TokenSession, random_table
-from support.tree_check import check_tree
 from torch._dynamo.config import patch
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth, compiled_draw_paths, given_trees
-from eaglegbv.rng import Purpose, RequestRng
+from eaglegbv.drafters.tree_growth import (
+    DraftProbs,
+    TreeGrowth,
+    compiled_draw_paths,
+    draft_numbers,
+    draft_params,
+    draft_probs,
+    given_trees,
+    log_probs,
+    pick_places,
+    support,
+)
+from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
 from eaglegbv.tree import DraftSampling, DraftTree
-from eaglegbv.verifiers.proof.chooser import exact_probs
-from eaglegbv.verifiers.proof.tree import draft_iid, draft_tree, draw_greedy, draw_hub, draw_wor
 
 VOCAB = 9
 IID, WOR, GREEDY, HUB, FIXED = DraftSampling
@@ -135,100 +140,6 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
             assert torch.equal(recorded.tensors[name], theirs)
 
 
-# --- drawn trees follow their distributions
-def table(seed: int, vocab: int = 5):
-    """A distribution of its own at every prefix, with zeros."""
-    known = {}
-
-    def q(prefix: Prefix) -> tuple[float, ...]:
-        if prefix not in known:
-            rng = np.random.default_rng([seed, len(prefix), *prefix])
-            weights = rng.dirichlet(np.ones(vocab))
-            weights[rng.permutation(vocab)[:2]] = 0
-            known[prefix] = tuple((weights / weights.sum()).tolist())
-        return known[prefix]
-
-    return q
-
-
-def listed(q, order) -> ProbsAt:
-    """The distributions ``q``, their tokens in some order."""
-    return cache(lambda prefix: (order, [q(prefix)[token] for token in order]))
-
-
-FORKED = {WOR: draw_wor, GREEDY: draw_greedy}
-
-
-def reference(draft_sampling, q, paths, length, chooser):
-    """Draw the paths of one tree, by the definition of its sampling."""
-    if draft_sampling is IID:
-        return draft_iid(q, paths, length, chooser)
-    if draft_sampling is HUB:
-        return pairs_below_the_best(q, paths // 2, length, chooser)
-    return draft_tree(FORKED[draft_sampling], q, (paths, *[1] * (length - 1)), chooser)
-
-
-def pairs_below_the_best(q, beam, length, chooser):
-    paths, level, indices = [()], {(): 1.0}, itertools.count()
-    for _ in range(length):
-        best = sorted(level, key=level.__getitem__, reverse=True)[:beam]
-        # Numbers are used from left to right.
-        pairs = {p: draw_hub(q(p), 2, chooser, indices) for p in paths if p in best}
-        paths = [(*p, *x) for p in paths for x in ([(t,) for t in pairs.get(p, ())] or [()])]
-        level = {(*p, x): level[p] * q(p)[x] for p in pairs for x in pairs[p]}
-    return tuple(paths)
-
-
-# One draws more than a distribution's support holds.
-CASES = [(IID, 2, 2), (WOR, 2, 2), (WOR, 4, 1), (GREEDY, 3, 2), (HUB, 2, 3), (HUB, 4, 2)]
-
-
-def sharper(q, power: float):
-    """A draft temperature of 1 / power in place of 1."""
-
-    def at(prefix: Prefix) -> tuple[float, ...]:
-        weights = np.array(q(prefix)) ** power
-        return tuple((weights / weights.sum()).tolist())
-
-    return at
-
-
-@pytest.mark.parametrize("planted", [False, True])
-@pytest.mark.parametrize(("draft_sampling", "paths", "length"), CASES)
-def test_trees_follow_their_distribution(draft_sampling, paths, length, planted) -> None:
-    # Seeds are fixed; a right tree fails once in ten thousand choices of them. Power at level 1e-4
-    # against a distribution at total variation 0.04: 0.9 or more, asserted with some room.
-    q, trees = table(3), 12_000
-    exact = exact_probs(lambda chooser: reference(draft_sampling, q, paths, length, chooser))
-    cells = {drawn: cell for cell, drawn in enumerate(exact)}
-    uniforms = RequestRng(5).draw(0, Purpose.DRAFT, trees * paths * length)
-    order = np.random.default_rng(0).permutation(5).tolist()
-    at = listed(sharper(q, 1.3) if planted else q, order)
-    plan = Plan(paths=paths, depth=length, draft_sampling=draft_sampling)
-    tree = grown(plan, draft_sampling, [at] * trees, uniforms.reshape(trees, paths, length))
-    observed = [cells[tuple(paths_of(tree, b))] for b in range(trees)]
-    result = g_test(observed, np.array(list(exact.values()), dtype=float))
-    assert result.power > 0.85, result
-    assert (result.p_value < 1e-4) == planted, result
-
-
-def test_tied_tokens_are_ranked_by_their_id_and_siblings_stand_in_the_order_drawn() -> None:
-    # The verifiers find the tokens that were not drawn by this very order.
-    pairs: Counter[tuple[Prefix, ...]] = Counter()
-    for seed in range(30):
-        rng = np.random.default_rng(seed)
-        at = [listed(lambda prefix: (0.1, 0.3, 0.0, 0.3, 0.3), rng.permutation(5).tolist())]
-        plan = Plan(paths=3, depth=1)
-        first, second, third = paths_of(grown(plan, GREEDY, at, rng.random((1, 3, 1))), 0)
-        assert (first, second) == ((1,), (3,))
-        assert third in {(0,), (4,)}
-        pair = paths_of(grown(plan, HUB, at, rng.random((1, 3, 1))), 0)
-        assert (1,) in pair
-        pairs[tuple(pair)] += 1
-    # Drawn first or second, the hub keeps its place: the two orders mean different things.
-    assert {pair.index((1,)) for pair in pairs} == {0, 1}
-
-
 # --- fixed trees
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
     batch = given_trees([([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])],
@@ -244,11 +155,6 @@ def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> 
 
 
 # --- batches of requests on the host, where rows that have ended are not run
-def in_session(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
-    table = Table.of_logits(random_table(7, seed=seed, scale=scale))
-    return TokenSession(TabularDrafter(table)), table
-
-
 @given(
     draft_sampling=st.sampled_from(sorted(DraftSampling)),
     floor=st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.5, 1.0]),
@@ -257,41 +163,124 @@ def in_session(seed: int = 0, scale: float = 1.5) -> tuple[TokenSession, Table]:
 )
 @settings(deadline=None)
 def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shape) -> None:
+    """And each tree is what plain growth makes of its request alone."""
     fixed = draft_sampling is FIXED
     depth = max(map(len, shape)) if fixed and shape else 5
     plan = Plan(
         paths=4, depth=depth, draft_width=7, min_confidence=floor, shape=shape if fixed else ()
     )
-    session, table = in_session(seed, scale=3.0)
+    table = Table.of_logits(random_table(7, seed=seed, scale=3.0))
+    session = TokenSession(TabularDrafter(table))
     starts = [session.start([1], first, plan, seed=first) for first in range(7)]
-    together = session.draft(starts, draft_sampling)
-    check_tree(together)
-    assert together.nodes == max(together.num_nodes)
-    assert together.length == plan.depth
-    for b, request in enumerate(starts):
-        alone = session.draft([request], draft_sampling)
-        count = int(alone.num_nodes[0])
-        for name, own in alone.tensors.items():
-            kept = slice(count) if own.dim() > 1 and "path" not in name else ...
-            assert torch.equal(together.tensors[name][b][kept], own[0]), name
-        for prefix in inner_prefixes(alone):
-            assert confidence(table, prefix, b) >= floor * (1 - 1e-9)
-        if draft_sampling in SAMPLED[:1] + SAMPLED[2:]:  # of hub trees, only some go on
-            for prefix in prefixes(alone, 0):
-                sure = confidence(table, prefix, b) >= floor * (1 + 1e-9)
-                assert not sure or len(prefix) == depth or prefix in inner_prefixes(alone)
+
+    @cache
+    def after(token: int) -> tuple[list[int], list[float]]:
+        logits, ids = table.logits([token]), torch.arange(7)
+        if fixed:
+            width = support(plan, draft_sampling, 7)
+            found = log_probs(logits, width=width, draft_to_target=ids)
+        else:
+            plainly = WarpSettings.of([SamplingParams()], [1])
+            found = draft_probs(logits, plainly, width=7, draft_to_target=ids)
+        return found.ids[0].tolist(), found.probs[0].tolist()
+
+    tree = session.draft(starts, draft_sampling)
+    probs_at = [
+        lambda prefix, root=root: after(prefix[-1] if prefix else root) for root in range(7)
+    ]
+    uniforms = draft_numbers(starts, plan).numpy()
+    assert_grown(tree, plan, draft_sampling, probs_at, uniforms)
+    assert tree.nodes == max(tree.num_nodes)
+    assert tree.length == plan.depth
     if draft_sampling is IID:
         # One less, and a verifier would take a fork's first draft for its only one.
-        assert together.forks == max(forks(together))
+        assert tree.forks == max(forks(tree))
 
 
-def inner_prefixes(tree: DraftTree) -> set[Prefix]:
-    return {prefix[:-1] for prefix in prefixes(tree, 0) if prefix}
+# --- draft probs: the most likely candidates, warped like the target, and what a number selects
+WIDE = 30
+IDENTITY = torch.arange(WIDE)
 
 
-def confidence(table: Table, prefix: Prefix, root: int) -> float:
-    product, last = 1.0, root
-    for token in prefix:
-        product *= float(table.logits([last])[0].double().softmax(0)[token])
-        last = token
-    return product
+def random_logits(rows, seed=0):
+    return 2 * torch.randn((rows, WIDE), generator=torch.Generator().manual_seed(seed))
+
+
+def warping(params, rows):
+    return WarpSettings.of([params], [rows])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=4),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=1.5, top_k=9, top_p=0.9, min_p=0.02),
+    ],
+)
+def test_at_full_width_a_distribution_is_the_warped_distribution_of_the_whole_vocabulary(params):
+    logits = random_logits(8)
+    dists = draft_probs(logits, warping(params, 8), width=WIDE, draft_to_target=IDENTITY)
+    whole = warp(logits, warping(params, 8)).double().softmax(1)
+    got = torch.zeros_like(whole).scatter(1, dists.ids, dists.probs)
+    # The same numbers summed in another order: float64.
+    torch.testing.assert_close(got, whole, atol=1e-14, rtol=0)
+
+
+def test_broken_logits_break_their_own_distribution_visibly():
+    logits = random_logits(3)
+    logits[1, 4] = torch.nan
+    dists = draft_probs(logits, warping(SamplingParams(), 3), width=8, draft_to_target=IDENTITY)
+    assert dists.probs.isnan().any(1).tolist() == [False, True, False]
+    assert 0 <= pick_index(dists.probs[1], 0.5) < 8  # and the tree can still be built
+
+
+def test_log_distributions_are_untempered_log_probabilities_best_first():
+    logits = random_logits(5)
+    best = log_probs(logits, width=4, draft_to_target=IDENTITY)
+    expected = logits.double().log_softmax(1).sort(1, descending=True)
+    assert torch.equal(best.ids, expected.indices[:, :4])
+    assert best.probs.dtype == torch.float64
+    torch.testing.assert_close(best.probs, expected.values[:, :4], atol=2e-6, rtol=0)  # float32
+
+
+# --- what a number selects
+
+
+def pick_index(probs, uniform: float) -> int:
+    number = torch.tensor(uniform, dtype=torch.float64)
+    return int(pick_places(torch.as_tensor(probs), number))
+
+
+@given(
+    weights=st.lists(
+        st.sampled_from([0.0, 1e-300, 1e-20, 1e-3, 0.1, 1 / 3, 1.0]), min_size=1
+    ).filter(any),
+    uniform=st.floats(0, 1, exclude_max=True),
+)
+def test_whatever_the_rounding_a_possible_token_is_selected(weights, uniform):
+    probs = np.array(weights) / np.sum(weights)
+    choice = pick_index(probs, uniform)
+    assert probs[choice] > 0
+    # The interval of the choice holds the number, up to the rounding of a sum of at most 1.
+    end = probs[: choice + 1].sum()
+    slack = 1e-14
+    assert end - probs[choice] - slack <= uniform * probs.sum() <= end + slack
+
+
+@pytest.mark.parametrize(
+    ("temperature", "multiple", "drafted"),
+    [
+        (0.8, 0.5, 0.4),
+        (COLDEST, 0.05, COLDEST),
+        (HOTTEST, 20.0, HOTTEST),
+        (COLDEST, 2, 2 * COLDEST),
+    ],
+)
+def test_a_draft_temperature_keeps_to_the_limits(temperature, multiple, drafted) -> None:
+    params = SamplingParams(temperature=temperature, top_k=5)
+    found = draft_params(params, Plan(paths=2, draft_temperature=multiple))
+    assert (found.temperature, found.top_k) == (drafted, 5)

@@ -71,7 +71,7 @@ def test_the_solvers_paper_end_to_end(site: Site) -> None:
     }
     assert [line[-1] for line in within.rows if line[1] == "lp"] == ["82%"]
     speeds = [f.statement for f in report.findings if "nodes a second" in f.statement]
-    assert sum(one.startswith("exact") for one in speeds) == 2 * 4
+    assert sum(one.startswith("exact") for one in speeds) == 2 * 3
 
 
 def test_a_node_too_large_for_a_solver_leaves_its_cell_empty(

@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from support.grown_trees import Candidates, Prefix, grown
+from support.grown_trees import Candidates, Prefix, check_tree, grown
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
 from support.tabular_target import TabularTarget
-from support.tree_check import check_tree
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import TabularDrafter

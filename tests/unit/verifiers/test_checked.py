@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import build_batch, forks, outcomes, random_requests
+from support.batched_trees import forks, outcomes, random_batch
 from support.compilers import needs_compiler
 from torch._dynamo.config import patch
 
@@ -41,17 +41,14 @@ def case(
     length: int,
     requests: int = 1,
     draft_sampling: DraftSampling = DraftSampling.IID,
-    vocab: int = VOCAB,
 ) -> Case:
     """Return what an engine would hand over for trees that a host drafted."""
     rng = np.random.default_rng(seed)
-    drawn = random_requests(draft_sampling, rng, requests, paths=paths, length=length, vocab=vocab)
-    room = paths if draft_sampling is DraftSampling.IID else None  # others' paths are their leaves
-    batch = build_batch(draft_sampling, drawn, vocab, rng, paths=room, length=length)
+    batch = random_batch(draft_sampling, rng, requests, paths=paths, length=length, vocab=VOCAB)
     tree = replace(batch.tree, forks=max(forks(batch.tree)))
     target = TargetProbs.of_logits(batch.target.logits.float(), batch.target.rows)
     streams = [RequestRng(seed + b) for b in range(requests)]
-    numbers = VerifyUniforms.draw(streams, [seed] * requests, paths=tree.paths, length=length)
+    numbers = VerifyUniforms.draw(streams, [seed] * requests, paths=tree.paths, length=tree.length)
     return tree, target, numbers
 
 

@@ -1,12 +1,11 @@
 """The exact transport: it attains the optimum, and the batched one is the readable one's."""
 
-import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from support.tables import KINDS, PAIRS, as_probs
+from support.tables import KINDS, PAIRS, Model, alpha_iid, as_probs
 
 from eaglegbv.verifiers.proof.chooser import Probs, exact_probs, support
 from eaglegbv.verifiers.proof.tree import draft_iid
@@ -20,28 +19,15 @@ from eaglegbv.verifiers.transport import (
 )
 
 
-def pair(kind: str, vocab: int, seed: int) -> tuple[Probs, Probs]:
-    p, q = PAIRS[kind](np.random.default_rng([seed, vocab]), vocab)
-    return as_probs(p), as_probs(q)
-
-
-def exact_pair(vocab: int, seed: int, total: int = 12) -> tuple[Probs, Probs]:
+def exact_pair(vocab: int, seed: int) -> tuple[Probs, Probs]:
     """Twelfths: zeros and ties abound, and everything is exact."""
     rng = np.random.default_rng([seed, vocab])
 
     def dist() -> Probs:
-        counts = np.bincount(rng.integers(vocab, size=total), minlength=vocab)
-        return tuple(Fraction(int(c), total) for c in counts)
+        counts = np.bincount(rng.integers(vocab, size=12), minlength=vocab)
+        return tuple(Fraction(int(c), 12) for c in counts)
 
     return dist(), dist()
-
-
-def optimal_acceptance(p: Probs, q: Probs, n: int) -> float | Fraction:
-    """1 + min over all token sets H of p(H) - q(H)^n, by brute force."""
-    subsets = itertools.chain.from_iterable(
-        itertools.combinations(range(len(p)), size) for size in range(len(p) + 1)
-    )
-    return 1 + min(sum(p[x] for x in H) - sum(q[x] for x in H) ** n for H in subsets)
 
 
 def selected(p: Probs, q: Probs, n: int):
@@ -60,12 +46,13 @@ def selected(p: Probs, q: Probs, n: int):
 @pytest.mark.parametrize("kind", KINDS)
 def test_b_is_a_distribution_that_attains_the_optimum(kind: str, n: int) -> None:
     for seed in range(5):
-        p, q = pair(kind, 5, seed)
+        model = Model(5, kind, seed)
+        p, q = model.p(()), model.q(())
         node = exact_transport(p, q, n)
         assert min(node.probs) >= 0
         assert sum(node.probs) == pytest.approx(1, abs=1e-14)
         assert all(node.probs[x] == 0 for x in range(5) if q[x] == 0)
-        assert node.acceptance(p) == pytest.approx(optimal_acceptance(p, q, n), abs=1e-14)
+        assert node.acceptance(p) == pytest.approx(alpha_iid(p, q, n), abs=1e-14)
 
 
 @pytest.mark.parametrize(("vocab", "n", "seeds"), [(4, 2, 10), (3, 3, 10)])

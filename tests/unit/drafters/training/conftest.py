@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.tiny_models import random_llama
 from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
 from eaglegbv.drafters.training.target import train_tokenizer
 
+TOKENS = ("bos", "eos", "pad")
 ANIMALS = ("cat", "dog", "bird", "fish", "horse")
 Run = Callable[[list[str]], str]
 
@@ -68,20 +69,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     tokenizer = train_tokenizer(["count the animals 1 2 3"] * 9, vocab_size=280, context=64)
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in TOKENS}
+    sizes = {"num_hidden_layers": 6, "initializer_range": 0.2, "max_position_embeddings": 2048}
+    random_llama(len(tokenizer), seed=0, **sizes, **tokens).save_pretrained(folder)
     return folder
 
 

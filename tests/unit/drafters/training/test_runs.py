@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from support.tiny_models import random_llama
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from eaglegbv.drafters.training.data import Corpus, Document, fill_rows, join_documents, pack
 from eaglegbv.drafters.training.unroll import FrozenTarget, KeptRuns, TargetRun
@@ -17,7 +13,6 @@ from eaglegbv.errors import InvalidArgument
 
 WINDOW = 16
 SIZES = {
-    "vocab_size": 32,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 4,
@@ -26,11 +21,6 @@ SIZES = {
     "initializer_range": 0.3,
     "pad_token_id": 0,
 }
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
 def corpus_of(*lengths: int) -> Corpus:
@@ -55,7 +45,7 @@ def test_rows_hold_every_document_whole() -> None:
 
 @pytest.mark.parametrize("layers", [(), (1, 2, 3)])
 def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...], tmp_path: Path) -> None:
-    target = FrozenTarget(llama(), layers, WINDOW)
+    target = FrozenTarget(random_llama(32, seed=0, **SIZES), layers, WINDOW)
     corpus = corpus_of(9, 6, 12, 3, 16)
     kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
     fresh = target.run(corpus, kept.rows)
@@ -87,14 +77,14 @@ def test_kept_runs_are_runs_of_the_target_rounded(layers: tuple[int, ...], tmp_p
 
 
 def test_kept_runs_of_other_texts_are_refused(tmp_path: Path) -> None:
-    target = FrozenTarget(llama(), (), WINDOW)
+    target = FrozenTarget(random_llama(32, seed=0, **SIZES), (), WINDOW)
     KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)
     with pytest.raises(InvalidArgument, match=r"^keep_runs="):
         KeptRuns.over(target, corpus_of(9, 7), tmp_path, seed=0)
 
 
 def test_rows_shorter_than_the_window(tmp_path: Path) -> None:
-    target = FrozenTarget(llama(), (), window=64)
+    target = FrozenTarget(random_llama(32, seed=0, **SIZES), (), window=64)
     corpus = corpus_of(2)  # its row is filled up with itself, and still ends early
     kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
     run = kept.of(kept.draw(4, seed=0))
@@ -105,7 +95,7 @@ def test_rows_shorter_than_the_window(tmp_path: Path) -> None:
 
 
 def test_logits_that_are_more_than_a_product_are_refused(tmp_path: Path) -> None:
-    scaled = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval()
+    scaled = GraniteForCausalLM(GraniteConfig(vocab_size=32, **SIZES, logits_scaling=8.0)).eval()
     target = FrozenTarget(scaled, (), WINDOW)
     with pytest.raises(InvalidArgument, match=r"^keep_runs=True"):
         KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)

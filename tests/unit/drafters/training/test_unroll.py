@@ -3,13 +3,14 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from support.small_heads import config_of, make_head
+from support.drafting import VOCAB, Pair, random_pair
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.drafters.eagle_model import Arch, EagleHead
+from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.unroll import (
     Anchors,
     Depth,
@@ -26,73 +27,43 @@ from eaglegbv.drafters.training.unroll import (
 WINDOW = 9
 
 
-def make_run(arch: Arch) -> tuple[EagleHead, TargetRun]:
-    config = config_of(arch)
-    head = make_head(config).float()
-    if arch is Arch.EAGLE1:  # its state has no norm: keep it from growing from depth to depth
-        head.fc.weight.mul_(0.4)
+def make_run(arch: Arch) -> tuple[Pair, TargetRun]:
+    """A pair, and its model's run over two texts."""
+    pair = random_pair(arch, draft_vocab=VOCAB if arch is Arch.EAGLE1 else 15)
+    pair.head.draft_to_target = pair.head.draft_to_target.sort().values
     is_response = torch.ones(2, WINDOW, dtype=torch.bool)
     is_response[0, :3] = False
     is_response[1, 7:] = False
+    token_ids = torch.randint(VOCAB, (2, WINDOW), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = pair.model(token_ids, output_hidden_states=True)
     run = TargetRun(
-        token_ids=torch.randint(config.vocab_size, (2, WINDOW)),
+        token_ids=token_ids,
         is_response=is_response,
-        features=torch.randn(2, WINDOW, config.feature_size),
-        final_hidden=torch.randn(2, WINDOW, config.hidden_size),
-        logits=torch.randn(2, WINDOW, config.vocab_size),
+        features=torch.stack([pair.features(text) for text in token_ids.tolist()]),
+        final_hidden=out.hidden_states[-1],
+        logits=out.logits,
     )
-    return head, run
-
-
-class CachedAttention:
-    """Attention of one text drafted step by step: each call appends rows that see all before."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = []
-        for row in range(len(q)):
-            self.keys.append(k[row].repeat_interleave(2, dim=0))
-            self.values.append(v[row].repeat_interleave(2, dim=0))
-            scores = torch.einsum("hd,nhd->hn", q[row], torch.stack(self.keys)) / q.shape[-1] ** 0.5
-            out.append(torch.einsum("hn,nhd->hd", scores.softmax(1), torch.stack(self.values)))
-        return torch.stack(out)
-
-
-def drafted_logits(head: EagleHead, run: TargetRun, text: int, anchor: int, depths: int) -> Tensor:
-    """Draft along a text from one row, as inference does: true rows, then rows on own outputs."""
-    token_ids = run.token_ids[text]
-    attention = CachedAttention()
-    true_rows = torch.arange(anchor + 1)
-    features = head.fuse(run.features[text, : anchor + 1])
-    hidden = head(token_ids[true_rows + 1], features, true_rows, attention)[-1:]
-    logits = [head.logits(hidden)[0]]
-    for depth in range(1, depths):
-        row = torch.tensor([anchor + depth])
-        hidden = head(token_ids[row + 1], hidden, row, attention)
-        logits.append(head.logits(hidden)[0])
-    return torch.stack(logits)
+    return pair, run
 
 
 @pytest.mark.parametrize("arch", list(Arch))
 def test_unroll_equals_drafting_step_by_step(arch: Arch) -> None:
-    head, run = make_run(arch)
+    pair, run = make_run(arch)
     position = torch.tensor([[2, 4], [1, 3]])
     anchors = Anchors(position, torch.ones_like(position, dtype=torch.bool))
-
-    depths = list(unroll(head, run, anchors, 4))
-
-    for text, column in itertools.product(range(2), range(2)):
-        anchor = int(position[text, column])
-        expected = drafted_logits(head, run, text, anchor, 4)
-        found = torch.stack([depth.logits[text, column] for depth in depths])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for d, depth in enumerate(unroll(pair.head, run, anchors, 4)):
+        found = depth.logits.log_softmax(-1)
+        for b, column in itertools.product(range(2), range(2)):
+            root = int(position[b, column]) + 1
+            text = run.token_ids[b].tolist()
+            expected = pair.log_probs(text[: root + 1], text[root + 1 : root + 1 + d])
+            np.testing.assert_allclose(found[b, column], expected, rtol=1e-5, atol=2e-5)
 
 
 def test_targets_are_the_distribution_of_the_drafted_token() -> None:
-    head, run = make_run(Arch.EAGLE3)
+    pair, run = make_run(Arch.EAGLE3)
+    head = pair.head
     anchors = Anchors(torch.tensor([[3], [1]]), torch.ones(2, 1, dtype=torch.bool))
     for d, depth in enumerate(unroll(head, run, anchors, 3)):
         for text, anchor in enumerate((3, 1)):
@@ -107,9 +78,9 @@ def test_targets_are_the_distribution_of_the_drafted_token() -> None:
 
 
 def test_rows_leave_the_unroll_where_the_response_or_the_window_ends() -> None:
-    head, run = make_run(Arch.EAGLE1)
+    pair, run = make_run(Arch.EAGLE1)
     anchors = Anchors(torch.tensor([[5, 6], [3, 4]]), torch.ones(2, 2, dtype=torch.bool))
-    used = [depth.used.tolist() for depth in unroll(head, run, anchors, 3)]
+    used = [depth.used.tolist() for depth in unroll(pair.head, run, anchors, 3)]
     # Text 0 ends with the window at 8, text 1's response at 6: token anchor + 2 + d must be there.
     assert used == [
         [[True, True], [True, True]],

@@ -1,12 +1,15 @@
 """The completed output distribution of every verifier equals the target's, by exact enumeration."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from support.tables import KINDS, Model, Shape, max_error, problem
 
+from eaglegbv.errors import InvalidProbabilities
+from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.chooser import exact_probs
+from eaglegbv.verifiers.proof.chooser import exact_probs, inverse_cdf
 from eaglegbv.verifiers.proof.enumeration import draft, paths_probs, stateless
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
@@ -112,3 +115,45 @@ def test_the_distribution_of_the_drafts_is_that_of_drawing_them(draft_sampling) 
     drawn = exact_probs(lambda c: draft(draft_sampling, model.q, shape, c))
     assert paths_probs(draft_sampling, model.q, shape) == pytest.approx(drawn, abs=1e-15)
     assert sum(drawn.values()) == pytest.approx(1, abs=1e-15)
+
+
+# --- choices: by a number, or all of them
+@pytest.mark.parametrize(
+    ("weights", "u", "chosen"),
+    [
+        ((0.25, 0.75), 0.0, 0),
+        ((0.25, 0.75), 0.2499, 0),
+        ((0.25, 0.75), 0.25, 1),
+        ((0.0, 1.0), 0.0, 1),
+        ((0.5, 0.0, 0.5), 0.5, 2),
+        ((1.0, 0.0), 1.0, 0),  # u rounded up to 1: still no token of probability 0
+        ((0.3, 0.7, 0.0), 1.0, 1),
+        ((2, 6), 0.3, 1),  # weights need not be normalised
+    ],
+)
+def test_inverse_cdf(weights: tuple[float, ...], u: float, chosen: int) -> None:
+    assert inverse_cdf(weights, u) == chosen
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0), (float("nan"), 1.0), (-0.5, 1.5)])
+def test_weights_without_mass_are_refused(weights: tuple[float, ...]) -> None:
+    with pytest.raises(InvalidProbabilities, match="positive sum"):
+        inverse_cdf(weights, 0.5)
+
+
+def test_exact_distribution_walks_every_branch_once() -> None:
+    def run(chooser):
+        if chooser.choose((Fraction(1, 3), 0, Fraction(2, 3)), Purpose.DRAFT, 0) == 0:
+            return "a"
+        return "b" + str(chooser.choose((Fraction(1, 4), Fraction(3, 4)), Purpose.ACCEPTANCE, 0))
+
+    assert exact_probs(run) == {"a": Fraction(1, 3), "b0": Fraction(1, 6), "b1": Fraction(1, 2)}
+
+
+def test_a_number_must_not_decide_twice() -> None:
+    def run(chooser):
+        chooser.choose((0.5, 0.5), Purpose.ACCEPTANCE, 3)
+        return chooser.choose((0.5, 0.5), Purpose.ACCEPTANCE, 3)
+
+    with pytest.raises(IndexError, match="twice"):
+        exact_probs(run)
