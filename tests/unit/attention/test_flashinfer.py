@@ -10,7 +10,7 @@ import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
 from gpu.cuda.runtime import HostRuntime
 from gpu.ptx.lanes import MemoryFault
-from support.plan_stand import StandKernels
+from support.flashinfer_stand import StandKernels
 from support.pretend_device import PretendDevice
 from support.ragged_batches import (
     BATCHES,
