@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -151,19 +150,6 @@ def test_broken_logits_fail_their_own_request_only(
         assert str(request.number) in str(request.error)
     tiny.run([healthy])
     assert healthy.token_ids == expected
-
-
-def test_end_of_sequence_inside_an_accepted_path_ends_the_text(tiny: TinyEngine) -> None:
-    plan, params = Plan(paths=3, depth=4), SamplingParams(max_tokens=30, seed=7)
-    [tokens] = tiny.tokens([PROMPT], params, plan)
-    for stop in set(tokens):
-        own = msgspec.structs.replace(params, stop_token_ids=(stop,))
-        request = tiny.engine.add(PROMPT, own, plan)
-        tiny.run([request])
-        expected = tokens[: tokens.index(stop) + 1]
-        assert request.token_ids == expected
-        assert request.finish_reason is FinishReason.STOP
-        assert request.metrics.committed_tokens == len(expected) - 1
 
 
 def test_metrics_add_up(tiny: TinyEngine) -> None:

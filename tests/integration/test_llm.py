@@ -84,11 +84,8 @@ def test_faults_of_a_call_are_raised(
 
 
 def test_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
-    for limit in (500, None):
-        free = SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True)
-        answer = llm.generate([1] * (CONTEXT - 20), free)
-        assert answer.finish_reason is FinishReason.LENGTH
-        assert len(answer.token_ids) == 20
+    free = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    assert len(llm.generate([1] * (CONTEXT - 20), free).token_ids) == 20
     small = LLM(plan=PLAIN, engine=EngineConfig(kv_slots=64))
     answer = small.generate([1, 2, 3], free)
     assert answer.finish_reason is FinishReason.LENGTH
@@ -98,22 +95,16 @@ def test_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
         small.generate([1, 2, 3], SamplingParams(max_tokens=80))
 
 
-def test_streamed_pieces_make_the_answer(llm: LLM) -> None:
-    expected = llm.generate("stream me", PARAMS)
-    pieces = list(llm.stream("stream me", PARAMS))
-    assert "".join(piece.text for piece in pieces) == expected.text
-    assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
-    assert pieces[-1].completion is not None
-    assert pieces[-1].completion.token_ids == expected.token_ids
-    assert all(piece.completion is None for piece in pieces[:-1])
-
-
 def test_interleaved_streams_lose_nothing(llm: LLM) -> None:
     prompts = ["first", "second", "third"]
     streams = [llm.stream(prompt, PARAMS) for prompt in prompts]
     rounds = itertools.zip_longest(*streams, fillvalue=Delta(text="", token_ids=[]))
-    texts = ["".join(piece.text for piece in pieces) for pieces in zip(*rounds, strict=True)]
-    assert texts == [llm.generate(prompt, PARAMS).text for prompt in prompts]
+    for prompt, pieces in zip(prompts, zip(*rounds, strict=True), strict=True):
+        expected = llm.generate(prompt, PARAMS)
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+        [last] = [piece.completion for piece in pieces if piece.completion is not None]
+        assert last.token_ids == expected.token_ids
 
 
 def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm: LLM) -> None:
@@ -264,6 +255,7 @@ def test_a_stop_token_ends_the_text_and_is_left_out_of_it(llm: LLM) -> None:
     cut = llm.generate("ab", stop)
     assert cut.token_ids == whole.token_ids[: last + 1]
     assert cut.finish_reason is FinishReason.STOP
+    assert cut.metrics.committed_tokens == last
     assert cut.text == llm.tokenizer.decode(whole.token_ids[:last], skip_special_tokens=True)
     assert "".join(piece.text for piece in llm.stream("ab", stop)) == cut.text
 

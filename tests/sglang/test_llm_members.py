@@ -130,28 +130,18 @@ def test_sizes_become_sglangs_arguments(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("asked", "said"),
     [
-        ({"kv_bytes": 2**30}, "kv_bytes=1073741824: expected None with SGLang: .*kv_slots"),
-        ({"check_slots": True}, "check_slots=True: expected False with SGLang"),
-        ({"cuda_graphs": "eager"}, "cuda_graphs='eager': expected 'auto', 'on' or 'off'"),
-    ],
-)
-@pytest.mark.usefixtures("engine")
-def test_sizes_that_sglang_would_ignore_are_refused(sizes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^{said}"):
-        LLM(backend="sglang", engine=EngineConfig(**sizes))
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
+        (EngineConfig(kv_bytes=2**30), "kv_bytes=1073741824: expected None with SGLang: .*kv_slot"),
+        (EngineConfig(check_slots=True), "check_slots=True: expected False with SGLang"),
+        (EngineConfig(cuda_graphs="eager"), "cuda_graphs='eager': expected 'auto', 'on' or 'off'"),
         (Plan(paths=1, depth=4, source=Source.LOOKUP), "source='lookup': expected 'drafter'"),
         (Plan(draft_sampling=DraftSampling.WOR), "draft_sampling='wor': expected 'iid'"),
         (Plan(paths=1, whole_vocab=4096), "whole_vocab=4096: expected 0"),
         (Plan(min_confidence=0.1), "min_confidence=0.1: expected 0"),
     ],
 )
-def test_plans_that_sglang_cannot_draw_are_refused(plan: Plan, said: str) -> None:
+@pytest.mark.usefixtures("engine")
+def test_what_sglang_would_ignore_is_refused(asked: EngineConfig | Plan, said: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{said}"):
-        LLM(backend="sglang", plan=plan)
+        LLM(backend="sglang", **{"plan" if isinstance(asked, Plan) else "engine": asked})

@@ -1,8 +1,9 @@
 """Acceptance, from what SGLang counts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -59,17 +60,6 @@ class Req:
         return self.finished_len is not None
 
 
-@dataclass
-class Gauge:
-    values: dict[str, float] = field(default_factory=dict)
-
-    def labels(self, **labels: str) -> "Gauge":
-        return self
-
-    def set(self, value: float) -> None:
-        self.values["now"] = value
-
-
 def test_the_scheduler_counts_what_was_delivered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +73,7 @@ def test_the_scheduler_counts_what_was_delivered(
     )
     processor = SimpleNamespace(metrics_reporter=reporter)
     going, ending, ended = Req([5]), Req([5]), Req([5, 6], finished_len=2)
-    gauges = {"acceptance_length": Gauge(), "block_efficiency": Gauge()}
+    gauges = {"acceptance_length": Mock(), "block_efficiency": Mock()}
     delivered = Delivered(gauges=gauges)
 
     def process(_: object, batch: Any, result: Any) -> None:
@@ -99,7 +89,8 @@ def test_the_scheduler_counts_what_was_delivered(
             result = SimpleNamespace(num_correct_drafts_per_req_cpu=[1, 3, 3])
             delivered.process(process, processor, batch, result)
     # Rounds of 2 and 2 tokens by the first, and one by the second, of whose 4 tokens 2 count.
-    assert gauges["acceptance_length"].values["now"] == pytest.approx((1 + 1 + 2) / 3)
-    assert gauges["block_efficiency"].values["now"] == pytest.approx((2 + 2 + 2) / 3)
+    for name, value in (("acceptance_length", 1 + 1 + 2), ("block_efficiency", 2 + 2 + 2)):
+        gauges[name].labels.assert_called_once_with(model="m")
+        gauges[name].labels().set.assert_called_once_with(pytest.approx(value / 3))
     assert "acceptance length: 1.33, block efficiency: 2.00, verifications: 3" in caplog.text
     assert delivered.counts.target_forwards == 0
