@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from eaglegbv.attention.base import Attend, AttentionCall, Segment, attend_opaque
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
-from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.models.target import Target, TargetOutput
 
 PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled model
 COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
@@ -155,7 +155,7 @@ def check_layers(
             raise ModelNotSupported("model", name, f"the window {window} {where}")
 
 
-def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput:
+def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> TargetOutput:
     """Return the plain model's output at every node of the sample trees, one text a leaf."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
     texts: list[list[int]] = []
@@ -175,11 +175,10 @@ def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput
         out = model(
             input_ids=torch.tensor(padded, device=model.device),
             use_cache=False,
-            output_hidden_states=features.kind is not FeatureKind.NONE,
+            output_hidden_states=bool(features),
         )
     rows = tuple(torch.tensor(ends, device=model.device).T)
-    layers = (-1,) if features.kind is FeatureKind.FINAL else features.layers
-    states = [out.hidden_states[layer][rows] for layer in layers]
+    states = [out.hidden_states[layer][rows] for layer in features]
     return TargetOutput(out.logits[rows].float(), torch.cat(states, dim=-1) if states else None)
 
 

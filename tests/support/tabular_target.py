@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment, pack
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.models.target import Target, TargetOutput
 
 
 class TabularTarget(Target):
@@ -33,7 +33,7 @@ class TabularTarget(Target):
         max_context: int = 1024,
         max_slots: int = 1024,
         eos_token_ids: frozenset[int] = frozenset(),
-        features: FeatureSpec | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
         """Draw the tables, by ``seed``; larger values of ``scale`` give more peaked distributions.
 
@@ -46,8 +46,7 @@ class TabularTarget(Target):
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.eos_token_ids = eos_token_ids
-        self.features = FeatureSpec() if features is None else features
-        self.features.check(self.num_layers)
+        self.features = features
         self.allocator = SlotAllocator(max_slots)
         generator = torch.Generator().manual_seed(seed)
         states = int((vocab_size + 1) ** order)
@@ -74,8 +73,7 @@ class TabularTarget(Target):
         self._token_of_slot[batch.slots] = batch.token_ids
         states = torch.cat([self._states(segment) for segment in batch.segments])
         wanted = states if logit_rows is None else states[logit_rows]
-        with_features = self.features.kind is not FeatureKind.NONE
-        return TargetOutput(self._logits[wanted], self._features[states] if with_features else None)
+        return TargetOutput(self._logits[wanted], self._features[states] if self.features else None)
 
     def _states(self, segment: Segment) -> Tensor:
         """Return each new token's state, ``[q]``, read from the slots it may see."""

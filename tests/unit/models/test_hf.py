@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from eaglegbv.attention.base import Segment
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
-from eaglegbv.models.target import FeatureSpec
+from eaglegbv.models.target import FINAL
 
 SUPPORTED = [
     "llama",
@@ -77,8 +77,7 @@ def check_trees(target: HFTarget, plain: Plain, texts: list[Text], segments: lis
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
     plain = Plain(tiny_model(name))
-    features = FeatureSpec.layer_inputs(FEATURE_LAYERS)
-    target = HFTarget(tiny_model(name), features=features, max_slots=96)
+    target = HFTarget(tiny_model(name), features=FEATURE_LAYERS, max_slots=96)
     generator = torch.Generator().manual_seed(3)
 
     def tokens(count: int) -> list[int]:
@@ -132,7 +131,7 @@ def test_chunked_prefill_equals_one_prefill() -> None:
 
 def test_final_features_are_the_normed_hidden_state() -> None:
     plain = Plain(tiny_model("llama"))
-    target = HFTarget(tiny_model("llama"), features=FeatureSpec.final(), max_slots=64)
+    target = HFTarget(tiny_model("llama"), features=(FINAL,), max_slots=64)
     tokens = [4, 5, 6, 7]
     last = torch.tensor([3])
     slots = target.allocator.allocate(4)
@@ -173,13 +172,12 @@ def test_models_off_the_attention_interface_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("features", "slots", "named"),
     [
-        (FeatureSpec.layer_inputs([1, LAYERS]), 64, "features.layers=4"),
-        (FeatureSpec.layer_inputs([0]), 64, "features.layers=0"),
-        (FeatureSpec.layer_inputs([]), 64, "features.layers"),
-        (FeatureSpec(), 8, "max_slots=8"),
+        ((1, LAYERS), 64, "features=4: expected layers from 1 to 3"),
+        ((0,), 64, "features=0: expected layers from 1 to 3"),
+        ((), 8, "max_slots=8"),
     ],
 )
-def test_bad_arguments(features: FeatureSpec, slots: int, named: str) -> None:
+def test_bad_arguments(features: tuple[int, ...], slots: int, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         HFTarget(tiny_model("llama"), features=features, max_slots=slots)
 

@@ -20,7 +20,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.compiling import generating_products
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.target import FeatureSpec, TargetOutput
+from eaglegbv.models.target import FINAL, TargetOutput
 
 COMPILED = ("llama", "gemma3_text", "phi3", "gpt_oss")
 """Kinds of layers: plain, of two windows, joint products, experts and sinks."""
@@ -55,7 +55,7 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forwards_equal_plain_ones(name: str) -> None:
-    features = FeatureSpec.layer_inputs([1, 3])
+    features = (1, 3)
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
     compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend="eager")
     assert_same(compiled, plain)
@@ -69,9 +69,9 @@ def test_compiled_targets_of_one_class_keep_apart() -> None:
         [
             HFTarget(make(), features=features, max_slots=256, compile_backend=backend)
             for make, features in (
-                (lambda: tiny_model("llama"), FeatureSpec.layer_inputs([1, 3])),
-                (shallow_llama, FeatureSpec()),
-                (lambda: tiny_model("llama"), FeatureSpec.final()),
+                (lambda: tiny_model("llama"), (1, 3)),
+                (shallow_llama, ()),
+                (lambda: tiny_model("llama"), (FINAL,)),
             )
         ]
         for backend in ("eager", None)
@@ -88,7 +88,7 @@ def test_generated_products_are_the_targets_and_no_row_depends_on_another(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters.clear()
-    features = FeatureSpec.final()
+    features = (FINAL,)
     compiled, plain = (
         HFTarget(tiny_model("llama"), features=features, max_slots=256, compile_backend=backend)
         for backend in ("inductor", None)

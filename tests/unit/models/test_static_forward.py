@@ -13,9 +13,9 @@ from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.target import FeatureSpec, TargetOutput
+from eaglegbv.models.target import TargetOutput
 
-FEATURES = FeatureSpec.layer_inputs([1, 3])
+FEATURES = (1, 3)
 
 
 def llama(graphs: GraphMode | Recorder) -> HFTarget:
