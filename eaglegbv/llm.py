@@ -528,7 +528,8 @@ class LLM(TextGenerator):
         """Return new pieces; also of a step that an interrupt left before they were made."""
         with self._turn():
             self._follow(answer)
-            return answer.take()
+            taken, answer.pieces = answer.pieces, []
+            return taken
 
     def _results(self, answers: Sequence[Answer | EagleGBVError]) -> list[Result]:
         with self._turn():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eaglegbv.devices import upload
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.utils import require_integer, require_number
+from eaglegbv.utils import require_integer, require_integers, require_number
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
@@ -81,14 +81,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require_number("repetition_penalty", self.repetition_penalty, _LEAST_PENALTY, 100.0)
         require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        if self.top_k is not None:
-            require_integer("top_k", self.top_k, 1)
-        if self.max_tokens is not None:
-            require_integer("max_tokens", self.max_tokens, 1)
+        optional = {"top_k": (1, None), "max_tokens": (1, None), "seed": (0, 2**64 - 1)}
+        require_integers(self, optional, **optional)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
-        if self.seed is not None:
-            require_integer("seed", self.seed, 0, 2**64 - 1)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", self.stop, "non-empty strings")

@@ -126,7 +126,8 @@ class Verification:
         layers: list[tuple[TargetLayer, ...]] = [()] * tree.batch
         verdict: Verdict
         if isinstance(verifier, StatefulVerifier):
-            drafter = self._drafting.recalling(plan)
+            drafter = self._drafting.by(plan)
+            assert isinstance(drafter, ReplayingDrafter)  # by the check of the plan
             result, layers, unsound = verify_stateful(
                 verifier, requests, tree, target, drafter, self._target.allocator
             )

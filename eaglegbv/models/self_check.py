@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,6 @@ PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled mode
 COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
 
 
-class _Settings(TypedDict, total=False):
-    """Settings that a layer passes to its attention, by transformers' names; others are ignored."""
-
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    s_aux: Tensor | None
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -35,7 +25,11 @@ def _attend(
     attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
     *,
     eaglegbv_attend: Attend | None = None,
-    **settings: Unpack[_Settings],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
     name = type(module).__name__
@@ -45,14 +39,8 @@ def _attend(
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise ModelNotSupported("model", name, "attention that knows its layer")
-    scale = settings.get("scaling")
-    call = AttentionCall(
-        layer,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        settings.get("sliding_window"),
-        settings.get("softcap"),
-        settings.get("s_aux"),
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(layer, scale, sliding_window, softcap, s_aux)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     return eaglegbv_attend(call, q, k, v).unsqueeze(0), None
 

@@ -74,7 +74,8 @@ def test_the_scheduler_counts_what_was_delivered(
     processor = SimpleNamespace(metrics_reporter=reporter)
     going, ending, ended = Req([5]), Req([5]), Req([5, 6], finished_len=2)
     gauges = {"acceptance_length": Mock(), "block_efficiency": Mock()}
-    delivered = Delivered(gauges=gauges)
+    monkeypatch.setattr(metrics, "gauge", lambda name, *labels: gauges[name])
+    delivered = Delivered()
 
     def process(_: object, batch: Any, result: Any) -> None:
         """Every request commits as many tokens; one ends with its second."""
