@@ -192,26 +192,6 @@ def test_a_pool_that_others_hold_is_a_clear_error_and_the_engine_goes_on() -> No
     assert again.token_ids == exact.alone(spec)
 
 
-def test_cancelled_requests_end_at_once_wherever_they_are() -> None:
-    exact = exact_engine(slots=200, max_batch=2, prefill_tokens=8)
-    specs = [
-        Spec(tuple([1, 2, 3] * n), SamplingParams(max_tokens=12, seed=n), PLANS[8])
-        for n in (1, 9, 2)
-    ]
-    decoding, reading, waiting = [exact.add(spec) for spec in specs]
-    exact.engine.step()
-    assert (decoding.prefilled, reading.prefilled, reading.context > 0) == (True, False, True)
-    assert waiting.context == 0
-    for request in (waiting, reading, decoding):
-        exact.engine.cancel(request)
-        exact.engine.check()
-        assert request.finish_reason is FinishReason.CANCELLED
-    assert exact.target.allocator.num_free == 200
-    assert not exact.engine.has_work
-    exact.engine.cancel(decoding)
-    assert decoding.finish_reason is FinishReason.CANCELLED
-
-
 def test_the_check_notices_a_leak() -> None:
     exact = exact_engine(slots=64)
     exact.add(Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[0]))

@@ -18,6 +18,7 @@ from support.sglang_engine import (
     PROMPTS,
     SAMPLED,
     pair_arguments,
+    three_tokens,
     token_ids,
 )
 from support.sglang_engine import sglang_engine as start
@@ -81,11 +82,7 @@ def test_distribution_of_three_tokens(engine: Any, pair: SGLangPair) -> None:
         own = params | {"max_new_tokens": 5, "ignore_eos": True}
         while len(texts) < LAW_SAMPLES:
             texts += token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=own))
-        dist = joint_probs(
-            pair.next_probs(params["temperature"], params.get("top_p", 1.0)), PROMPT, 3
-        )
-        cells = [(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts]
-        outcome = g_test(cells, dist)
+        outcome = three_tokens(pair, texts, **params)
         assert outcome.p_value > 1e-5, outcome
 
 

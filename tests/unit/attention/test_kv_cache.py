@@ -183,15 +183,12 @@ def slots_of(size: PoolSize, *, max_context: int = 100) -> int:
     return size.slots_of(1000, max_context=max_context, least=32, device=CPU)
 
 
-def test_a_number_is_a_number() -> None:
+def test_a_number_is_a_number_and_bytes_are_those_of_target_and_drafter_together() -> None:
     assert slots_of(PoolSize(slots=77)) == 77
-    with pytest.raises(InvalidArgument, match="max_slots=31: expected at least 32 slots"):
-        slots_of(PoolSize(slots=31))
-
-
-def test_bytes_are_those_of_target_and_drafter_together() -> None:
     assert slots_of(PoolSize(bytes=100_000)) == 100
     assert slots_of(PoolSize(bytes=100_000, beside=250)) == 80
+    with pytest.raises(InvalidArgument, match="max_slots=31: expected at least 32 slots"):
+        slots_of(PoolSize(slots=31))
     expected = "kv_bytes=39999: expected at least 40000 bytes: 32 slots of 1250 bytes"
     with pytest.raises(InvalidArgument, match=expected):
         slots_of(PoolSize(bytes=39_999, beside=250))

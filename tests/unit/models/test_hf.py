@@ -118,17 +118,6 @@ def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
     check_trees(target, plain, texts[:1], [texts[0].tree(tokens(3), [0, 0, 0], slots(3))])
 
 
-def test_chunked_prefill_equals_one_prefill() -> None:
-    plain = Plain(tiny_model("mistral"))
-    target = HFTarget(tiny_model("mistral"), max_slots=64)
-    tokens = torch.arange(13) % VOCAB
-    slots = target.allocator.allocate(13)
-    for start, end in ((0, 5), (5, 6), (6, 13)):
-        segment = Segment.causal(tokens[start:end], slots[:start], slots[start:end])
-        out = target.forward([segment])
-        assert_close(out.logits, plain.logits(tokens[:end].tolist())[start:])
-
-
 def test_final_features_are_the_normed_hidden_state() -> None:
     plain = Plain(tiny_model("llama"))
     target = HFTarget(tiny_model("llama"), features=(FINAL,), max_slots=64)
@@ -140,14 +129,6 @@ def test_final_features_are_the_normed_hidden_state() -> None:
     assert out.features is not None
     assert_close(out.features, plain.states(tokens)[-1])
     assert_close(out.features[last] @ target.output_embeddings.T, out.logits)
-
-
-def test_bfloat16_passes_its_own_guard() -> None:
-    target = HFTarget(tiny_model("llama", dtype=torch.bfloat16), max_slots=64)
-    assert target.pool.keys.dtype == torch.bfloat16
-    slots = target.allocator.allocate(2)
-    out = target.forward([Segment.causal(torch.tensor([1, 2]), slots[:0], slots)])
-    assert out.logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

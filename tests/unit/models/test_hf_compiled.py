@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compilers import needs_compiler
-from support.packed_trees import Text, random_parents, scattered
+from support.packed_trees import Text, assert_same, random_tokens, random_tree, scattered
 from support.tiny_models import VOCAB, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -29,9 +29,7 @@ COMPILED = ("llama", "gemma3_text", "phi3", "gpt_oss")
 def outputs(target: HFTarget) -> list[TargetOutput]:
     """Two prompts, then trees of several sizes behind them, in one forward each."""
     generator = torch.Generator().manual_seed(3)
-    texts = [
-        Text(torch.randint(VOCAB, (length,), generator=generator).tolist()) for length in (7, 3)
-    ]
+    texts = [Text(random_tokens(length, generator)) for length in (7, 3)]
     segments = [
         text.prefill(scattered(target.allocator, len(text.tokens), generator)) for text in texts
     ]
@@ -39,13 +37,7 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
     token = Text([1]).prefill(scattered(target.allocator, 1, generator))
     found.append(target.forward([token]))  # of one row
     for nodes in (1, 5, 9, 2):
-        segments = []
-        for text in texts:
-            tokens = torch.randint(VOCAB, (nodes,), generator=generator).tolist()
-            parents = random_parents(nodes, generator)
-            segments.append(
-                text.tree(tokens, parents, scattered(target.allocator, nodes, generator))
-            )
+        segments = [random_tree(text, nodes, target.allocator, generator) for text in texts]
         found.append(target.forward(segments, logit_rows=torch.arange(2 * nodes)))
         for text in texts:
             text.commit(nodes - 1, target.allocator)
@@ -58,7 +50,7 @@ def test_compiled_forwards_equal_plain_ones(name: str) -> None:
     features = (1, 3)
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
     compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend="eager")
-    assert_same(compiled, plain)
+    check_same(compiled, plain)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -77,7 +69,7 @@ def test_compiled_targets_of_one_class_keep_apart() -> None:
         for backend in ("eager", None)
     ]
     for compiled, plain in zip(*both, strict=True):
-        assert_same(compiled, plain)
+        check_same(compiled, plain)
 
 
 @needs_compiler
@@ -95,7 +87,7 @@ def test_generated_products_are_the_targets_and_no_row_depends_on_another(
     )
     # Two graphs, for one row and several; joined, a layer has four products.
     assert counters["inductor"]["cpp_templated_kernel_counter"] == 2 * 4 * compiled.num_layers
-    assert_same(compiled, plain)
+    check_same(compiled, plain)
     tokens = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0))
     every = alone(compiled, tokens)
     for rows in (1, 2, 3, 7, 8, 17):
@@ -133,12 +125,9 @@ def shallow_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def assert_same(compiled: HFTarget, plain: HFTarget) -> None:
+def check_same(compiled: HFTarget, plain: HFTarget) -> None:
     for ours, expected in zip(outputs(compiled), outputs(plain), strict=True):
-        torch.testing.assert_close(ours.logits, expected.logits)
-        assert (ours.features is None) == (expected.features is None)
-        if expected.features is not None:
-            torch.testing.assert_close(ours.features, expected.features)
+        assert_same(ours, expected)
 
 
 @pytest.mark.filterwarnings("ignore")
