@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.g_test import GTest, g_test
 from support.tiny_engine import TinyEngine, cells_of, tiny_engine
+from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
@@ -178,38 +179,24 @@ SPOILED_PLANS = [
     Plan(verifier="spectr_gbv", paths=2, depth=3),
 ]
 
-Spoil = Callable[[DraftTree, int], DraftTree]
-
 
 @pytest.fixture(scope="module")
 def small() -> TinyEngine:
     return tiny_engine()
 
 
-def scaled(factor: float) -> Spoil:
-    def spoil(tree: DraftTree, row: int) -> DraftTree:
-        probs = tree.draft_probs.clone()
-        probs[row, 0] *= factor
-        return dataclasses.replace(tree, draft_probs=probs)
-
-    return spoil
-
-
-def negative(tree: DraftTree, row: int) -> DraftTree:
-    """A distribution that sums to 1 with an entry below 0."""
+def spoiled(tree: DraftTree, row: int, change: Callable[[Tensor, int], object]) -> DraftTree:
+    """Change the probabilities at a root, given them and the place of the token drafted first."""
     probs = tree.draft_probs.clone()
-    probs[row, 0, :2] += torch.tensor([2.0, -2.0], dtype=torch.float64)
+    drawn = int((tree.draft_ids[row, 0] == tree.token_ids[row, 1]).nonzero())
+    change(probs[row, 0], drawn)
     return dataclasses.replace(tree, draft_probs=probs)
 
 
-def impossible(tree: DraftTree, row: int) -> DraftTree:
+def impossible(probs: Tensor, drawn: int) -> None:
     """The drafted token has probability 0; its share goes to another."""
-    ids, probs = tree.draft_ids[row, 0], tree.draft_probs.clone()
-    drawn = int((ids == tree.token_ids[row, 1]).nonzero())
-    other = (drawn + 1) % len(ids)
-    probs[row, 0, other] += probs[row, 0, drawn]
-    probs[row, 0, drawn] = 0.0
-    return dataclasses.replace(tree, draft_probs=probs)
+    probs[(drawn + 1) % len(probs)] += probs[drawn]
+    probs[drawn] = 0.0
 
 
 def planted(spoil: Callable[[DraftTree, Sequence[Request]], DraftTree]) -> Callable[..., DraftTree]:
@@ -222,18 +209,26 @@ def planted(spoil: Callable[[DraftTree, Sequence[Request]], DraftTree]) -> Calla
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("change", "message"),
     [
-        (scaled(1.01), "draft_probs of request {}='not a distribution'"),
-        (scaled(float("nan")), "draft_probs of request {}='not a distribution'"),
-        (negative, "draft_probs of request {}='not a distribution'"),
+        (lambda probs, _: probs.mul_(1.01), "draft_probs of request {}='not a distribution'"),
+        (lambda probs, _: probs.mul_(torch.nan), "draft_probs of request {}='not a distribution'"),
+        # It sums to 1, with an entry below 0.
+        (
+            lambda probs, _: probs[:2].add_(torch.tensor([2.0, -2.0])),
+            "draft_probs of request {}='not a distribution'",
+        ),
         (impossible, "token_ids of request {}='a token of draft probability 0'"),
     ],
     ids=["sum", "nan", "negative", "impossible"],
 )
 @pytest.mark.parametrize("plan", SPOILED_PLANS, ids=lambda plan: plan.verifier)
 def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
-    small: TinyEngine, plan: Plan, spoil: Spoil, message: str, monkeypatch: pytest.MonkeyPatch
+    small: TinyEngine,
+    plan: Plan,
+    change: Callable[[Tensor, int], object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [expected] = small.tokens([PROMPT], PARAMS[0], plan)
     healthy, doomed = [small.engine.add(PROMPT, params, plan) for params in PARAMS]
@@ -241,7 +236,7 @@ def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
     written = list(doomed.token_ids)
 
     def second(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
-        return spoil(tree, requests.index(doomed)) if doomed in requests else tree
+        return spoiled(tree, requests.index(doomed), change) if doomed in requests else tree
 
     monkeypatch.setattr(EagleDrafter, "draft", planted(second))
     small.run([healthy, doomed])

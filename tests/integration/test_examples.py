@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,45 +26,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model", str(target), "--drafter", str(head)]
 
 
-Example = Callable[..., str]
-
-
-@pytest.fixture
-def example(
-    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Example:
-    """Runs an example in this process and returns what it prints."""
-
-    def run(name: str, text: str = "") -> str:
-        monkeypatch.setattr("sys.argv", [name, *pair, "--max-tokens", "8"])
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        # Measuring what steps cost takes longer than all examples together.
-        monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_quickstart(example: Example) -> None:
-    out = example("quickstart.py")
-    assert len(re.findall(r"-- \d+ tokens in \d+ target forwards", out)) == 2
-
-
-def test_compare_verifiers(example: Example) -> None:
-    rows = [line for line in example("compare_verifiers.py").splitlines() if " path" in line]
-    assert len(rows) == 4
-
-
-def test_chat_stream(example: Example) -> None:
-    out = example("chat_stream.py", text="Hello\nAnd you?\n\nnot read\n")
-    assert out.count("you> ") == 3
-
-
-def test_chat_stream_starts_over_when_the_context_is_full(example: Example) -> None:
-    out = example("chat_stream.py", text="a" * 400 + "\nHello\n")
-    assert out.count("starting over") == 1
-    assert out.count("you> ") == 3
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("quickstart.py", "", {r"-- \d+ tokens in \d+ target forwards": 2}),
+        ("compare_verifiers.py", "", {r"(?m)^.* path.*$": 4}),
+        ("chat_stream.py", "Hello\nAnd you?\n\nnot read\n", {"you> ": 3}),
+        # When the context is full.
+        ("chat_stream.py", "a" * 400 + "\nHello\n", {"you> ": 3, "starting over": 1}),
+    ],
+)
+def test_an_example_prints_what_it_says(
+    name: str,
+    text: str,
+    found: dict[str, int],
+    pair: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, *pair, "--max-tokens", "8"])
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    # Measuring what steps cost takes longer than all examples together.
+    monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    out = capsys.readouterr().out
+    assert {pattern: len(re.findall(pattern, out)) for pattern in found} == found
 
 
 def test_my_verifier(capsys: pytest.CaptureFixture[str]) -> None:
