@@ -252,12 +252,12 @@ class HFTarget(Target):
 
     @property
     def input_embeddings(self) -> Tensor:
-        """See :meth:`Target.input_embeddings`."""
+        """The token embedding, ``[vocab, embedding_size]``, read-only; heads share it."""
         return _weight(self.model.get_input_embeddings())
 
     @property
     def output_embeddings(self) -> Tensor:
-        """See :meth:`Target.output_embeddings`."""
+        """The weight of the output layer, ``[vocab, hidden_size]``, read-only; heads share it."""
         return _weight(self.model.get_output_embeddings())
 
 

@@ -38,8 +38,6 @@ class Target(ABC):
     """A language model that scores packed tree segments over a paged KV pool."""
 
     vocab_size: int  # number of logits
-    hidden_size: int  # width of a hidden state
-    num_layers: int  # number of decoder layers
     max_context: int  # most positions the model handles
     dtype: torch.dtype  # dtype of weights, keys and features
     device: torch.device  # device of the model and its KV pool
@@ -77,13 +75,3 @@ class Target(ABC):
         Raises:
             InvalidArgument: ``segments`` is empty.
         """
-
-    @property
-    @abstractmethod
-    def input_embeddings(self) -> Tensor:
-        """The token embedding, ``[vocab, embedding_size]``, read-only; heads share it."""
-
-    @property
-    @abstractmethod
-    def output_embeddings(self) -> Tensor:
-        """The weight of the output layer, ``[vocab, hidden_size]``, read-only; heads share it."""

@@ -327,23 +327,6 @@ def test_a_pool_for_one_request_is_enough_for_its_layers() -> None:
         own.engine.add(PROMPT, SamplingParams(max_tokens=41), plan)
 
 
-def test_an_early_end_drops_the_layers(tiny: TinyEngine) -> None:
-    [tokens] = tiny.tokens([PROMPT], SamplingParams(max_tokens=30, seed=7), STATEFUL)
-    left = 0
-    for stop in set(tokens):
-        params = SamplingParams(max_tokens=30, seed=7, stop_token_ids=(stop,))
-        assert tiny.tokens([PROMPT], params, STATEFUL) == [tokens[: tokens.index(stop) + 1]]
-    for seed in range(8):
-        request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=30, seed=seed), STATEFUL)
-        tiny.engine.step()
-        tiny.engine.step()
-        left += bool(request.target_layers)
-        tiny.engine.finish(request, FinishReason.STOP)
-        assert request.target_layers == ()
-    assert left > 0
-    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
-
-
 def test_broken_recalled_distributions_fail_their_own_request_only(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,8 +40,6 @@ class TabularTarget(Target):
         Positions before the text's start count as one more token.
         """
         self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_layers = 1
         self.max_context = max_context
         self.dtype = torch.float32
         self.device = torch.device("cpu")
@@ -51,10 +49,10 @@ class TabularTarget(Target):
         generator = torch.Generator().manual_seed(seed)
         states = int((vocab_size + 1) ** order)
         self._order = order
-        self._embedding = torch.randn((vocab_size, hidden_size), generator=generator)
-        self._output = torch.randn((vocab_size, hidden_size), generator=generator)
+        torch.randn((vocab_size, hidden_size), generator=generator)  # numbers that tests began with
+        output = torch.randn((vocab_size, hidden_size), generator=generator)
         self._features = torch.randn((states, hidden_size), generator=generator)
-        self._logits: Tensor = self._features @ self._output.T * (scale / hidden_size**0.5)
+        self._logits: Tensor = self._features @ output.T * (scale / hidden_size**0.5)
         self._token_of_slot = torch.full((max_slots,), vocab_size)
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:
@@ -89,13 +87,3 @@ class TabularTarget(Target):
             found = torch.where(here.any(1), tokens[here.int().argmax(1)], self.vocab_size)
             state = state * (self.vocab_size + 1) + found
         return state
-
-    @property
-    def input_embeddings(self) -> Tensor:
-        """See :meth:`Target.input_embeddings`."""
-        return self._embedding
-
-    @property
-    def output_embeddings(self) -> Tensor:
-        """See :meth:`Target.output_embeddings`."""
-        return self._output
