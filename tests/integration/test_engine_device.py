@@ -70,10 +70,7 @@ def test_penalties_send_tokens_and_no_row_of_the_vocabulary(
     monkeypatch.setattr("eaglegbv.verification.send", noted)
     plan, params = SETTINGS["penalised"]
     away = tiny_engine(device="cuda")
-    requests = [away.engine.add(prompt, params, plan) for prompt in PROMPTS]
-    while away.engine.has_work:
-        away.engine.step()
-    assert [len(request.token_ids) for request in requests] == [12] * 3
+    assert [len(text) for text in away.tokens(PROMPTS, params, plan)] == [12] * 3
     assert sent
     # Prompts, tokens so far, settings and rows of nodes: each shorter than the vocabulary.
     assert max(sent) < VOCAB

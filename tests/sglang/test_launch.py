@@ -14,7 +14,7 @@ from support.sglang_pair import SGLangPair
 
 from eaglegbv.backends.sglang.launch import check_ready, launch, server_arguments
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
-from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import load_config
 
 
@@ -55,12 +55,6 @@ def test_heads_of_other_formats_are_written_anew(tmp_path: Path) -> None:
     assert folder != head
     assert "LlamaForCausalLMEagle" in (folder / "config.json").read_text()
     assert server_arguments(target, head, paths=3, depth=4) == named
-
-
-def test_a_head_of_another_target_is_refused(pair: SGLangPair, tmp_path: Path) -> None:
-    target, _ = save_pair(tmp_path)
-    with pytest.raises(DrafterMismatch):
-        server_arguments(target, pair.eagle1, paths=3, depth=4)
 
 
 def test_the_targets_configuration_is_read_as_sglang_is_told_to(

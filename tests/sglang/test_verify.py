@@ -179,8 +179,6 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier: str) -> None:
 
 def test_what_cannot_be_recorded_runs_as_it_is() -> None:
     class Nothing(Recorder):
-        needs_device = True
-
         def record(self, work: Work) -> Work:
             raise NotRecordable("a test")
 

@@ -51,8 +51,6 @@ class EagerOperations(TorchDispatchMode):
 class Recording(Recorder):
     """Runs the work of graphs as it is, but uncounted."""
 
-    needs_device = False
-
     def __init__(self, operations: EagerOperations) -> None:
         self._operations = operations
 

@@ -1,6 +1,7 @@
 """A transformers model behind our attention computes what it computes alone."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -13,6 +14,7 @@ from support.packed_trees import Text, random_parents, scattered
 from support.tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.errors import InvalidArgument, ModelNotSupported
@@ -42,19 +44,16 @@ class Plain:
 
     model: PreTrainedModel
 
+    @torch.no_grad()
+    def run(self, text: list[int]) -> CausalLMOutput:
+        return self.model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+
     def logits(self, text: list[int]) -> Tensor:
-        with torch.no_grad():
-            return self.model(torch.tensor([text]), use_cache=False).logits[0]
+        return self.run(text).logits[0]
 
-    def states(self, text: list[int]) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            ids = torch.tensor([text])
-            out = self.model(ids, use_cache=False, output_hidden_states=True)
-        return tuple(state[0] for state in out.hidden_states)
-
-    def layer_inputs(self, text: list[int]) -> Tensor:
-        states = self.states(text)
-        return torch.cat([states[layer] for layer in FEATURE_LAYERS], dim=-1)
+    def layer_inputs(self, text: list[int], layers: Sequence[int] = FEATURE_LAYERS) -> Tensor:
+        states = self.run(text).hidden_states
+        return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -127,7 +126,7 @@ def test_final_features_are_the_normed_hidden_state() -> None:
     segment = Segment.causal(torch.tensor(tokens), slots[:0], slots)
     out = target.forward([segment], logit_rows=last)
     assert out.features is not None
-    assert_close(out.features, plain.states(tokens)[-1])
+    assert_close(out.features, plain.layer_inputs(tokens, [FINAL]))
     assert_close(out.features[last] @ target.output_embeddings.T, out.logits)
 
 
