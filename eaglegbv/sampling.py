@@ -113,11 +113,11 @@ class WarpSettings:
     """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped."""
 
     temperature: Tensor  # [rows] float32; 0 keeps only the most likely token
-    greedy: Tensor | None  # [rows] bool, where the temperature is 0, or None
-    top_k: Tensor | None  # [rows] int64, or None
-    limits: frozenset[int]  # the finite values of `top_k`, known on the host
-    top_p: Tensor | None  # [rows] float64, or None
-    min_p: Tensor | None  # [rows] float64, or None
+    greedy: Tensor | None = None  # [rows] bool, where the temperature is 0, or None
+    top_k: Tensor | None = None  # [rows] integers, or None
+    limits: frozenset[int] = frozenset()  # the finite values of `top_k`, known on the host
+    top_p: Tensor | None = None  # [rows] float64, or None
+    min_p: Tensor | None = None  # [rows] float64, or None
     tempered: bool = True  # whether some temperature may differ from 1, known on the host
 
     @property
@@ -204,7 +204,7 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     if largest == 0:
         return logits
     values = logits.topk(largest, dim=1).values
-    edge = values.gather(1, (top_k.clamp(max=largest) - 1).unsqueeze(1))
+    edge = values.gather(1, (top_k.clamp(max=largest) - 1).long().unsqueeze(1))
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 

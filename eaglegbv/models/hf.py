@@ -114,7 +114,6 @@ class HFTarget(Target):
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
-        self.hidden_size = int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
         self.max_context = _max_context(config)
         self.dtype = model.dtype

@@ -90,7 +90,7 @@ def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
     prefills = [text.prefill(slots(len(text.tokens))) for text in texts]
     out = target.forward(prefills, logit_rows=ends)
     assert out.features is not None
-    assert out.features.shape == (21, len(FEATURE_LAYERS) * target.hidden_size)
+    assert out.features.shape == (21, len(FEATURE_LAYERS) * plain.model.config.hidden_size)
     for i, (text, end) in enumerate(zip(texts, ends.tolist(), strict=True)):
         assert_close(out.logits[i], plain.logits(text.tokens)[-1])
         rows = slice(end + 1 - len(text.tokens), end + 1)
