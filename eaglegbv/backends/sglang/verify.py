@@ -223,7 +223,7 @@ def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
 
 
 def keep(probs: Tensor, **limits: Tensor) -> Tensor:
-    """Apply ``top_k``, ``top_p`` and ``min_p`` ``[rows]`` to ``[rows, vocab]``; see :func:`warp`."""
+    """Apply ``top_k``, ``top_p``, ``min_p`` ``[rows]`` to ``[rows, vocab]``; see :func:`warp`."""
     settings = WarpSettings(
         temperature=probs.new_ones(len(probs)),
         limits=frozenset({probs.shape[1] - 1}),  # the largest there may be: it is on the device
