@@ -18,8 +18,8 @@ from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
 from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.devices import named_dtype
-from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed, one_of
+from eaglegbv.devices import dtype_name, named_dtype
+from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
 from eaglegbv.llm import AnyPlan, Call, TextGenerator, load_tokenizer
 from eaglegbv.loading import named_models
 from eaglegbv.request import FinishReason
@@ -27,7 +27,6 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt, Result
 from eaglegbv.tree import DraftSampling
 
-DTYPES = ("float32", "bfloat16", "float16")
 ANSWERS_WITHIN = 3600.0
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """Names that differ in the OpenAI endpoints."""
@@ -214,9 +213,7 @@ def _engine_arguments(
     if sizes.prefill_tokens != default.prefill_tokens:
         arguments["chunked_prefill_size"] = sizes.prefill_tokens
     if dtype is not None:
-        arguments["dtype"] = wanted = str(named_dtype(dtype)).removeprefix("torch.")
-        if wanted not in DTYPES:
-            raise InvalidArgument("dtype", str(dtype), one_of(DTYPES))
+        arguments["dtype"] = dtype_name(named_dtype(dtype))
     if device is not None:
         place = torch.device(device)
         arguments["device"] = place.type
