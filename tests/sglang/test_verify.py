@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.g_test import g_test
-from support.sglang_batch import Req, sampling
+from support.sglang_batch import Req, kernel_arguments, sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
@@ -217,19 +217,13 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(
 ) -> None:
     own = draw_trees(40, 3, 3)
     ours, plain = graph_judge(own, "otbv"), judge(own, "otbv")
-    outputs = {
-        "predicts": torch.zeros(40 * 10, dtype=torch.int32),
-        "accept_index": torch.full((40, 4), -1, dtype=torch.int32),
-        "accept_token_num": torch.zeros(40, dtype=torch.int32),
-    }
-    names = "candidates retrive_index retrive_next_token retrive_next_sibling"
-    others = dict.fromkeys(names.split(), own.node_tokens)
+    given = kernel_arguments(own.node_tokens, 3)
 
     def original(**_: Tensor) -> str:
         return "SGLang's own"
 
     sample = verify.sampling(original, walk=walked if greedy is not None else original)
-    assert sample(**outputs, **others, target_probs=own.probs) == "SGLang's own"
+    assert sample(**given, target_probs=own.probs) == "SGLang's own"
 
     def accept(probs: Tensor) -> Acceptance:
         return ours.accept(own.node_tokens.flatten(), own.packed, probs)
@@ -240,13 +234,13 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(
         probs = softmax(logits, torch.full((400, 1), 2.0))
         assert probs.data_ptr() == ours.space(40).data_ptr()
         torch.testing.assert_close(probs, own.probs.flatten(0, 1))
-        sample(**outputs, **others, target_probs=probs.view_as(own.probs))
+        sample(**given, target_probs=probs.view_as(own.probs))
     rows = torch.zeros(40, dtype=torch.bool) if greedy is None else greedy
-    assert torch.equal(outputs["accept_index"][~rows], plain.nodes[~rows].int())
-    assert torch.equal(outputs["accept_token_num"][~rows], plain.accepted[~rows].int())
-    assert torch.equal(outputs["predicts"].view(40, 10)[~rows], plain.tokens[~rows].int())
-    assert (outputs["accept_index"][rows] == 5).all()
-    assert (outputs["predicts"].view(40, 10)[rows] == 77).all()
+    assert torch.equal(given["accept_index"][~rows], plain.nodes[~rows].int())
+    assert torch.equal(given["accept_token_num"][~rows], plain.accepted[~rows].int())
+    assert torch.equal(given["predicts"].view(40, 10)[~rows], plain.tokens[~rows].int())
+    assert (given["accept_index"][rows] == 5).all()
+    assert (given["predicts"].view(40, 10)[rows] == 77).all()
 
 
 # Top-k, top-p and min-p on probabilities, against the same on logits.
