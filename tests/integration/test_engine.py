@@ -9,7 +9,6 @@ test_engine_drafters.py.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -83,13 +82,13 @@ def check_sampling(tiny: TinyEngine, plan: Plan, params: SamplingParams = FREE) 
     ],
     ids=["otbv", "wor", "warped", "penalised"],
 )
-def test_joint_distribution_is_the_targets(name: str, arch: Arch, settings: dict[str, Any]) -> None:
+def test_joint_distribution_is_the_targets(name, arch, settings):
     own = tiny_engine(vocab=VOCAB, arch=arch, sharpness=3.0, slots=16_384, max_batch=512)
     check_sampling(own, PLANS[name], SamplingParams(max_tokens=TOKENS, **settings))
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_greedy_text_equals_transformers(arch: Arch) -> None:
+def test_greedy_text_equals_transformers(arch):
     tiny = tiny_engine(vocab=64, arch=arch, sharpness=1.0)
     generator = torch.Generator().manual_seed(1)
     prompts = [
@@ -112,7 +111,7 @@ def test_greedy_text_equals_transformers(arch: Arch) -> None:
         assert tiny.tokens(prompts, params, plan) == plain
 
 
-def test_requests_without_a_seed_differ_but_follow_the_engines(tiny: TinyEngine) -> None:
+def test_requests_without_a_seed_differ_but_follow_the_engines(tiny):
     def answers(seed: int) -> list[list[int]]:
         engine = Engine(tiny.target, None, EngineConfig(seed=seed, kv_slots=4096))
         fresh = dataclasses.replace(tiny, engine=engine)
@@ -123,9 +122,7 @@ def test_requests_without_a_seed_differ_but_follow_the_engines(tiny: TinyEngine)
     assert len({tuple(tokens) for tokens in first + other}) == 6
 
 
-def test_broken_logits_fail_their_own_request_only(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_logits_fail_their_own_request_only(tiny, monkeypatch):
     plan, params = Plan(paths=3, depth=2), SamplingParams(max_tokens=12, seed=3)
     [expected] = tiny.tokens([PROMPT], params, plan)
     healthy = tiny.engine.add(PROMPT, params, plan)
@@ -153,7 +150,7 @@ def test_broken_logits_fail_their_own_request_only(
     assert healthy.token_ids == expected
 
 
-def test_metrics_add_up(tiny: TinyEngine) -> None:
+def test_metrics_add_up(tiny):
     request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=40, seed=9), Plan(paths=3, depth=3))
     tiny.run([request])
     metrics = request.metrics
@@ -224,12 +221,8 @@ def planted(spoil: Callable[[DraftTree, Sequence[Request]], DraftTree]) -> Calla
 )
 @pytest.mark.parametrize("plan", SPOILED_PLANS, ids=lambda plan: plan.verifier)
 def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
-    small: TinyEngine,
-    plan: Plan,
-    change: Callable[[Tensor, int], object],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    small, plan, change, message, monkeypatch
+):
     [expected] = small.tokens([PROMPT], PARAMS[0], plan)
     healthy, doomed = [small.engine.add(PROMPT, params, plan) for params in PARAMS]
     small.engine.step()
@@ -247,9 +240,7 @@ def test_a_draft_that_cannot_be_fails_its_own_request_and_commits_nothing(
     assert healthy.token_ids == expected
 
 
-def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(monkeypatch):
     """The plan's sampling is checked when a request is added; here the drafter deviates."""
 
     def other(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
@@ -267,7 +258,7 @@ def test_a_tree_of_a_distribution_the_verifier_does_not_accept_is_refused(
     assert request.token_ids == written
 
 
-def test_nodes_at_consecutive_positions_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_at_consecutive_positions_would_be_noticed(monkeypatch):
     """What the test above rests on: positions in the rotary embedding are depths."""
     tiny = tiny_engine(vocab=64, sharpness=1.0)
     prompts = [[n, *PROMPT] for n in range(6)]

@@ -92,7 +92,7 @@ DRAFTED = {
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_the_joint_distribution_is_the_targets(name: str) -> None:
+def test_the_joint_distribution_is_the_targets(name):
     make, plan = DRAFTED[name]
     assert p_value(make(), plan, 1_500) > LEVEL
 
@@ -113,13 +113,13 @@ class Cutting(TabularDrafter):
         return dataclasses.replace(tree, path_lengths=lengths)
 
 
-def test_paths_cut_before_an_unlikely_token_would_be_noticed() -> None:
+def test_paths_cut_before_an_unlikely_token_would_be_noticed():
     plan = Plan(verifier="block", paths=1, depth=1)
     assert p_value(Cutting(tabular_drafter().table), plan, 1_500) < LEVEL
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature: float) -> None:
+def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature):
     plan = Plan(paths=2, depth=4)
     looked = msgspec.structs.replace(plan, source=Source.LOOKUP)
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
@@ -147,6 +147,6 @@ class Misreporting(TabularDrafter):
 @pytest.mark.parametrize(
     "name", ["table otbv, stopping", "table specinfer wor, stopping", "table spechub"]
 )
-def test_misreported_draft_probs_are_noticed(name: str) -> None:
+def test_misreported_draft_probs_are_noticed(name):
     plan = msgspec.structs.replace(DRAFTED[name][1], min_confidence=0.0)
     assert p_value(Misreporting(tabular_drafter().table), plan, 1_500) < LEVEL

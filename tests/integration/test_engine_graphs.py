@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
-from gpu.cuda.runtime import HostRuntime, Launched
+from gpu.cuda.runtime import Launched
 from support.flashinfer_stand import StandAttention
-from support.pretend_device import PretendDevice
 from support.tape import TapeRecorder
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
@@ -78,7 +77,7 @@ def any_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "arch"),
     [("iid", Arch.EAGLE1), ("iid, one level", Arch.EAGLE3), ("plain", Arch.EAGLE3)],
 )
-def test_padded_steps_commit_what_plain_ones_do(name: str, arch: Arch) -> None:
+def test_padded_steps_commit_what_plain_ones_do(name, arch):
     plan, params = SETTINGS[name]
     padded = tiny_engine(arch=arch, graphs=GraphMode.EAGER, check_slots=True)
     found = padded.tokens(PROMPTS, params, plan)
@@ -111,7 +110,7 @@ def compiled(*, padded: bool) -> TinyEngine:
         ("temperature 0", False),
     ],
 )
-def test_compiled_steps_commit_what_plain_ones_do(name: str, padded: bool) -> None:
+def test_compiled_steps_commit_what_plain_ones_do(name, padded):
     """Levels of drafts, and verifications of what a device drew, run by the graphs there are."""
     (plan, params), own = SETTINGS[name], compiled(padded=padded)
     expected = tiny_engine(layers=FEW).tokens(PROMPTS, params, plan)
@@ -124,7 +123,7 @@ def test_compiled_steps_commit_what_plain_ones_do(name: str, padded: bool) -> No
     assert (replays(own) > replayed) == padded
 
 
-def test_what_grows_on_the_host_is_counted_by_reason() -> None:
+def test_what_grows_on_the_host_is_counted_by_reason():
     padded, plain = tiny_engine(graphs=GraphMode.EAGER), tiny_engine()
     metrics = padded.engine.metrics
     shaped = Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=1, shape=((0,), (1,)))
@@ -157,7 +156,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     "name",
     ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"],
 )
-def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
+def test_recorded_steps_commit_what_plain_ones_do(name):
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
     plan, params = SETTINGS[name]
     recorder = TapeRecorder()
@@ -174,9 +173,7 @@ def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "lengths"), [*((name, (6, 3, 9)) for name in SETTINGS), ("fixed", (210, 150, 180))]
 )
-def test_recorded_kernels_commit_what_planned_ones_do(
-    name: str, lengths: tuple[int, ...], on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_kernels_commit_what_planned_ones_do(name, lengths, on_host, monkeypatch):
     """FlashInfer's own kernels over padded batches: planned and launched, or planned and replayed.
 
     A tape keeps of a launch what a graph does, the bytes of its arguments. (Without padding some of
@@ -201,7 +198,7 @@ def test_recorded_kernels_commit_what_planned_ones_do(
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_trees_of_one_plan_outlive_the_drawing_of_others() -> None:
+def test_trees_of_one_plan_outlive_the_drawing_of_others():
     """Recordings share their memory, and a step may replay several before it looks at a tree."""
     plans = [SETTINGS[name][0] for name in ("iid", "fixed", "wor")]
     asked = [
@@ -227,9 +224,7 @@ UNLIKE = ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0})
     ],
     ids=["mixtures of top-k", "fixed"],
 )
-def test_one_recording_serves_many_settings(
-    plan: Plan, batches: list[list[SamplingParams]]
-) -> None:
+def test_one_recording_serves_many_settings(plan, batches):
     recorder, plain = TapeRecorder(), tiny_engine()
     taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
     for batch in batches:
@@ -240,7 +235,7 @@ def test_one_recording_serves_many_settings(
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_drafted_for_on_the_host(monkeypatch):
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
     monkeypatch.setattr("eaglegbv.attention.flashinfer._MOST_ROW_KEYS", 44)
     plan, params = Plan(paths=2, depth=3), sampling()
@@ -253,7 +248,7 @@ def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_a_draining_batch_records_nothing_that_was_recorded_before() -> None:
+def test_a_draining_batch_records_nothing_that_was_recorded_before():
     plan, params = SETTINGS["iid"]
     recorder = TapeRecorder()
     taped = tiny_engine(slots=512, max_batch=3, graphs=recorder, attention=StandAttention)
@@ -276,7 +271,7 @@ class ShortOfMemory(TapeRecorder):
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_what_was_recorded_is_replayed_though_something_else_cannot_be() -> None:
+def test_what_was_recorded_is_replayed_though_something_else_cannot_be():
     plan = Plan(paths=2, depth=2)
     taped = tiny_engine(slots=512, graphs=ShortOfMemory(), attention=StandAttention)
     plain = tiny_engine()
@@ -293,7 +288,7 @@ def test_what_was_recorded_is_replayed_though_something_else_cannot_be() -> None
 
 @pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*")
 @pytest.mark.parametrize("name", ["iid, confident", "fixed"])
-def test_a_step_on_a_device_waits_once(name: str, device: PretendDevice) -> None:
+def test_a_step_on_a_device_waits_once(name, device):
     plan, params = SETTINGS[name]
     away = tiny_engine(device="cuda", graphs=GraphMode.EAGER)
     requests = [away.engine.add(prompt, params, plan) for prompt in PROMPTS]
@@ -314,7 +309,7 @@ def test_a_step_on_a_device_waits_once(name: str, device: PretendDevice) -> None
     ("name", "backend"),
     [*((name, None) for name in SETTINGS), ("iid", "inductor"), ("fixed", "inductor")],
 )
-def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> None:
+def test_graphs_commit_what_eager_steps_do(name, backend):
     """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
     pytest.importorskip("flashinfer")
     from eaglegbv.eval.random_models import Shape, random_pair

@@ -51,7 +51,7 @@ def random_specs(rng: np.random.Generator, count: int) -> list[Spec]:
 
 
 @pytest.mark.timeout(900)
-def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone() -> None:
+def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone():
     rng = np.random.default_rng(0)
     exact = exact_engine(slots=640, max_batch=24, prefill_tokens=96)
     specs = random_specs(rng, KINDS)
@@ -129,9 +129,7 @@ FAULTS = {
     ("fault", "kind"),
     [*((fault, RuntimeError) for fault in FAULTS), ("second commit", KeyboardInterrupt)],
 )
-def test_a_step_that_breaks_off_gives_everything_back(
-    fault: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_breaks_off_gives_everything_back(fault, kind, monkeypatch):
     exact = exact_engine(slots=400)
     requests = mixed(exact)
     waiting = Spec((6,), SamplingParams(max_tokens=9, seed=3), PLANS[4])
@@ -177,7 +175,7 @@ def test_a_step_that_breaks_off_gives_everything_back(
     assert exact.target.allocator.num_free == exact.target.allocator.num_slots
 
 
-def test_a_pool_that_others_hold_is_a_clear_error_and_the_engine_goes_on() -> None:
+def test_a_pool_that_others_hold_is_a_clear_error_and_the_engine_goes_on():
     exact = exact_engine(slots=64)
     spec = Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[4])
     held = exact.target.allocator.allocate(60)
@@ -192,7 +190,7 @@ def test_a_pool_that_others_hold_is_a_clear_error_and_the_engine_goes_on() -> No
     assert again.token_ids == exact.alone(spec)
 
 
-def test_the_check_notices_a_leak() -> None:
+def test_the_check_notices_a_leak():
     exact = exact_engine(slots=64)
     exact.add(Spec((1, 2, 3), SamplingParams(max_tokens=20, seed=1), PLANS[0]))
     exact.engine.step()
@@ -217,9 +215,7 @@ def watcher(effect: object = None) -> Mock:
     return Mock(on_step=Mock(side_effect=effect))
 
 
-def test_an_observer_that_fails_is_told_no_more_and_harms_nobody(
-    exact: ExactEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_observer_that_fails_is_told_no_more_and_harms_nobody(exact, caplog):
     bad, good = watcher(RuntimeError("disk full")), watcher()
     for observer in (bad, good):
         exact.engine.observe(observer)
@@ -235,9 +231,7 @@ def test_an_observer_that_fails_is_told_no_more_and_harms_nobody(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_trees_are_recorded_as_long_as_somebody_who_asked_is_told(
-    exact: ExactEngine, fails: bool
-) -> None:
+def test_trees_are_recorded_as_long_as_somebody_who_asked_is_told(exact, fails):
     """Not when the last has left, be it because it failed."""
     recorded: list[int] = []
     exact.engine.observe(watcher(lambda record: recorded.append(len(record.trees))))
@@ -261,7 +255,7 @@ def test_trees_are_recorded_as_long_as_somebody_who_asked_is_told(
     assert not any(recorded[seen:])
 
 
-def test_a_step_within_a_step_is_refused(exact: ExactEngine) -> None:
+def test_a_step_within_a_step_is_refused(exact):
     def step(_: StepRecord) -> None:
         with pytest.raises(EngineBusy, match="expected one after another"):
             exact.engine.step()
@@ -274,7 +268,7 @@ def test_a_step_within_a_step_is_refused(exact: ExactEngine) -> None:
     assert request.token_ids == exact.alone(SPEC)
 
 
-def test_gauges_show_the_moment(exact: ExactEngine) -> None:
+def test_gauges_show_the_moment(exact):
     metrics = exact.engine.metrics
     requests = [exact.add(SPEC) for _ in range(2)]
     assert (metrics.value(RUNNING), metrics.value(WAITING)) == (0, 2)
@@ -286,7 +280,7 @@ def test_gauges_show_the_moment(exact: ExactEngine) -> None:
     assert (metrics.value(RUNNING), metrics.value(KV_USED)) == (0, 0)
 
 
-def test_a_refused_request_changes_no_others_numbers(exact: ExactEngine) -> None:
+def test_a_refused_request_changes_no_others_numbers(exact):
     spec = Spec(SPEC.prompt, SamplingParams(max_tokens=12), SPEC.plan)
     with pytest.raises(InvalidArgument, match="prompt=99"):
         exact.engine.add((99,), spec.params, spec.plan)

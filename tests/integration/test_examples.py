@@ -36,14 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("chat_stream.py", "a" * 400 + "\nHello\n", {"you> ": 3, "starting over": 1}),
     ],
 )
-def test_an_example_prints_what_it_says(
-    name: str,
-    text: str,
-    found: dict[str, int],
-    pair: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_example_prints_what_it_says(name, text, found, pair, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [name, *pair, "--max-tokens", "8"])
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     # Measuring what steps cost takes longer than all examples together.
@@ -53,7 +46,7 @@ def test_an_example_prints_what_it_says(
     assert {pattern: len(re.findall(pattern, out)) for pattern in found} == found
 
 
-def test_my_verifier(capsys: pytest.CaptureFixture[str]) -> None:
+def test_my_verifier(capsys):
     module = ROOT / "examples" / "my_verifier.py"
     result = cli(capsys, "audit", "--module", str(module), "--all", "--instances", "3")
     rows = [line.split() for line in result.out.splitlines()[1:]]
@@ -63,7 +56,7 @@ def test_my_verifier(capsys: pytest.CaptureFixture[str]) -> None:
     assert module.read_text("utf-8") in page
 
 
-def test_train_tiny_pair() -> None:
+def test_train_tiny_pair():
     script = runpy.run_path(str(ROOT / "examples" / "train_tiny_pair.py"))
     known = get_command(app).commands  # type: ignore[attr-defined]
     names = [command.split()[0] for command in script["commands"]("data", "out")]
@@ -74,7 +67,7 @@ def test_train_tiny_pair() -> None:
 
 
 @pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
-def test_my_drafter() -> None:
+def test_my_drafter():
     # In a process of its own: it registers its drafter.
     command = [sys.executable, str(ROOT / "examples" / "my_drafter.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -85,13 +78,13 @@ def test_my_drafter() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_short_and_tested(path: Path) -> None:
+def test_examples_are_short_and_tested(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 40
     assert path.name in Path(__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
-def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_readme(capsys):
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     exec(code, {})
     assert capsys.readouterr().out.strip()

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -56,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Request]:
     return requests
 
 
-def test_what_is_asked_and_what_is_read(asked: list[httpx.Request]) -> None:
+def test_what_is_asked_and_what_is_read(asked):
     params = SamplingParams(temperature=0.7, max_tokens=4, seed=2**64 - 5, top_k=9, min_p=0.1)
     answer = Endpoint("http://server", SHAPE)(MESSAGES, params, plan=SHAPE)
     assert answer.text == "hello"
@@ -73,17 +72,17 @@ def test_what_is_asked_and_what_is_read(asked: list[httpx.Request]) -> None:
 
 
 @pytest.mark.usefixtures("asked")
-def test_refusals_are_said_in_the_servers_words() -> None:
+def test_refusals_are_said_in_the_servers_words():
     with pytest.raises(InvalidArgument, match="too long"):
         Endpoint("http://server", SHAPE)(2 * MESSAGES, SamplingParams(), plan=SHAPE)
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_server_that_is_not_there():
     with pytest.raises(StepFailed, match="refused"):
         Endpoint("http://127.0.0.1:9", SHAPE)(MESSAGES, SamplingParams(), plan=SHAPE)
 
 
-def test_a_server_runs_as_long_as_it_is_needed(tmp_path: Path) -> None:
+def test_a_server_runs_as_long_as_it_is_needed(tmp_path):
     launch = Launch([sys.executable, "-c", SERVER], {})
     with running(launch, tmp_path / "log") as url:
         assert httpx.get(f"{url}/here").text == "/here"
@@ -98,7 +97,7 @@ def test_a_server_runs_as_long_as_it_is_needed(tmp_path: Path) -> None:
         ("import time; time.sleep(60)", 2.0, "did not answer"),
     ],
 )
-def test_a_server_that_does_not_start(code: str, within: float, said: str, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start(code, within, said, tmp_path):
     start = Launch([sys.executable, "-c", code], {})
     with (
         pytest.raises(ServerFailed, match=said),

@@ -10,12 +10,11 @@ from support.sglang_engine import (
     three_tokens,
     token_ids,
 )
-from support.sglang_pair import SGLangPair
 
 pytestmark = NEEDS_SGLANG
 
 
-def test_distribution_of_three_tokens(pair: SGLangPair, plain_greedy: list[list[int]]) -> None:
+def test_distribution_of_three_tokens(pair, plain_greedy):
     own = pair_arguments(pair, "eagle1", 3, 3)
     own |= {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 10}
     params = {"temperature": 1.0, "max_new_tokens": 5, "ignore_eos": True}

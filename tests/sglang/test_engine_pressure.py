@@ -14,7 +14,6 @@ from support.sglang_engine import (
     token_ids,
 )
 from support.sglang_engine import sglang_engine as start
-from support.sglang_pair import SGLangPair
 
 pytestmark = NEEDS_SGLANG
 
@@ -28,9 +27,7 @@ pytestmark = NEEDS_SGLANG
         ("spectr_gbv", "eagle1", 3, 3),
     ],
 )
-def test_retracted_chunked_and_aborted_requests(
-    verifier: str, head: str, K: int, L: int, pair: SGLangPair, plain_greedy: list[list[int]]
-) -> None:
+def test_retracted_chunked_and_aborted_requests(verifier, head, K, L, pair, plain_greedy):
     """Every few steps requests lose their memory and read all again, prompts come in parts."""
     settings = {
         "EAGLEGBV_VERIFIER": verifier,

@@ -18,7 +18,7 @@ SAID = {
 }
 
 
-def test_counts_of_a_request_as_the_local_engine_counts_them() -> None:
+def test_counts_of_a_request_as_the_local_engine_counts_them():
     counts = request_metrics(SAID, Plan(paths=2, depth=3))
     assert (counts.prompt_tokens, counts.committed_tokens) == (7, 23)
     assert (counts.target_forwards, counts.accepted_tokens, counts.drafted_nodes) == (11, 12, 66)
@@ -32,16 +32,14 @@ def test_counts_of_a_request_as_the_local_engine_counts_them() -> None:
     ("completion", "retractions", "committed", "accepted"),
     [(23, 0, 22, 12), (22, 0, 21, 11), (21, 0, 20, 10), (24, 1, 22, 12), (25, 1, 23, 12)],
 )
-def test_tokens_beyond_the_end_are_not_counted(
-    completion: int, retractions: int, committed: int, accepted: int
-) -> None:
+def test_tokens_beyond_the_end_are_not_counted(completion, retractions, committed, accepted):
     """The token that the target adds is the first to fall away."""
     said = SAID | {"completion_tokens": completion, "num_retractions": retractions}
     counts = request_metrics(said, Plan(paths=2, depth=3))
     assert (counts.committed_tokens, counts.accepted_tokens) == (committed, accepted)
 
 
-def test_counts_without_speculation() -> None:
+def test_counts_without_speculation():
     counts = request_metrics({"prompt_tokens": 7, "completion_tokens": 24}, PLAIN)
     assert (counts.target_forwards, counts.committed_tokens) == (23, 23)
     assert counts.block_efficiency == 1.0
@@ -60,9 +58,7 @@ class Req:
         return self.finished_len is not None
 
 
-def test_the_scheduler_counts_what_was_delivered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
     monkeypatch.setattr(metrics, "ours", lambda: True)
     reporter = SimpleNamespace(
         forward_ct_decode=0,

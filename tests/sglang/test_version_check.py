@@ -35,7 +35,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     return check
 
 
-def test_a_point_that_is_as_known_passes(check: Callable[[str, str], None]) -> None:
+def test_a_point_that_is_as_known_passes(check):
     check("metrics:request_metrics", "meta_info")
     check("settings:Settings.to_environment", "self")
 
@@ -48,16 +48,14 @@ def test_a_point_that_is_as_known_passes(check: Callable[[str, str], None]) -> N
         ("TITLES", "", r"found \('EAGLEGBV'"),
     ],
 )
-def test_a_point_that_has_changed_is_named(
-    name: str, parameters: str, said: str, check: Callable[[str, str], None]
-) -> None:
+def test_a_point_that_has_changed_is_named(name, parameters, said, check):
     with pytest.raises(OverridePointChanged, match=said) as caught:
         check(f"metrics:{name}", parameters)
     assert f"{HERE}.metrics:{name}" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch):
     ours, other = SimpleNamespace(name="eaglegbv"), SimpleNamespace(name="other")
     monkeypatch.setattr(version_check, "entry_points", lambda group: [ours, other])
     version_check.check_plugin()
@@ -69,14 +67,14 @@ def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch: pytest.Monke
         version_check.check_plugin()
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr(version_check, "version", lambda _: "0.4.0")
     expected = r"sglang='0.4.0': expected sglang==0.5.22 or sglang==0.5.23, whose"
     with pytest.raises(InvalidArgument, match=expected):
         version_check.check_version()
 
 
-def test_a_missing_sglang_is_a_plain_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sglang_is_a_plain_sentence(monkeypatch):
     def missing(_: str) -> str:
         raise PackageNotFoundError
 
@@ -92,7 +90,7 @@ RECORDED: dict[str, dict[str, list[str]]] = json.loads(
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
-def test_points_fit_the_signatures_recorded(version: str) -> None:
+def test_points_fit_the_signatures_recorded(version):
     """Without SGLang: a mistake in the list of what we rely on."""
     points = override_points(version)
     assert points.keys() == RECORDED[version].keys()
@@ -120,7 +118,7 @@ print(json.dumps([version("sglang"), found]))
 
 @pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang()))
 @pytest.mark.timeout(600)
-def test_the_record_is_that_of_the_sglang_installed() -> None:
+def test_the_record_is_that_of_the_sglang_installed():
     """In a process of its own: what SGLang finds out about the platform, it keeps."""
     read = subprocess.run(
         [sys.executable, "-c", READ], env=cpu_environment(), capture_output=True, text=True

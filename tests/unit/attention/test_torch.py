@@ -109,7 +109,7 @@ def attend(attention: TorchPagedAttention, batch: PackedBatch, call: AttentionCa
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
-def test_equals_its_definition(segments: list[Segment], call: AttentionCall) -> None:
+def test_equals_its_definition(segments, call):
     pool = pools(sizes=SIZES)[0]
     batch = pack(segments)
     out = attend(TorchPagedAttention(pool), batch, call)
@@ -120,7 +120,7 @@ def test_equals_its_definition(segments: list[Segment], call: AttentionCall) -> 
 
 
 @pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
-def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> None:
+def test_a_request_never_reads_what_it_does_not_own(segments):
     pool = pools(sizes=SIZES)[0]
     owned = torch.cat([s.key_slots() for s in segments]).unique()
     foreign = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, owned, value=False)
@@ -129,7 +129,7 @@ def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> 
     assert attend(TorchPagedAttention(pool), pack(segments), CALL).isfinite().all()
 
 
-def test_a_broken_request_stays_alone() -> None:
+def test_a_broken_request_stays_alone():
     pool = pools(sizes=SIZES)[0]
     broken, sound = tree_segment(SHUFFLED, 12, BUSHY), tree_segment(SHUFFLED[60:], 30, [0, 0])
     pool.keys[0, broken.context_slots] = torch.nan
@@ -161,7 +161,7 @@ class Counting(TorchPagedAttention):
         ([20_000] * 4, 2),  # what is gathered at once stays within caches
     ],
 )
-def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: int) -> None:
+def test_padding_costs_no_more_than_further_calls(contexts, calls):
     attention = Counting(KVPool(1, sum(contexts) + len(contexts), KV_HEADS, 8, torch.float32))
     ends = torch.tensor(contexts).add(1).cumsum(0).tolist()
     batch = pack(
@@ -176,7 +176,7 @@ def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: in
     assert attention.keys < 1.5 * sum(contexts)
 
 
-def test_bad_segments() -> None:
+def test_bad_segments():
     one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(InvalidArgument, match="at least one segment"):
         pack([])

@@ -74,7 +74,7 @@ def check_trees(target: HFTarget, plain: Plain, texts: list[Text], segments: lis
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
+def test_packed_trees_equal_every_path_run_alone(name):
     plain = Plain(tiny_model(name))
     target = HFTarget(tiny_model(name), features=FEATURE_LAYERS, max_slots=96)
     generator = torch.Generator().manual_seed(3)
@@ -117,7 +117,7 @@ def test_packed_trees_equal_every_path_run_alone(name: str) -> None:
     check_trees(target, plain, texts[:1], [texts[0].tree(tokens(3), [0, 0, 0], slots(3))])
 
 
-def test_final_features_are_the_normed_hidden_state() -> None:
+def test_final_features_are_the_normed_hidden_state():
     plain = Plain(tiny_model("llama"))
     target = HFTarget(tiny_model("llama"), features=(FINAL,), max_slots=64)
     tokens = [4, 5, 6, 7]
@@ -144,7 +144,7 @@ def test_final_features_are_the_normed_hidden_state() -> None:
         "stablelm",
     ],
 )
-def test_models_off_the_attention_interface_are_refused(name: str) -> None:
+def test_models_off_the_attention_interface_are_refused(name):
     with pytest.raises(ModelNotSupported, match="attention"):
         HFTarget(tiny_model(name), max_slots=64)
 
@@ -157,12 +157,12 @@ def test_models_off_the_attention_interface_are_refused(name: str) -> None:
         ((), 8, "max_slots=8"),
     ],
 )
-def test_bad_arguments(features: tuple[int, ...], slots: int, named: str) -> None:
+def test_bad_arguments(features, slots, named):
     with pytest.raises(InvalidArgument, match=named):
         HFTarget(tiny_model("llama"), features=features, max_slots=slots)
 
 
-def test_loading_incomplete_weights(tmp_path) -> None:
+def test_loading_incomplete_weights(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -175,7 +175,7 @@ def test_loading_incomplete_weights(tmp_path) -> None:
         load_model(tmp_path)
 
 
-def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
+def test_loading_what_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidArgument, match=r"config\.json"):
         load_model(tmp_path)
@@ -191,7 +191,7 @@ def test_loading_what_is_not_there(tmp_path, monkeypatch) -> None:
         load_model(tmp_path)
 
 
-def test_a_quantised_model_without_its_package_is_refused_in_a_line(tmp_path) -> None:
+def test_a_quantised_model_without_its_package_is_refused_in_a_line(tmp_path):
     if find_spec("optimum") is not None:
         pytest.skip("optimum is installed")
     tiny_model("llama").save_pretrained(tmp_path)
@@ -203,7 +203,7 @@ def test_a_quantised_model_without_its_package_is_refused_in_a_line(tmp_path) ->
     assert "\n" not in str(caught.value)
 
 
-def test_a_broken_configuration_or_tokenizer_is_called_by_its_name(tmp_path) -> None:
+def test_a_broken_configuration_or_tokenizer_is_called_by_its_name(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "none"}}')
     with pytest.raises(InvalidArgument, match="a model with a tokenizer"):

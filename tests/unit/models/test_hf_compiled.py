@@ -4,8 +4,6 @@ The compiler's front end is what can go wrong here (graphs around the attention,
 so the graphs it finds are mostly run as they are, without the minutes its code generator takes.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.compilers import needs_compiler
@@ -46,7 +44,7 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_forwards_equal_plain_ones(name: str) -> None:
+def test_compiled_forwards_equal_plain_ones(name):
     features = (1, 3)
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
     compiled = HFTarget(tiny_model(name), features=features, max_slots=256, compile_backend="eager")
@@ -54,7 +52,7 @@ def test_compiled_forwards_equal_plain_ones(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_targets_of_one_class_keep_apart() -> None:
+def test_compiled_targets_of_one_class_keep_apart():
     # Their graphs are not guarded by what they were made from, which differs here: the number of
     # layers, what is captured, the weights.
     both = [
@@ -75,9 +73,7 @@ def test_compiled_targets_of_one_class_keep_apart() -> None:
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(600)
-def test_generated_products_are_the_targets_and_no_row_depends_on_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_products_are_the_targets_and_no_row_depends_on_another(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters.clear()
     features = (FINAL,)
@@ -94,7 +90,7 @@ def test_generated_products_are_the_targets_and_no_row_depends_on_another(
         assert torch.equal(alone(compiled, tokens[:rows]), every[:rows])
 
 
-def test_how_products_are_generated_does_not_stay_for_what_others_compile() -> None:
+def test_how_products_are_generated_does_not_stay_for_what_others_compile():
     selector = get_algorithm_selector_cache()
     choosing, enabled = selector.preprocessing_fns[:], torch.backends.mkldnn.enabled
     with pytest.raises(KeyError), generating_products():  # noqa: PT012
@@ -131,7 +127,7 @@ def check_same(compiled: HFTarget, plain: HFTarget) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch):
     model = tiny_model("llama")
     plain = model.model.norm.forward
 
@@ -148,12 +144,12 @@ def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_calls_another_part_of_itself_is_refused_by_name() -> None:
+def test_a_model_that_calls_another_part_of_itself_is_refused_by_name():
     expected = r"compile_backend='eager': expected none for OPTForCausalLM.*not call OPTModel"
     with pytest.raises(InvalidArgument, match=expected):
         HFTarget(tiny_model("opt"), max_slots=256, compile_backend="eager")
 
 
-def test_an_unknown_compiler_is_named() -> None:
+def test_an_unknown_compiler_is_named():
     with pytest.raises(InvalidArgument, match=r"compile_backend='fast'.*inductor"):
         HFTarget(tiny_model("llama"), max_slots=256, compile_backend="fast")

@@ -70,9 +70,7 @@ def check_same(found: TargetOutput, expected: TargetOutput) -> None:
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_padded_forwards_equal_plain_ones(
-    plain: HFTarget, padded: HFTarget, batch: Batch, seed: int
-) -> None:
+def test_padded_forwards_equal_plain_ones(plain, padded, batch, seed):
     before = padded.graph_counts["replayed"]
     # Other tests read texts of their own into these pools.
     for target in (plain, padded):
@@ -83,7 +81,7 @@ def test_padded_forwards_equal_plain_ones(
     torch.testing.assert_close(padded.pool.keys[:, :-1], plain.pool.keys, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_not_padded_is_counted_by_reason() -> None:
+def test_what_is_not_padded_is_counted_by_reason():
     target = llama(GraphMode.EAGER)
     tree_outputs(target, [(3, 2)], 0)
     assert target.graph_counts == {"prefill": 1, "replayed": 1}
@@ -99,7 +97,7 @@ def test_what_is_not_padded_is_counted_by_reason() -> None:
     assert llama(GraphMode.OFF).graph_counts == {}
 
 
-def test_graphs_are_refused_on_a_cpu_and_left_out_by_default() -> None:
+def test_graphs_are_refused_on_a_cpu_and_left_out_by_default():
     with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'.*need a CUDA device"):
         llama(GraphMode.ON)
     target = llama(GraphMode.AUTO)
@@ -118,7 +116,7 @@ class Obstinate(TorchPagedAttention):
         return super().attend(call, q, k, v, batch)
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain):
     target = HFTarget(
         tiny_model("llama"),
         features=FEATURES,
@@ -135,7 +133,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> 
 
 
 @given(st.integers(1, 64), st.integers(1, 300))
-def test_buckets_hold_what_they_are_made_for(requests: int, extra: int) -> None:
+def test_buckets_hold_what_they_are_made_for(requests, extra):
     rows = requests + extra
     bucket = Bucket.holding(requests, rows)
     pads = (1 << (requests - 1).bit_length()) + 1 - requests
