@@ -8,7 +8,7 @@ from torch import Tensor
 from eaglegbv.attention.base import offsets_of
 from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
-from eaglegbv.drafters.base import Drafter, ReplayingDrafter
+from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request, RequestOutput
@@ -48,12 +48,6 @@ class Drafting:
         own = self.by(plan).max_context
         return target if own is None else min(target, own)
 
-    def recalling(self, plan: Plan) -> ReplayingDrafter:
-        """Return the drafter of a checked plan whose verifier keeps state."""
-        drafter = self.by(plan)
-        assert isinstance(drafter, ReplayingDrafter)
-        return drafter
-
     def draft(
         self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]
     ) -> DraftTree:
@@ -82,18 +76,15 @@ class Drafting:
         shown = [b for b, own in enumerate(outputs) if own.request.drafted and not own.fault]
         if not shown:
             return
-        if len(features) == len(shown):  # one row for each request, as when none drafted
-            parts = features.clone().split(1)
-        else:
-            firsts = offsets_of(segment.num_new for segment in group.segments)
-            kept = [group.committed(b, outputs[b].nodes) for b in shown]
-            rows = [
-                group.first_token + firsts[b] + place
-                for b, own in zip(shown, kept, strict=True)
-                for place in own
-            ]
-            places = upload(rows, dtype=torch.int64, device=features.device)
-            parts = features.index_select(0, places).split([len(own) for own in kept])
+        firsts = offsets_of(segment.num_new for segment in group.segments)
+        kept = [group.committed(b, outputs[b].nodes) for b in shown]
+        rows = [
+            group.first_token + firsts[b] + place
+            for b, own in zip(shown, kept, strict=True)
+            for place in own
+        ]
+        places = upload(rows, dtype=torch.int64, device=features.device)
+        parts = features.index_select(0, places).split([len(own) for own in kept])
         for b, part in zip(shown, parts, strict=True):
             self.drafter.observe(outputs[b].request, part)
 

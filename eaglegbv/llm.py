@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, cast, overload
 
 import torch
 from tqdm import tqdm
@@ -55,6 +55,15 @@ from eaglegbv.verification import check_plan
 Prompts: TypeAlias = Sequence[Prompt]
 AnyParams: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 AnyPlan: TypeAlias = Planning | PlanName | None
+
+
+class Call(NamedTuple):
+    """What is asked for at once; see :meth:`TextGenerator.generate`."""
+
+    prompts: Prompts
+    params: list[SamplingParams]  # those of each prompt
+    plan: AnyPlan
+    priority: int
 
 
 class TextGenerator(ABC):
@@ -132,18 +141,9 @@ class TextGenerator(ABC):
         Raises:
             EagleGBVError: A single prompt is not usable, or the settings of the call are not.
         """
-        self._check_plan(plan)
-        if is_one(prompts):
-            one = [cast("Prompt", prompts)]
-            [only] = self._run(one, sampling_params, plan, priority, progress=progress)
-            if only.error is not None:
-                raise only.error
-            return only.completion
-        many = cast("Prompts", prompts)
-        results = self._run(many, sampling_params, plan, priority, progress=progress)
-        return [result.completion for result in results]
+        call = self._call(prompts, sampling_params, plan, priority)
+        return _answers(self._run(call, progress=progress), one=is_one(prompts))
 
-    @abstractmethod
     def stream(
         self,
         prompt: Prompt,
@@ -159,6 +159,8 @@ class TextGenerator(ABC):
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
+        self._check(plan, priority)
+        yield from self._stream(Call([prompt], per_prompt(sampling_params, 1), plan, priority))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt as the model reads it.
@@ -183,15 +185,30 @@ class TextGenerator(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
-    def _check_plan(self, plan: AnyPlan) -> None:
-        """Raise unless requests can follow the plan; None is its own."""
+    def _call(self, prompts: object, params: AnyParams, plan: AnyPlan, priority: int) -> Call:
+        self._check(plan, priority)
+        many = cast("Prompts", [prompts] if is_one(prompts) else prompts)
+        return Call(many, per_prompt(params, len(many)), plan, priority)
 
     @abstractmethod
-    def _run(
-        self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
-    ) -> list[Result]:
-        """Answer many prompts, or say what is wrong with each; see :meth:`generate`."""
+    def _check(self, plan: AnyPlan, priority: int) -> None:
+        """Raise unless requests can follow the plan (None is its own) and have the priority."""
+
+    @abstractmethod
+    def _run(self, call: Call, *, progress: bool) -> list[Result]:
+        """Answer all prompts, or say what is wrong with each; see :meth:`generate`."""
+
+    @abstractmethod
+    def _stream(self, call: Call) -> Iterator[Delta]:
+        """Answer the only prompt piece by piece; see :meth:`stream`."""
+
+
+def _answers(results: Sequence[Result], *, one: bool) -> Completion | list[Completion]:
+    if not one:
+        return [result.completion for result in results]
+    if results[0].error is not None:
+        raise results[0].error
+    return results[0].completion
 
 
 _log = logging.getLogger(__name__)
@@ -344,17 +361,8 @@ class LLM(TextGenerator):
         facts = (f"model={self.model_name!r}", f"drafter={self.drafter_name!r}", f"{self.plan}")
         return f"LLM({', '.join(facts)}, device={str(self.device)!r}, dtype={self.dtype})"
 
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        plan: AnyPlan = None,
-        priority: int = 0,
-    ) -> Iterator[Delta]:
-        """See :meth:`TextGenerator.stream`."""
-        [params] = per_prompt(sampling_params, 1)
-        answer = self._add(prompt, params, plan, priority)
+    def _stream(self, call: Call) -> Iterator[Delta]:
+        answer = self._add(call.prompts[0], call.params[0], call)
         try:
             while not answer.request.finished:
                 self._step()
@@ -380,13 +388,9 @@ class LLM(TextGenerator):
         All tasks' requests run in the same steps. Those of a task that is cancelled end at the
         next step.
         """
-        one = is_one(prompts)
-        many = cast("Prompts", [prompts] if one else prompts)
         answers: list[Answer | EagleGBVError] = []
-        await asyncio.to_thread(self._check_plan, plan)
-        adding = asyncio.ensure_future(
-            asyncio.to_thread(self._add_all, answers, many, sampling_params, plan, priority)
-        )
+        call = await asyncio.to_thread(self._call, prompts, sampling_params, plan, priority)
+        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, answers, call))
         try:
             await asyncio.shield(adding)  # the thread goes on if this task is cancelled
             while _unfinished(answers):
@@ -397,9 +401,7 @@ class LLM(TextGenerator):
                 self._leave(answers)
             else:
                 adding.add_done_callback(lambda _: self._leave(answers))
-        if one and results[0].error is not None:
-            raise results[0].error
-        return results[0].completion if one else [result.completion for result in results]
+        return _answers(results, one=is_one(prompts))
 
     def close(self) -> None:
         """See :meth:`TextGenerator.close`."""
@@ -447,7 +449,8 @@ class LLM(TextGenerator):
         with self._turn():
             return self._engine.explain_plans()
 
-    def _check_plan(self, plan: AnyPlan) -> None:
+    def _check(self, plan: AnyPlan, priority: int) -> None:
+        check_priority(priority)
         planning = self._planning(plan)
         with self._turn():
             self._engine.check_plan(planning)
@@ -478,12 +481,10 @@ class LLM(TextGenerator):
             cache.write(known)
         return known, cache.write
 
-    def _run(
-        self, prompts: Prompts, params: AnyParams, plan: AnyPlan, priority: int, *, progress: bool
-    ) -> list[Result]:
+    def _run(self, call: Call, *, progress: bool) -> list[Result]:
         answers: list[Answer | EagleGBVError] = []
         try:
-            self._add_all(answers, prompts, params, plan, priority)
+            self._add_all(answers, call)
             unfinished = _unfinished(answers)
             with tqdm(total=len(unfinished), disable=not progress, unit="prompt") as bar:
                 while unfinished:
@@ -494,18 +495,10 @@ class LLM(TextGenerator):
         finally:
             self._leave(answers)
 
-    def _add_all(
-        self,
-        answers: list[Answer | EagleGBVError],
-        prompts: Prompts,
-        params: AnyParams,
-        plan: AnyPlan,
-        priority: int,
-    ) -> None:
-        check_priority(priority)
-        for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
+    def _add_all(self, answers: list[Answer | EagleGBVError], call: Call) -> None:
+        for prompt, own in zip(call.prompts, call.params, strict=True):
             try:
-                answers.append(self._add(prompt, own, plan, priority))
+                answers.append(self._add(prompt, own, call))
             except EagleGBVError as error:
                 answers.append(error)
 
@@ -535,7 +528,8 @@ class LLM(TextGenerator):
         """Return new pieces; also of a step that an interrupt left before they were made."""
         with self._turn():
             self._follow(answer)
-            return answer.take()
+            taken, answer.pieces = answer.pieces, []
+            return taken
 
     def _results(self, answers: Sequence[Answer | EagleGBVError]) -> list[Result]:
         with self._turn():
@@ -565,10 +559,10 @@ class LLM(TextGenerator):
             finally:
                 self._turns.leave()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, plan: AnyPlan, priority: int) -> Answer:
-        ids, planning = self.encode(prompt), self._planning(plan)
+    def _add(self, prompt: Prompt, params: SamplingParams, call: Call) -> Answer:
+        ids, planning = self.encode(prompt), self._planning(call.plan)
         with self._turn():
-            request = self._engine.add(ids, params, planning, priority=priority)
+            request = self._engine.add(ids, params, planning, priority=call.priority)
             answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))
             self._open[request.number] = answer
         return answer

@@ -22,13 +22,13 @@ from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_checkpoint
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_model import Arch, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.drafters.registry import DRAFTERS, make_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.gguf import SMOLLM2, find_model
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
-from eaglegbv.models.target import FeatureSpec, Target
+from eaglegbv.models.target import FINAL, Target
 
 _ASSETS = Path(__file__).parent / "assets"
 TINY = _ASSETS / "tiny"
@@ -127,10 +127,11 @@ def load_pair(
 
     folder = None if drafter is None or str(drafter) in DRAFTERS else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
-    features, beside = FeatureSpec(), 0  # bytes of a slot in the drafter's pool
+    features: tuple[int, ...] = ()
+    beside = 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
         head_config = fit(read_checkpoint(folder), config_of(model)).config
-        features = feature_spec(head_config)
+        features = head_config.feature_layers or (FINAL,)
         beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, dtype)
     elif folder is not None and kind is Kind.LANGUAGE_MODEL:
         check_tokenizers(model, folder, trust_remote_code=trust_remote_code)
@@ -212,13 +213,6 @@ def check_tokenizers(model: str | Path, drafter: Path, *, trust_remote_code: boo
             theirs.get(token),
             f"the target's, {ours.get(token)}; {len(differing)} tokens differ",
         )
-
-
-def feature_spec(head: EagleHeadConfig) -> FeatureSpec:
-    """Return the features of a target that a head reads."""
-    if head.arch is Arch.EAGLE1:
-        return FeatureSpec.final()
-    return FeatureSpec.layer_inputs(head.feature_layers)
 
 
 def _slot_bytes(model: PreTrainedConfig, dtype: torch.dtype) -> int:

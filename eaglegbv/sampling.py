@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eaglegbv.devices import upload
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.utils import require_integer, require_number
+from eaglegbv.utils import require_integer, require_integers, require_number
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
@@ -81,14 +81,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require_number("repetition_penalty", self.repetition_penalty, _LEAST_PENALTY, 100.0)
         require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        if self.top_k is not None:
-            require_integer("top_k", self.top_k, 1)
-        if self.max_tokens is not None:
-            require_integer("max_tokens", self.max_tokens, 1)
+        optional = {"top_k": (1, None), "max_tokens": (1, None), "seed": (0, 2**64 - 1)}
+        require_integers(self, optional, **optional)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
-        if self.seed is not None:
-            require_integer("seed", self.seed, 0, 2**64 - 1)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", self.stop, "non-empty strings")
@@ -117,11 +113,11 @@ class WarpSettings:
     """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped."""
 
     temperature: Tensor  # [rows] float32; 0 keeps only the most likely token
-    greedy: Tensor | None  # [rows] bool, where the temperature is 0, or None
-    top_k: Tensor | None  # [rows] int64, or None
-    limits: frozenset[int]  # the finite values of `top_k`, known on the host
-    top_p: Tensor | None  # [rows] float64, or None
-    min_p: Tensor | None  # [rows] float64, or None
+    greedy: Tensor | None = None  # [rows] bool, where the temperature is 0, or None
+    top_k: Tensor | None = None  # [rows] integers, or None
+    limits: frozenset[int] = frozenset()  # the finite values of `top_k`, known on the host
+    top_p: Tensor | None = None  # [rows] float64, or None
+    min_p: Tensor | None = None  # [rows] float64, or None
     tempered: bool = True  # whether some temperature may differ from 1, known on the host
 
     @property
@@ -208,7 +204,7 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     if largest == 0:
         return logits
     values = logits.topk(largest, dim=1).values
-    edge = values.gather(1, (top_k.clamp(max=largest) - 1).unsqueeze(1))
+    edge = values.gather(1, (top_k.clamp(max=largest) - 1).long().unsqueeze(1))
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 

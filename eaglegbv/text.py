@@ -6,7 +6,6 @@ from numbers import Integral
 from typing import Any, Self, TypeAlias, cast
 
 import msgspec
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -21,16 +20,6 @@ Prompt: TypeAlias = str | list[int] | list[Message]
 """One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
 _PROMPT = "text, token ids or chat messages"
-
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-"""What a template may raise: it is a program, and its errors are those of any."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +136,7 @@ def _apply_chat_template(
         encoded = tokenizer.apply_chat_template(
             plain, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    except _TEMPLATE_ERRORS as error:
+    except Exception as error:  # a template is a program, and its errors are those of any
         expected = f"messages that the chat template of {model} takes ({error})"
         raise InvalidArgument("prompt", plain, expected) from error
     return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
@@ -277,11 +266,6 @@ class Answer:
     def kept(self) -> int:
         """Tokens that were turned into text: up to the one that completes a stop string."""
         return len(self.text.token_ids)
-
-    def take(self) -> list[Delta]:
-        """Return the new pieces."""
-        taken, self.pieces = self.pieces, []
-        return taken
 
     def result(self) -> Result:
         """Return what came of a request that has ended."""

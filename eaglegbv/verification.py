@@ -38,16 +38,15 @@ from eaglegbv.verifiers.base import (
     NodeStats,
     Rule,
     Verdict,
-    Verifier,
     VerifyUniforms,
     find_faults,
 )
 from eaglegbv.verifiers.paths import rows_at, target_of_tokens
 from eaglegbv.verifiers.registry import (
+    STATEFUL_VERIFIERS,
     CheckedVerifier,
     checked_verifier,
     make_any_verifier,
-    make_verifier,
 )
 from eaglegbv.verifiers.stateful import (
     Layers,
@@ -81,7 +80,6 @@ class Verification:
         """Put the parts together; see :class:`eaglegbv.engine.Engine` for ``compile_backend``."""
         self._target, self._drafting = target, drafting
         self._compile_backend = compile_backend
-        self._verifiers: dict[str, Verifier | StatefulVerifier] = {}
         self._sound_plans: set[Planning] = set()
 
     def check(self, plan: Planning) -> None:
@@ -91,21 +89,18 @@ class Verification:
         drafter = self._drafting.drafter
         check_plan(plan, None if drafter is None else type(drafter))
         for own in plans_of(plan, greedy=False):
-            verifier = self._verifier(own.verifier) if own.speculative else None
-            if isinstance(verifier, Verifier):
-                self._checked(verifier, self.sampling_of(own, greedy=False))  # compiled now
+            if own.speculative and own.verifier not in STATEFUL_VERIFIERS:
+                self._checked(own.verifier, self.sampling_of(own, greedy=False))  # compiled now
         self._sound_plans.add(plan)
 
     def sampling_of(self, plan: Plan, *, greedy: bool) -> DraftSampling:
         """Return how children arise in the trees of a plan that speculates."""
-        verifier, drafter = self._verifier(plan.verifier), self._drafting.by(plan)
+        verifier, drafter = make_any_verifier(plan.verifier), self._drafting.by(plan)
         return sampling_of(plan, verifier, drafter, greedy=greedy)
 
     def replay_slots(self, plan: Plan, params: SamplingParams) -> int:
         """Return the most KV slots a request's verification takes to replay earlier drafts."""
-        if params.greedy or not plan.speculative:
-            return 0
-        stateful = isinstance(self._verifier(plan.verifier), StatefulVerifier)
+        stateful = not params.greedy and plan.verifier in STATEFUL_VERIFIERS
         return replay_slots(plan) if stateful else 0
 
     def verify(self, forward: Forward, logits: Tensor, *, record: bool) -> list[VerifyOutput]:
@@ -121,12 +116,13 @@ class Verification:
         requests, tree = group.requests, group.tree
         plan, greedy = requests[0].plan, requests[0].params.greedy
         name = verifier_name(plan, greedy=greedy)
-        verifier = make_verifier(name) if greedy else self._verifier(name)
         target = probs_of_nodes(group, logits)
         layers: list[tuple[TargetLayer, ...]] = [()] * tree.batch
         verdict: Verdict
-        if isinstance(verifier, StatefulVerifier):
-            drafter = self._drafting.recalling(plan)
+        if name in STATEFUL_VERIFIERS:
+            verifier = STATEFUL_VERIFIERS[name]()
+            drafter = self._drafting.by(plan)
+            assert isinstance(drafter, ReplayingDrafter)  # by the check of the plan
             result, layers, unsound = verify_stateful(
                 verifier, requests, tree, target, drafter, self._target.allocator
             )
@@ -140,23 +136,18 @@ class Verification:
                 length=tree.length,
                 device=logits.device,
             )
-            checked = self._checked(verifier, tree.draft_sampling)
+            checked = self._checked(name, tree.draft_sampling)
             verdict, faults = checked.verify(tree, target, uniforms)
-            stats = partial(verifier.stats, tree, target, uniforms)
+            stats = partial(checked.verifier.stats, tree, target, uniforms)
         kept = target if record else None
         return VerifyOutput(group, verdict, faults, layers, kept, stats)
 
-    def _verifier(self, name: str) -> Verifier | StatefulVerifier:
-        if name not in self._verifiers:
-            self._verifiers[name] = make_any_verifier(name)
-        return self._verifiers[name]
-
-    def _checked(self, verifier: Verifier, draft_sampling: DraftSampling) -> CheckedVerifier:
+    def _checked(self, verifier: str, draft_sampling: DraftSampling) -> CheckedVerifier:
         """Return a verifier with the check of what it is given; graphs take independent paths."""
         backend, target = self._compile_backend, self._target
         if backend is None or draft_sampling is not DraftSampling.IID:
-            return checked_verifier(verifier.name)
-        return checked_verifier(verifier.name, backend, target.vocab_size, target.device)
+            return checked_verifier(verifier)
+        return checked_verifier(verifier, backend, target.vocab_size, target.device)
 
 
 def check_plan(planning: Planning, drafter: type[Drafter] | None) -> None:

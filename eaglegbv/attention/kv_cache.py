@@ -43,9 +43,7 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start with every slot free; InvalidArgument if there is none."""
-        if num_slots < 1:
-            raise InvalidArgument("num_slots", num_slots, "an integer of at least 1")
+        """Start with every slot free."""
         self.num_slots = num_slots
         # Two heaps (a sorted list is one): blank slots from the floor upwards, and those below it.
         self._blank = list(range(num_slots))
@@ -77,10 +75,7 @@ class SlotAllocator:
 
         Raises:
             OutOfSlots: Fewer than ``count`` are free; none is taken then.
-            InvalidArgument: ``count`` is negative.
         """
-        if count < 0:
-            raise InvalidArgument("count", count, "an integer of at least 0")
         if count > self.num_free:
             raise OutOfSlots(count, self.num_free, self.num_slots)
         for blank in self._keepers:
@@ -182,15 +177,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the pool, all zeros; on a CPU, memory is touched only when slots come into use.
-
-        Raises:
-            InvalidArgument: A size is below 1.
-        """
-        sizes = {"layers": layers, "slots": slots, "kv_heads": kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise InvalidArgument(name, size, "an integer of at least 1")
+        """Allocate the pool, all zeros; a CPU's memory is touched as slots come into use."""
         shape = (layers, slots, kv_heads, head_dim)
         self.keys = _zeros(shape, dtype, torch.device(device))
         self.values = _zeros(shape, dtype, torch.device(device))
@@ -257,10 +244,6 @@ class PoolSize:
     # How many texts of full length to make room for at most, if free memory decides.
     longest_texts: int = 16
     beside: int = 0  # bytes that a slot takes in the drafter's pool
-
-    def __post_init__(self) -> None:
-        if self.slots is not None and self.bytes is not None:
-            raise InvalidArgument("kv_bytes", self.bytes, "None where kv_slots is given")
 
     @classmethod
     def of(cls, size: "int | PoolSize") -> "PoolSize":

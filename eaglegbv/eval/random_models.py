@@ -28,8 +28,9 @@ from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHead
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.loading import feature_spec, head_drafter
+from eaglegbv.loading import head_drafter
 from eaglegbv.models.hf import HFTarget
+from eaglegbv.models.target import FINAL
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 
@@ -147,7 +148,7 @@ def random_pair(
             _forget(model, shape)
         target = HFTarget(
             model,
-            features=feature_spec(head_config),
+            features=head_config.feature_layers or (FINAL,),
             max_slots=slots,
             compile_backend=compile_backend,
             graphs=graphs,

@@ -102,7 +102,7 @@ class Floors:
     def __init__(self, pair: Pair) -> None:
         """Find the products of a target and its drafter."""
         target, drafter = pair.target, pair.drafter
-        self._like = target.input_embeddings
+        self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._forward = _linears(target.model) if isinstance(target, HFTarget) else []
         self._level: Products = []
         if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, HFTarget):
@@ -110,7 +110,7 @@ class Floors:
         elif isinstance(drafter, EagleDrafter):
             head = drafter.head
             if isinstance(head, Eagle1Head):  # its output layer is the target's
-                self._level = [*_linears(head), (target.hidden_size, head.logits)]
+                self._level = [*_linears(head), (head.config.hidden_size, head.logits)]
             else:  # features are projected once a step, not at every level
                 self._level = _linears(head, besides="fc")
         self._known: dict[tuple[int, int], float] = {}

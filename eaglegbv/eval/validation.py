@@ -14,9 +14,10 @@ from eaglegbv.errors import EagleGBVError
 from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.llm import LLM
-from eaglegbv.loading import feature_spec, head_drafter
+from eaglegbv.loading import head_drafter
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.models.hf import HFTarget, load_config, load_model
+from eaglegbv.models.target import FINAL
 from eaglegbv.sampling import SamplingParams
 
 _SLOTS = 16_384  # tokens that the KV pools hold
@@ -110,7 +111,8 @@ class HeadValidator:
         if self._target is None:
             dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
             model = load_model(self._folder, dtype=dtype, device=self._device)
-            self._target = HFTarget(model, max_slots=_SLOTS, features=feature_spec(head.config))
+            features = head.config.feature_layers or (FINAL,)
+            self._target = HFTarget(model, max_slots=_SLOTS, features=features)
         with TemporaryDirectory() as folder:
             save_head(head, Path(folder), torch.float32)
             loaded = load_head(

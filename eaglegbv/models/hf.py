@@ -63,7 +63,7 @@ from eaglegbv.models.self_check import (
     check_layers,
     plain_outputs,
 )
-from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.models.target import FINAL, Target, TargetOutput
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class HFTarget(Target):
         self,
         model: PreTrainedModel,
         *,
-        features: FeatureSpec | None = None,
+        features: Sequence[int] = (),
         max_slots: int | PoolSize = 16384,
         attention: Callable[[KVPool], PagedAttention] = paged_attention,
         compile_backend: str | None = None,
@@ -93,7 +93,7 @@ class HFTarget(Target):
 
         Args:
             model: A decoder-only model.
-            features: What :meth:`forward` captures; by default nothing.
+            features: What :meth:`forward` captures; see :attr:`Target.features`.
             max_slots: Tokens the KV pool holds, all requests together, or how to derive them.
             attention: Makes the attention over a pool.
             compile_backend: Backend of ``torch.compile``, such as ``"inductor"``, with which the
@@ -114,14 +114,15 @@ class HFTarget(Target):
         self.model = model.train(mode=False).requires_grad_(requires_grad=False)
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
-        self.hidden_size = int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
         self.max_context = _max_context(config)
         self.dtype = model.dtype
         self.device = model.device
         self.eos_token_ids = _eos_token_ids(model)
-        self.features = features or FeatureSpec()
-        self.features.check(self.num_layers)
+        self.features = tuple(features)
+        for layer in {*features} - {FINAL, *range(1, self.num_layers)}:
+            expected = f"layers from 1 to {self.num_layers - 1} (their inputs)"
+            raise InvalidArgument("features", layer, expected)
         self.self_check: str | None = None
         self._must_pass = must_pass
         model.set_attn_implementation("eager")
@@ -250,12 +251,12 @@ class HFTarget(Target):
 
     @property
     def input_embeddings(self) -> Tensor:
-        """See :meth:`Target.input_embeddings`."""
+        """The token embedding, ``[vocab, embedding_size]``, read-only; heads share it."""
         return _weight(self.model.get_input_embeddings())
 
     @property
     def output_embeddings(self) -> Tensor:
-        """See :meth:`Target.output_embeddings`."""
+        """The weight of the output layer, ``[vocab, hidden_size]``, read-only; heads share it."""
         return _weight(self.model.get_output_embeddings())
 
 
@@ -498,19 +499,18 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _captured_states(model: PreTrainedModel, features: FeatureSpec, num_layers: int) -> list[int]:
+def _captured_states(model: PreTrainedModel, features: Sequence[int], num_layers: int) -> list[int]:
     """Return the indices of the captured hidden states, as transformers counts them.
 
     These states are outputs of layers; the last layer's is normed. When only some are requested,
     transformers from 5.23 on counts the embedding before the first layer's; before, nothing.
     """
-    if features.kind is FeatureKind.NONE:
+    if not features:
         return []
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     out = model(input_ids=token, use_cache=False, output_hidden_states=[0])
     earlier = len(out.hidden_states) - num_layers
-    before = (num_layers,) if features.kind is FeatureKind.FINAL else features.layers
-    return [layer - 1 + earlier for layer in before]
+    return [(num_layers if layer == FINAL else layer) - 1 + earlier for layer in features]
 
 
 def _max_context(config: PreTrainedConfig) -> int:

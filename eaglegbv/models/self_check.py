@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +11,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from eaglegbv.attention.base import Attend, AttentionCall, Segment, attend_opaque
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
-from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.models.target import Target, TargetOutput
 
 PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled model
 COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
-
-
-class _Settings(TypedDict, total=False):
-    """Settings that a layer passes to its attention, by transformers' names; others are ignored."""
-
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    s_aux: Tensor | None
 
 
 def _attend(
@@ -35,7 +25,11 @@ def _attend(
     attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
     *,
     eaglegbv_attend: Attend | None = None,
-    **settings: Unpack[_Settings],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
     name = type(module).__name__
@@ -45,14 +39,8 @@ def _attend(
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise ModelNotSupported("model", name, "attention that knows its layer")
-    scale = settings.get("scaling")
-    call = AttentionCall(
-        layer,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        settings.get("sliding_window"),
-        settings.get("softcap"),
-        settings.get("s_aux"),
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(layer, scale, sliding_window, softcap, s_aux)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     return eaglegbv_attend(call, q, k, v).unsqueeze(0), None
 
@@ -155,7 +143,7 @@ def check_layers(
             raise ModelNotSupported("model", name, f"the window {window} {where}")
 
 
-def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput:
+def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> TargetOutput:
     """Return the plain model's output at every node of the sample trees, one text a leaf."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
     texts: list[list[int]] = []
@@ -175,11 +163,10 @@ def plain_outputs(model: PreTrainedModel, features: FeatureSpec) -> TargetOutput
         out = model(
             input_ids=torch.tensor(padded, device=model.device),
             use_cache=False,
-            output_hidden_states=features.kind is not FeatureKind.NONE,
+            output_hidden_states=bool(features),
         )
     rows = tuple(torch.tensor(ends, device=model.device).T)
-    layers = (-1,) if features.kind is FeatureKind.FINAL else features.layers
-    states = [out.hidden_states[layer][rows] for layer in layers]
+    states = [out.hidden_states[layer][rows] for layer in features]
     return TargetOutput(out.logits[rows].float(), torch.cat(states, dim=-1) if states else None)
 
 

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Self
 
@@ -13,45 +12,10 @@ from torch import Tensor
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.devices import send
-from eaglegbv.errors import InvalidArgument
 
-
-class FeatureKind(StrEnum):
-    """Which hidden states a drafter reads."""
-
-    NONE = "none"
-    FINAL = "final"
-    """The hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2)."""
-    LAYERS = "layers"  # the inputs of several layers, concatenated (EAGLE-3)
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureSpec:
-    """The features a target hands to a drafter."""
-
-    kind: FeatureKind = FeatureKind.NONE  # which hidden states
-    # For `LAYERS`: numbers of the layers whose inputs are taken, 1 ... num_layers - 1; the input of
-    # layer i is the output of layer i - 1, before any final norm.
-    layers: tuple[int, ...] = ()
-
-    @classmethod
-    def final(cls) -> Self:
-        """Return the specification of the final normed hidden state, ``[rows, hidden_size]``."""
-        return cls(FeatureKind.FINAL)
-
-    @classmethod
-    def layer_inputs(cls, layers: Sequence[int]) -> Self:
-        """Specify the concatenated inputs of ``layers``: ``[rows, len(layers) * hidden_size]``."""
-        return cls(FeatureKind.LAYERS, tuple(layers))
-
-    def check(self, num_layers: int) -> None:
-        """Raise :class:`InvalidArgument` unless a model of ``num_layers`` has these features."""
-        if self.kind is FeatureKind.LAYERS and not self.layers:
-            raise InvalidArgument("features.layers", self.layers, "at least one layer")
-        for layer in self.layers:
-            if not 1 <= layer < num_layers:
-                expected = f"layers from 1 to {num_layers - 1} (their inputs)"
-                raise InvalidArgument("features.layers", layer, expected)
+FINAL = -1
+"""Number of the hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2);
+other features are inputs of layers (EAGLE-3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +38,14 @@ class Target(ABC):
     """A language model that scores packed tree segments over a paged KV pool."""
 
     vocab_size: int  # number of logits
-    hidden_size: int  # width of a hidden state
-    num_layers: int  # number of decoder layers
     max_context: int  # most positions the model handles
     dtype: torch.dtype  # dtype of weights, keys and features
     device: torch.device  # device of the model and its KV pool
     eos_token_ids: frozenset[int]  # tokens that end a text
-    features: FeatureSpec  # what `forward` captures, fixed when the target is built
+    # Hidden states that `forward` captures for a drafter, concatenated: numbers of the layers whose
+    # inputs they are, 1 ... num_layers - 1, or `FINAL`. The input of layer i is the output of layer
+    # i - 1, before any final norm.
+    features: tuple[int, ...]
     graph_counts: Mapping[str, int] = MappingProxyType({})
     """Number of forwards that replayed a recording, or by why not; empty without recordings."""
     attention_fallbacks: Mapping[str, int] = MappingProxyType({})
@@ -110,13 +75,3 @@ class Target(ABC):
         Raises:
             InvalidArgument: ``segments`` is empty.
         """
-
-    @property
-    @abstractmethod
-    def input_embeddings(self) -> Tensor:
-        """The token embedding, ``[vocab, embedding_size]``, read-only; heads share it."""
-
-    @property
-    @abstractmethod
-    def output_embeddings(self) -> Tensor:
-        """The weight of the output layer, ``[vocab, hidden_size]``, read-only; heads share it."""

@@ -37,7 +37,7 @@ def pair() -> Pair:
     return LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096)).pair
 
 
-def test_calibration_leaves_nothing_behind_and_keeps_to_its_time(pair: Pair) -> None:
+def test_calibration_leaves_nothing_behind_and_keeps_to_its_time(pair):
     free = pair.target.allocator.num_free
     one = calibrate(pair, AUTO, EngineConfig(), seconds=0.0)
     assert {step.shape.cell for step in one.sampled} == {(0, 0, 0, 0)}
@@ -54,7 +54,7 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time(pair: Pair) -> 
         assert (costs.seconds([step.shape for step in (*steps, *STEPS)]) > 0).all()
 
 
-def test_costs_are_measured_once_and_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_costs_are_measured_once_and_kept(folder, caplog):
     first = LLM(plan=LIMITS, engine=SIZES)
     [kept] = folder.iterdir()
     written = kept.read_bytes()
@@ -74,7 +74,7 @@ def test_costs_are_measured_once_and_kept(folder: Path, caplog: pytest.LogCaptur
         assert msgspec.json.decode(kept.read_bytes(), type=KnownCosts).sampled
 
 
-def test_kept_costs_that_the_first_steps_refute_are_replaced(folder: Path) -> None:
+def test_kept_costs_that_the_first_steps_refute_are_replaced(folder):
     LLM(plan=LIMITS, engine=SIZES)
     [kept] = folder.iterdir()
     known = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
@@ -98,17 +98,12 @@ def test_kept_costs_that_the_first_steps_refute_are_replaced(folder: Path) -> No
         ([], 1.0, False),
     ],
 )
-def test_a_machine_that_was_busy_is_noticed(repeats, share: float, disturbed: bool) -> None:
+def test_a_machine_that_was_busy_is_noticed(repeats, share, disturbed):
     assert was_disturbed(repeats, share) == disturbed
 
 
 @pytest.mark.parametrize("answers", [(True, False), (True, True)])
-def test_a_disturbed_calibration_says_so_and_measures_again(
-    pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    answers: tuple[bool, ...],
-) -> None:
+def test_a_disturbed_calibration_says_so_and_measures_again(pair, monkeypatch, caplog, answers):
     left = list(answers)
     monkeypatch.setattr(cost_cache, "was_disturbed", lambda *_: left.pop(0))
     with caplog.at_level(logging.WARNING):
@@ -119,15 +114,13 @@ def test_a_disturbed_calibration_says_so_and_measures_again(
     assert ("the first steps will check them" in caplog.text) == answers[1]
 
 
-def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(folder: Path) -> None:
+def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(folder):
     LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096))
     LLM(engine=EngineConfig(kv_slots=4096, calibrate=False))
     assert not folder.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -136,7 +129,7 @@ def test_a_folder_that_cannot_be_written_is_told(
     assert "not kept" in caplog.text
 
 
-def test_other_settings_and_processors_have_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_and_processors_have_other_files(monkeypatch):
     caches = (cache_of("a", "b"), cache_of("a", "c"), cache_of("a", "b", dtype=torch.bfloat16))
     assert len({cache.path for cache in caches}) == 3
     assert cache_of("a", "b") == caches[0]
@@ -145,19 +138,19 @@ def test_other_settings_and_processors_have_other_files(monkeypatch: pytest.Monk
     assert cache_of("a", "b") != caches[0]
 
 
-def test_what_has_no_room_is_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_room_is_left_out(pair, monkeypatch):
     monkeypatch.setattr(pair.target, "max_context", 30)
     nothing = calibrate(pair, AUTO, EngineConfig())
     assert nothing == KnownCosts()
     assert Planner(nothing).known == nothing
 
 
-def test_plans_that_cannot_run_are_refused_before_anything_is_measured(pair: Pair) -> None:
+def test_plans_that_cannot_run_are_refused_before_anything_is_measured(pair):
     with pytest.raises(InvalidArgument, match="one without state over steps"):
         calibrate(pair, AutoPlan(verifier="greedy_block", max_paths=1), EngineConfig())
 
 
-def test_models_of_one_shape_share_a_file(tmp_path: Path) -> None:
+def test_models_of_one_shape_share_a_file(tmp_path):
     for name, path in (("a", "here"), ("b", "there"), ("c", "here")):
         config = {"hidden_size": 64 if name == "c" else 32, "x": math.inf, "_name_or_path": path}
         (tmp_path / name).mkdir()

@@ -49,9 +49,7 @@ def expected(tiny: TinyEngine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_texts_end_with_the_context(
-    tiny: TinyEngine, expected: list[list[int]], plan: Planning
-) -> None:
+def test_texts_end_with_the_context(tiny, expected, plan):
     assert tiny.tokens(PROMPTS, GREEDY, plan) == expected
     sampled = tiny.tokens(PROMPTS, SamplingParams(max_tokens=None, seed=1), plan)
     assert [len(text) for text in sampled] == [1, 2, 3, 6, 18]
@@ -60,14 +58,14 @@ def test_texts_end_with_the_context(
 
 
 @pytest.mark.parametrize("plan", [p for p in PLANS if p not in STATEFUL], ids=str)
-def test_texts_fill_a_pool_that_holds_no_more_than_them(plan: Planning) -> None:
+def test_texts_fill_a_pool_that_holds_no_more_than_them(plan):
     tiny = limited(CONTEXT, slots=CONTEXT + 1)
     expected = tiny.tokens(PROMPTS, GREEDY, PLAIN)
     assert [len(text) for text in expected] == [1, 2, 3, 6, 18]
     assert tiny.tokens(PROMPTS, GREEDY, plan) == expected
 
 
-def test_the_distribution_is_the_targets_to_the_last_token() -> None:
+def test_the_distribution_is_the_targets_to_the_last_token():
     vocab, context, prompt = 4, 5, [2]
     tiny = limited(context, vocab=vocab, slots=1 << 16, max_batch=1024)
     wor = Plan(paths=2, depth=2, draft_sampling="wor", verifier="traversal")

@@ -6,7 +6,7 @@ notes whatever would make the host wait (``support.pretend_device``).
 
 import pytest
 import torch
-from support.pretend_device import PretendDevice, marked
+from support.pretend_device import marked
 from support.tiny_engine import tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 from torch import Tensor
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_texts_are_those_of_the_host(name: str, device: PretendDevice) -> None:
+def test_texts_are_those_of_the_host(name, device):
     plan, params = SETTINGS[name]
     away = tiny_engine(device="cuda", attention=paged_attention)
     assert marked(away.target.pool.keys)
@@ -56,9 +56,7 @@ def test_texts_are_those_of_the_host(name: str, device: PretendDevice) -> None:
     assert away.engine.metrics.value(ATTENTION_FALLBACKS, "head_dim") > 0
 
 
-def test_penalties_send_tokens_and_no_row_of_the_vocabulary(
-    device: PretendDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalties_send_tokens_and_no_row_of_the_vocabulary(device, monkeypatch):
     """Counts of 128k tokens would take a megabyte for each request and step."""
     sent: list[int] = []
 
@@ -70,16 +68,13 @@ def test_penalties_send_tokens_and_no_row_of_the_vocabulary(
     monkeypatch.setattr("eaglegbv.verification.send", noted)
     plan, params = SETTINGS["penalised"]
     away = tiny_engine(device="cuda")
-    requests = [away.engine.add(prompt, params, plan) for prompt in PROMPTS]
-    while away.engine.has_work:
-        away.engine.step()
-    assert [len(request.token_ids) for request in requests] == [12] * 3
+    assert [len(text) for text in away.tokens(PROMPTS, params, plan)] == [12] * 3
     assert sent
     # Prompts, tokens so far, settings and rows of nodes: each shorter than the vocabulary.
     assert max(sent) < VOCAB
 
 
-def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
+def test_drafting_on_the_host_waits_once_a_level(device):
     away = tiny_engine(device="cuda")
     params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True, top_k=8, top_p=0.95)
     for prompt in PROMPTS:
@@ -97,7 +92,7 @@ def test_drafting_on_the_host_waits_once_a_level(device: PretendDevice) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "language model"])
-def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> None:
+def test_other_drafters_work_there_too(drafter, device):
     draft_sampling = DraftSampling.FIXED if drafter == "ngram" else DraftSampling.IID
     params = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
     texts = []
@@ -119,7 +114,7 @@ def test_other_drafters_work_there_too(drafter: str, device: PretendDevice) -> N
     assert all(len(tokens) == 8 for tokens in texts[0])
 
 
-def test_what_would_wait_or_mix_is_noticed(device: PretendDevice) -> None:
+def test_what_would_wait_or_mix_is_noticed(device):
     away, here = torch.zeros(3, device="cuda"), torch.zeros(3)
     assert device.blocking == []
     with pytest.raises(RuntimeError, match="on the host and on the device"):

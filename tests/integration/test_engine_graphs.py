@@ -1,14 +1,14 @@
 """Recorded and padded steps commit what plain ones do, token for token."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
-from gpu.cuda.runtime import HostRuntime, Launched
-from support.pretend_device import PretendDevice
-from support.static_stand import StandAttention
+from gpu.cuda.runtime import Launched
+from support.flashinfer_stand import StandAttention
 from support.tape import TapeRecorder
 from support.tiny_engine import TinyEngine, tiny_engine
 from torch import Tensor
@@ -39,6 +39,7 @@ SETTINGS = {
     "iid, one path": (Plan(paths=1, depth=4), sampling()),
     "iid, of one token": (Plan(paths=2, depth=3, draft_width=1), sampling()),
     "iid, narrow": (Plan(paths=2, depth=3, draft_width=4, draft_temperature=1.5), sampling()),
+    "block": (Plan(verifier="block", paths=1, depth=2), sampling()),
     "wor": (
         Plan(verifier="specinfer", paths=3, depth=2, draft_sampling=DraftSampling.WOR),
         sampling(min_p=0.02),
@@ -76,7 +77,7 @@ def any_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "arch"),
     [("iid", Arch.EAGLE1), ("iid, one level", Arch.EAGLE3), ("plain", Arch.EAGLE3)],
 )
-def test_padded_steps_commit_what_plain_ones_do(name: str, arch: Arch) -> None:
+def test_padded_steps_commit_what_plain_ones_do(name, arch):
     plan, params = SETTINGS[name]
     padded = tiny_engine(arch=arch, graphs=GraphMode.EAGER, check_slots=True)
     found = padded.tokens(PROMPTS, params, plan)
@@ -91,26 +92,38 @@ def test_padded_steps_commit_what_plain_ones_do(name: str, arch: Arch) -> None:
 FEW = 4  # layers: what takes long is to compile them
 
 
-@pytest.fixture(scope="module")
-def compiled() -> TinyEngine:
-    how = {"models_by": "eager", "compile_backend": "eager"}
-    return tiny_engine(graphs=GraphMode.EAGER, layers=FEW, **how)
+@cache
+def compiled(*, padded: bool) -> TinyEngine:
+    """Verifiers that are compiled, and with them models and drafts whose work is padded."""
+    if padded:
+        how = {"models_by": "eager", "compile_backend": "eager"}
+        return tiny_engine(graphs=GraphMode.EAGER, layers=FEW, **how)
+    return tiny_engine(compile_backend="eager", layers=FEW, check_slots=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize("name", ["iid, confident", "wor", "fixed"])
-def test_compiled_padded_steps_commit_what_plain_ones_do(name: str, compiled: TinyEngine) -> None:
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        *((name, True) for name in ("iid, confident", "wor", "fixed")),
+        *((name, False) for name in ("iid, confident", "iid, of one token", "block", "greedy")),
+        ("temperature 0", False),
+    ],
+)
+def test_compiled_steps_commit_what_plain_ones_do(name, padded):
     """Levels of drafts, and verifications of what a device drew, run by the graphs there are."""
-    plan, params = SETTINGS[name]
-    compiled.engine.check_plan(plan)  # what is compiled is compiled now
-    replayed = replays(compiled)
+    (plan, params), own = SETTINGS[name], compiled(padded=padded)
+    expected = tiny_engine(layers=FEW).tokens(PROMPTS, params, plan)
+    own.engine.check_plan(plan)  # what is compiled is compiled now
+    replayed = replays(own)
     with patch(error_on_recompile=True):
-        found = compiled.tokens(PROMPTS, params, plan)
-    assert found == tiny_engine(layers=FEW).tokens(PROMPTS, params, plan)
-    assert replays(compiled) > replayed
+        assert own.tokens(PROMPTS, params, plan) == expected
+        if not padded:
+            assert [own.tokens([prompt], params, plan)[0] for prompt in PROMPTS] == expected
+    assert (replays(own) > replayed) == padded
 
 
-def test_what_grows_on_the_host_is_counted_by_reason() -> None:
+def test_what_grows_on_the_host_is_counted_by_reason():
     padded, plain = tiny_engine(graphs=GraphMode.EAGER), tiny_engine()
     metrics = padded.engine.metrics
     shaped = Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=1, shape=((0,), (1,)))
@@ -143,7 +156,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     "name",
     ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"],
 )
-def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
+def test_recorded_steps_commit_what_plain_ones_do(name):
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
     plan, params = SETTINGS[name]
     recorder = TapeRecorder()
@@ -160,9 +173,7 @@ def test_recorded_steps_commit_what_plain_ones_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "lengths"), [*((name, (6, 3, 9)) for name in SETTINGS), ("fixed", (210, 150, 180))]
 )
-def test_recorded_kernels_commit_what_planned_ones_do(
-    name: str, lengths: tuple[int, ...], on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_kernels_commit_what_planned_ones_do(name, lengths, on_host, monkeypatch):
     """FlashInfer's own kernels over padded batches: planned and launched, or planned and replayed.
 
     A tape keeps of a launch what a graph does, the bytes of its arguments. (Without padding some of
@@ -187,7 +198,7 @@ def test_recorded_kernels_commit_what_planned_ones_do(
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_trees_of_one_plan_outlive_the_drawing_of_others() -> None:
+def test_trees_of_one_plan_outlive_the_drawing_of_others():
     """Recordings share their memory, and a step may replay several before it looks at a tree."""
     plans = [SETTINGS[name][0] for name in ("iid", "fixed", "wor")]
     asked = [
@@ -200,32 +211,31 @@ def test_trees_of_one_plan_outlive_the_drawing_of_others() -> None:
     assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 12
 
 
-@pytest.mark.usefixtures("any_pool")
-def test_one_recording_serves_all_mixtures_of_top_k() -> None:
-    plan, recorder = Plan(paths=2, depth=2), TapeRecorder()
-    taped, plain = tiny_engine(slots=512, graphs=recorder, attention=StandAttention), tiny_engine()
-    counts = []
-    for limits in ((5, 8), (8, 5), (6, 7), (6, 6), (None, 5)):
-        pair = zip(PROMPTS[:2], limits, strict=True)
-        asked = [(prompt, sampling(top_k=k), plan) for prompt, k in pair]
-        assert texts(taped, asked) == texts(plain, asked)
-        counts.append(sum(bool(trees) for _, trees in recorder.made))  # forwards return none
-    assert counts == [2] * 5  # for two requests, and for the last of them
+MIXTURES = [[sampling(top_k=k) for k in own] for own in ((5, 8), (8, 5), (6, 7), (6, 6), (None, 5))]
+UNLIKE = ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0})
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_fixed_drafts_of_all_settings_share_a_recording() -> None:
-    plan, recorder = SETTINGS["fixed"][0], TapeRecorder()
+@pytest.mark.parametrize(
+    ("plan", "batches"),
+    [
+        (Plan(paths=2, depth=2), MIXTURES),
+        (SETTINGS["fixed"][0], [[sampling(**own)] for own in UNLIKE]),  # these are not warped
+    ],
+    ids=["mixtures of top-k", "fixed"],
+)
+def test_one_recording_serves_many_settings(plan, batches):
+    recorder, plain = TapeRecorder(), tiny_engine()
     taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
-    plain = tiny_engine()
-    for settings in ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0}):
-        asked = [(PROMPTS[0], sampling(**settings), plan)]
+    for batch in batches:
+        asked = [(prompt, own, plan) for prompt, own in zip(PROMPTS, batch, strict=False)]
         assert texts(taped, asked) == texts(plain, asked)
-    assert sum(bool(trees) for _, trees in recorder.made) == 1
+        # One for all the requests, and one for the last of them; forwards return no trees.
+        assert sum(bool(trees) for _, trees in recorder.made) == len(batch)
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_drafted_for_on_the_host(monkeypatch):
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
     monkeypatch.setattr("eaglegbv.attention.flashinfer._MOST_ROW_KEYS", 44)
     plan, params = Plan(paths=2, depth=3), sampling()
@@ -238,7 +248,7 @@ def test_long_texts_are_drafted_for_on_the_host(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_a_draining_batch_records_nothing_that_was_recorded_before() -> None:
+def test_a_draining_batch_records_nothing_that_was_recorded_before():
     plan, params = SETTINGS["iid"]
     recorder = TapeRecorder()
     taped = tiny_engine(slots=512, max_batch=3, graphs=recorder, attention=StandAttention)
@@ -261,7 +271,7 @@ class ShortOfMemory(TapeRecorder):
 
 
 @pytest.mark.usefixtures("any_pool")
-def test_what_was_recorded_is_replayed_though_something_else_cannot_be() -> None:
+def test_what_was_recorded_is_replayed_though_something_else_cannot_be():
     plan = Plan(paths=2, depth=2)
     taped = tiny_engine(slots=512, graphs=ShortOfMemory(), attention=StandAttention)
     plain = tiny_engine()
@@ -278,7 +288,7 @@ def test_what_was_recorded_is_replayed_though_something_else_cannot_be() -> None
 
 @pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*")
 @pytest.mark.parametrize("name", ["iid, confident", "fixed"])
-def test_a_step_on_a_device_waits_once(name: str, device: PretendDevice) -> None:
+def test_a_step_on_a_device_waits_once(name, device):
     plan, params = SETTINGS[name]
     away = tiny_engine(device="cuda", graphs=GraphMode.EAGER)
     requests = [away.engine.add(prompt, params, plan) for prompt in PROMPTS]
@@ -299,7 +309,7 @@ def test_a_step_on_a_device_waits_once(name: str, device: PretendDevice) -> None
     ("name", "backend"),
     [*((name, None) for name in SETTINGS), ("iid", "inductor"), ("fixed", "inductor")],
 )
-def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> None:
+def test_graphs_commit_what_eager_steps_do(name, backend):
     """In float16: padded alike, recorded or not, the same kernels give the same tokens."""
     pytest.importorskip("flashinfer")
     from eaglegbv.eval.random_models import Shape, random_pair
@@ -330,33 +340,3 @@ def test_graphs_commit_what_eager_steps_do(name: str, backend: str | None) -> No
         drafts = {"replayed": target.graph_counts["replayed"]} if plan.speculative else {}
         assert drafter.graph_counts == drafts
     assert texts[0] == texts[1]
-
-
-COMPILED_PLANS = {
-    "early ends": Plan(paths=4, depth=5, min_confidence=0.05),
-    "distributions of one token": Plan(paths=2, depth=3, draft_width=1),
-    "block": Plan(verifier="block", paths=1, depth=2),
-    "greedy": Plan(paths=2, depth=2, draft_sampling=DraftSampling.GREEDY),
-}
-
-
-@pytest.fixture(scope="module")
-def verifying() -> TinyEngine:
-    return tiny_engine(compile_backend="eager", check_slots=True)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize(
-    ("name", "temperature"), [*((name, 1.0) for name in COMPILED_PLANS), ("early ends", 0.0)]
-)
-def test_compiled_verifiers_commit_what_plain_ones_do(
-    name: str, temperature: float, verifying: TinyEngine
-) -> None:
-    plan = COMPILED_PLANS[name]
-    params = SamplingParams(max_tokens=14, seed=3, ignore_eos=True, temperature=temperature)
-    expected = tiny_engine().tokens(PROMPTS, params, plan)
-    verifying.engine.check_plan(plan)  # what is verifying is verifying now
-    with patch(error_on_recompile=True):
-        assert verifying.tokens(PROMPTS, params, plan) == expected
-        alone = [verifying.tokens([prompt], params, plan)[0] for prompt in PROMPTS]
-    assert alone == expected

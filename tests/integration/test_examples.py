@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,48 +26,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model", str(target), "--drafter", str(head)]
 
 
-Example = Callable[..., str]
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("quickstart.py", "", {r"-- \d+ tokens in \d+ target forwards": 2}),
+        ("compare_verifiers.py", "", {r"(?m)^.* path.*$": 4}),
+        ("chat_stream.py", "Hello\nAnd you?\n\nnot read\n", {"you> ": 3}),
+        # When the context is full.
+        ("chat_stream.py", "a" * 400 + "\nHello\n", {"you> ": 3, "starting over": 1}),
+    ],
+)
+def test_an_example_prints_what_it_says(name, text, found, pair, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [name, *pair, "--max-tokens", "8"])
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    # Measuring what steps cost takes longer than all examples together.
+    monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    out = capsys.readouterr().out
+    assert {pattern: len(re.findall(pattern, out)) for pattern in found} == found
 
 
-@pytest.fixture
-def example(
-    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Example:
-    """Runs an example in this process and returns what it prints."""
-
-    def run(name: str, text: str = "") -> str:
-        monkeypatch.setattr("sys.argv", [name, *pair, "--max-tokens", "8"])
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        # Measuring what steps cost takes longer than all examples together.
-        monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_quickstart(example: Example) -> None:
-    out = example("quickstart.py")
-    assert len(re.findall(r"-- \d+ tokens in \d+ target forwards", out)) == 2
-
-
-def test_compare_verifiers(example: Example) -> None:
-    rows = [line for line in example("compare_verifiers.py").splitlines() if " path" in line]
-    assert len(rows) == 4
-
-
-def test_chat_stream(example: Example) -> None:
-    out = example("chat_stream.py", text="Hello\nAnd you?\n\nnot read\n")
-    assert out.count("you> ") == 3
-
-
-def test_chat_stream_starts_over_when_the_context_is_full(example: Example) -> None:
-    out = example("chat_stream.py", text="a" * 400 + "\nHello\n")
-    assert out.count("starting over") == 1
-    assert out.count("you> ") == 3
-
-
-def test_my_verifier(capsys: pytest.CaptureFixture[str]) -> None:
+def test_my_verifier(capsys):
     module = ROOT / "examples" / "my_verifier.py"
     result = cli(capsys, "audit", "--module", str(module), "--all", "--instances", "3")
     rows = [line.split() for line in result.out.splitlines()[1:]]
@@ -78,7 +56,7 @@ def test_my_verifier(capsys: pytest.CaptureFixture[str]) -> None:
     assert module.read_text("utf-8") in page
 
 
-def test_train_tiny_pair() -> None:
+def test_train_tiny_pair():
     script = runpy.run_path(str(ROOT / "examples" / "train_tiny_pair.py"))
     known = get_command(app).commands  # type: ignore[attr-defined]
     names = [command.split()[0] for command in script["commands"]("data", "out")]
@@ -89,7 +67,7 @@ def test_train_tiny_pair() -> None:
 
 
 @pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
-def test_my_drafter() -> None:
+def test_my_drafter():
     # In a process of its own: it registers its drafter.
     command = [sys.executable, str(ROOT / "examples" / "my_drafter.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -100,13 +78,13 @@ def test_my_drafter() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_short_and_tested(path: Path) -> None:
+def test_examples_are_short_and_tested(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 40
     assert path.name in Path(__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
-def test_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_readme(capsys):
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     exec(code, {})
     assert capsys.readouterr().out.strip()

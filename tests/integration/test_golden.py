@@ -145,21 +145,29 @@ def differences(expected: list[str], found: list[str]) -> list[str]:
     ]
 
 
-def test_the_table_has_every_case_and_no_other() -> None:
+def test_the_table_has_every_case_and_no_other():
     assert set(golden()) == set(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_the_same(case: str) -> None:
+def test_texts_are_the_same(case):
     assert differences(golden()[case], run(case)) == []
 
 
-@pytest.mark.parametrize("case", ["gbv/iid", "otbv/fixed", "spectr_gbv/iid", "specinfer/wor"])
-def test_a_draft_model_with_the_same_table_gives_the_same_texts(case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gbv/iid",
+        "spectr_gbv/iid",
+        "specinfer/wor",
+        *(case for case in CASES if "otbv/fixed" in case),
+    ],
+)
+def test_a_draft_model_with_the_same_table_gives_the_same_texts(case):
     assert differences(golden()[case], run(case, model_drafter)) == []
 
 
-def test_equal_texts_mean_something() -> None:
+def test_equal_texts_mean_something():
     """They differ by seed, and so does how much is accepted."""
     for case, texts in golden().items():
         whole = [text for text in texts if text.index(":") == TOKENS]
@@ -201,9 +209,7 @@ def no_state(verify: Verify) -> Verify:
         ("spectr_gbv/iid", no_state),
     ],
 )
-def test_a_planted_mistake_is_seen(
-    case: str, mistake: Callable[[Verify], Verify], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_seen(case, mistake, monkeypatch):
     rule = RULES[CASES[case]["verifier"]]
     monkeypatch.setattr(rule, "verify", mistake(rule.verify))
     assert differences(golden()[case], run(case))

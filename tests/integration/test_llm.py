@@ -5,7 +5,6 @@ import itertools
 import json
 import weakref
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -34,7 +33,7 @@ def llm(pair: tuple[Path, Path]) -> LLM:
     return LLM(*pair, paths=2, depth=3)
 
 
-def test_text_ids_and_messages_are_one_prompt_each(llm: LLM) -> None:
+def test_text_ids_and_messages_are_one_prompt_each(llm):
     text = "u:Name a fruit.\na:"
     ids = llm.tokenizer.encode(text)
     answers = [llm.generate(prompt, PARAMS) for prompt in (text, ids, CHAT)]
@@ -46,7 +45,7 @@ def test_text_ids_and_messages_are_one_prompt_each(llm: LLM) -> None:
     assert answers[0].text == llm.tokenizer.decode(answers[0].token_ids, skip_special_tokens=True)
 
 
-def test_many_prompts_are_answered_in_order(llm: LLM) -> None:
+def test_many_prompts_are_answered_in_order(llm):
     prompts = ["one", "two", "three", [5, 6], CHAT]
     params = [SamplingParams(max_tokens=3 + n, seed=n, ignore_eos=True) for n in range(5)]
     together = llm.generate(prompts, params)
@@ -56,7 +55,7 @@ def test_many_prompts_are_answered_in_order(llm: LLM) -> None:
     assert llm.generate([], PARAMS) == []
 
 
-def test_what_was_read_can_be_forgotten(llm: LLM) -> None:
+def test_what_was_read_can_be_forgotten(llm):
     prompt = [3 + n % 7 for n in range(60)]
     read = []
     for _ in range(2):
@@ -76,19 +75,14 @@ def test_what_was_read_can_be_forgotten(llm: LLM) -> None:
         ("a", {"plan": Plan(verifier="gbv", draft_sampling="fixed")}, "draft_sampling='fixed': ex"),
     ],
 )
-def test_faults_of_a_call_are_raised(
-    llm: LLM, prompts: Any, options: dict[str, Any], message: str
-) -> None:
+def test_faults_of_a_call_are_raised(llm, prompts, options, message):
     with pytest.raises(EagleGBVError, match=message):
         llm.generate(prompts, **options)
 
 
-def test_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
-    for limit in (500, None):
-        free = SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True)
-        answer = llm.generate([1] * (CONTEXT - 20), free)
-        assert answer.finish_reason is FinishReason.LENGTH
-        assert len(answer.token_ids) == 20
+def test_a_text_ends_where_context_or_memory_do(llm):
+    free = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    assert len(llm.generate([1] * (CONTEXT - 20), free).token_ids) == 20
     small = LLM(plan=PLAIN, engine=EngineConfig(kv_slots=64))
     answer = small.generate([1, 2, 3], free)
     assert answer.finish_reason is FinishReason.LENGTH
@@ -98,25 +92,19 @@ def test_a_text_ends_where_context_or_memory_do(llm: LLM) -> None:
         small.generate([1, 2, 3], SamplingParams(max_tokens=80))
 
 
-def test_streamed_pieces_make_the_answer(llm: LLM) -> None:
-    expected = llm.generate("stream me", PARAMS)
-    pieces = list(llm.stream("stream me", PARAMS))
-    assert "".join(piece.text for piece in pieces) == expected.text
-    assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
-    assert pieces[-1].completion is not None
-    assert pieces[-1].completion.token_ids == expected.token_ids
-    assert all(piece.completion is None for piece in pieces[:-1])
-
-
-def test_interleaved_streams_lose_nothing(llm: LLM) -> None:
+def test_interleaved_streams_lose_nothing(llm):
     prompts = ["first", "second", "third"]
     streams = [llm.stream(prompt, PARAMS) for prompt in prompts]
     rounds = itertools.zip_longest(*streams, fillvalue=Delta(text="", token_ids=[]))
-    texts = ["".join(piece.text for piece in pieces) for pieces in zip(*rounds, strict=True)]
-    assert texts == [llm.generate(prompt, PARAMS).text for prompt in prompts]
+    for prompt, pieces in zip(prompts, zip(*rounds, strict=True), strict=True):
+        expected = llm.generate(prompt, PARAMS)
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+        [last] = [piece.completion for piece in pieces if piece.completion is not None]
+        assert last.token_ids == expected.token_ids
 
 
-def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm: LLM) -> None:
+def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm):
     stream = llm.stream("leave", PARAMS)
     next(stream)
     [answer] = llm._open.values()
@@ -129,7 +117,7 @@ def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm: LLM) -> None:
         next(llm.stream("", PARAMS))
 
 
-def test_stop_strings_cut_text_and_tokens(llm: LLM) -> None:
+def test_stop_strings_cut_text_and_tokens(llm):
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     full = llm.generate("stop", params)
     stop = full.text[10:12]
@@ -175,25 +163,18 @@ ONE_PATH = {"verifier": "greedy_block", "paths": 1}
         ({"drafter": "ngram", "plan": Plan(draft_sampling="iid")}, "'iid': expected one the draf"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    pair: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_loaded(pair, monkeypatch, options, message):
     monkeypatch.delattr("eaglegbv.llm.load_pair")
     with pytest.raises(InvalidArgument, match=message):
         LLM(**{"model": pair[0], "drafter": pair[1], **options})
 
 
-def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(
-    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(pair, caplog):
     assert LLM(pair[0], verifier="otbv").drafter_name == "ngram"
     assert "no drafter is given: drafts are looked up in the text itself" in caplog.text
 
 
-def test_what_loading_finds_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_loading_finds_is_refused(pair, tmp_path):
     with pytest.raises(InvalidArgument, match=r"dtype='half'.*bfloat16"):
         LLM(pair[0], plan=PLAIN, dtype="half")
     (tmp_path / "config.json").write_text((pair[0] / "config.json").read_text())
@@ -201,7 +182,7 @@ def test_what_loading_finds_is_refused(pair: tuple[Path, Path], tmp_path: Path) 
         LLM(tmp_path, "ngram")
 
 
-def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
+def test_plain_decoding_needs_no_drafter(pair):
     engine = EngineConfig(seed=3, max_batch=2)
     llm = LLM(pair[0], plan=PLAIN, engine=engine, dtype="bfloat16")
     assert llm.dtype == torch.bfloat16
@@ -212,7 +193,7 @@ def test_plain_decoding_needs_no_drafter(pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-def test_compiled_it_answers_the_same(llm: LLM, pair: tuple[Path, Path]) -> None:
+def test_compiled_it_answers_the_same(llm, pair):
     compiled = LLM(*pair, paths=2, depth=3, compile_backend="eager")
     params = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = ["ab", CHAT, "a longer one"]
@@ -222,7 +203,7 @@ def test_compiled_it_answers_the_same(llm: LLM, pair: tuple[Path, Path]) -> None
     assert compiled.generate("ab", params).token_ids == llm.generate("ab", params).token_ids
 
 
-def test_urgent_requests_overtake(pair: tuple[Path, Path]) -> None:
+def test_urgent_requests_overtake(pair):
     llm = LLM(*pair, paths=2, depth=3, engine=EngineConfig(max_batch=1))
     params = SamplingParams(max_tokens=30, seed=5, ignore_eos=True)
     expected = llm.generate("slow", params)
@@ -237,9 +218,7 @@ def test_urgent_requests_overtake(pair: tuple[Path, Path]) -> None:
     assert completion.metrics.preemptions == 1
 
 
-def test_a_step_that_breaks_off_ends_its_own_requests_only(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_breaks_off_ends_its_own_requests_only(llm, monkeypatch):
     expected = llm.generate("good", PARAMS)
     stream = llm.stream("bad", PARAMS)
     next(stream)
@@ -256,7 +235,7 @@ def test_a_step_that_breaks_off_ends_its_own_requests_only(
     assert llm.generate("good", PARAMS).token_ids == expected.token_ids
 
 
-def test_a_stop_token_ends_the_text_and_is_left_out_of_it(llm: LLM) -> None:
+def test_a_stop_token_ends_the_text_and_is_left_out_of_it(llm):
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     whole = llm.generate("ab", params)
     last = next(n for n in range(3, 20) if whole.token_ids[n] not in whole.token_ids[:n])
@@ -264,11 +243,12 @@ def test_a_stop_token_ends_the_text_and_is_left_out_of_it(llm: LLM) -> None:
     cut = llm.generate("ab", stop)
     assert cut.token_ids == whole.token_ids[: last + 1]
     assert cut.finish_reason is FinishReason.STOP
+    assert cut.metrics.committed_tokens == last
     assert cut.text == llm.tokenizer.decode(whole.token_ids[:last], skip_special_tokens=True)
     assert "".join(piece.text for piece in llm.stream("ab", stop)) == cut.text
 
 
-def test_a_completion_is_json(llm: LLM) -> None:
+def test_a_completion_is_json(llm):
     answer = llm.generate("abc", PARAMS)
     facts = json.loads(json.dumps(answer.to_dict()))
     assert facts["token_ids"] == answer.token_ids
@@ -278,9 +258,7 @@ def test_a_completion_is_json(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("closing", [True, False], ids=["closed", "deleted"])
-def test_models_are_freed_without_the_garbage_collector(
-    pair: tuple[Path, Path], closing: bool
-) -> None:
+def test_models_are_freed_without_the_garbage_collector(pair, closing):
     llm = LLM(*pair, paths=2, depth=3)
     llm.generate("abc", PARAMS)
     stream = llm.stream("abc", PARAMS)

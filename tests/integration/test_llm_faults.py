@@ -49,7 +49,7 @@ BAD = [
 ]
 
 
-def test_prompts_that_are_none_fail_alone(llm: LLM) -> None:
+def test_prompts_that_are_none_fail_alone(llm):
     good = llm.generate("good", PARAMS)
     first, *failed, last = llm.generate(["good", *(bad for bad, _ in BAD), "good"], PARAMS)
     assert first.token_ids == last.token_ids == good.token_ids
@@ -62,7 +62,7 @@ def test_prompts_that_are_none_fail_alone(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [PARAMS, None], [PARAMS]])
-def test_settings_that_are_none_are_named_and_nothing_is_begun(llm: LLM, params: object) -> None:
+def test_settings_that_are_none_are_named_and_nothing_is_begun(llm, params):
     with pytest.raises(InvalidArgument, match=r"sampling_params=.*: expected .*one per prompt"):
         llm.generate(["good", "good"], params)
     with pytest.raises(InvalidArgument, match="sampling_params="):
@@ -70,16 +70,14 @@ def test_settings_that_are_none_are_named_and_nothing_is_begun(llm: LLM, params:
     assert unread(llm)
 
 
-def test_parts_of_text_are_joined(llm: LLM) -> None:
+def test_parts_of_text_are_joined(llm):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert llm.encode([{"role": "user", "content": parts}]) == llm.encode(
         [{"role": "user", "content": "ab"}]
     )
 
 
-def test_prompts_added_before_an_interrupt_do_not_stay(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_added_before_an_interrupt_do_not_stay(llm, monkeypatch):
     add, added = Engine.add, []
 
     def interrupted(*arguments: object, **named: object) -> object:
@@ -107,9 +105,7 @@ def streamed(llm: LLM, act: Callable[[], None], *, after: int) -> tuple[str, Com
     return "".join(piece.text for piece in pieces), pieces[-1].completion
 
 
-def test_an_interrupt_behind_a_commit_loses_no_text_of_others(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_behind_a_commit_loses_no_text_of_others(llm, monkeypatch):
     whole = llm.generate("a text", PARAMS)
     commit, seen = Engine._commit, []
 
@@ -133,9 +129,7 @@ def test_an_interrupt_behind_a_commit_loses_no_text_of_others(
     assert unread(llm)
 
 
-def test_a_stream_that_is_collected_within_a_step_harms_no_other(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_is_collected_within_a_step_harms_no_other(llm, monkeypatch):
     expected = llm.generate(["a", "b"], PARAMS)
     left = llm.stream("left", PARAMS)
     next(left)
@@ -158,7 +152,7 @@ def test_a_stream_that_is_collected_within_a_step_harms_no_other(
     assert unread(llm)
 
 
-def test_a_stop_string_in_the_last_token_is_a_stop_and_counts_once(llm: LLM) -> None:
+def test_a_stop_string_in_the_last_token_is_a_stop_and_counts_once(llm):
     full = llm.generate("stop", PARAMS)
     stop = full.text[-2:]
     at = full.text.index(stop)
@@ -171,7 +165,7 @@ def test_a_stop_string_in_the_last_token_is_a_stop_and_counts_once(llm: LLM) -> 
     assert after["stop"] == before.get("stop", 0) + 1
 
 
-def test_an_observer_may_cancel_and_not_step(llm: LLM) -> None:
+def test_an_observer_may_cancel_and_not_step(llm):
     def cancel_all(_: StepRecord) -> None:
         for answer in tuple(llm._open.values()):
             llm._engine.cancel(answer.request)
@@ -204,7 +198,7 @@ def params(number: int) -> SamplingParams:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_threads_get_the_texts_they_would_get_alone(llm: LLM) -> None:
+def test_threads_get_the_texts_they_would_get_alone(llm):
     prompts = [f"The {word}" for word in ("dog", "sun", "old man", "river")]
     alone = [llm.generate(prompt, params(0)).text for prompt in prompts]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -215,7 +209,7 @@ def test_threads_get_the_texts_they_would_get_alone(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_streams_that_are_left_on_other_threads_free_their_slots(llm: LLM) -> None:
+def test_streams_that_are_left_on_other_threads_free_their_slots(llm):
     def look_in(number: int) -> None:
         stream = llm.stream("Once", params(number))
         next(stream)  # and no more: the generator is closed where it is collected
@@ -226,7 +220,7 @@ def test_streams_that_are_left_on_other_threads_free_their_slots(llm: LLM) -> No
     assert unread(llm)
 
 
-def test_a_call_is_served_while_another_goes_on(llm: LLM) -> None:
+def test_a_call_is_served_while_another_goes_on(llm):
     """In the same batch: the short answer does not wait for the long one."""
     order: list[str] = []
     long = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
@@ -246,7 +240,7 @@ def test_a_call_is_served_while_another_goes_on(llm: LLM) -> None:
     assert order == ["short", "long"]
 
 
-def test_asyncio_serves_all_tasks_in_the_same_steps(llm: LLM) -> None:
+def test_asyncio_serves_all_tasks_in_the_same_steps(llm):
     alone = llm.generate("Once", params(0))
     before = llm.metrics.value(STEPS)
 
@@ -261,7 +255,7 @@ def test_asyncio_serves_all_tasks_in_the_same_steps(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05], ids=["while it is added", "while it runs"])
-def test_a_task_that_is_cancelled_ends_its_requests(llm: LLM, pause: float) -> None:
+def test_a_task_that_is_cancelled_ends_its_requests(llm, pause):
     long = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
 
     async def ask() -> None:
@@ -280,7 +274,7 @@ def test_a_task_that_is_cancelled_ends_its_requests(llm: LLM, pause: float) -> N
     assert unread(llm)
 
 
-def test_errors_of_tasks_are_those_of_calls(llm: LLM) -> None:
+def test_errors_of_tasks_are_those_of_calls(llm):
     with pytest.raises(InvalidArgument, match="expected a text that is not empty"):
         asyncio.run(llm.generate_async("", params(1)))
     good, bad = asyncio.run(llm.generate_async(["Once", ""], params(1)))
@@ -288,7 +282,7 @@ def test_errors_of_tasks_are_those_of_calls(llm: LLM) -> None:
     assert unread(llm)
 
 
-def test_a_stream_may_be_open_when_the_interpreter_exits() -> None:
+def test_a_stream_may_be_open_when_the_interpreter_exits():
     code = "from eaglegbv import LLM, Plan\nstream = LLM(plan=Plan()).stream('Once')\nnext(stream)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

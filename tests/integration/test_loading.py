@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"target": target, "head": head, "small": small, "table": table}
 
 
-def test_no_model_named_means_the_packaged_pair() -> None:
+def test_no_model_named_means_the_packaged_pair():
     tiny = named_models(None, None)
     assert (tiny.name, tiny.target, tiny.drafter) == ("tiny", TINY_TARGET, "eagle3")
     assert named_models(None, "eagle1") == replace(tiny, drafter="eagle1")
@@ -48,7 +48,7 @@ def test_no_model_named_means_the_packaged_pair() -> None:
     assert named_models("a/b", Path("head")).drafter_name == "head"
 
 
-def test_a_folder_is_known_by_its_tensors(folders: dict[str, Path]) -> None:
+def test_a_folder_is_known_by_its_tensors(folders):
     assert {name: kind_of(folder) for name, folder in folders.items()} == {
         "target": Kind.LANGUAGE_MODEL,
         "head": Kind.EAGLE,
@@ -57,7 +57,7 @@ def test_a_folder_is_known_by_its_tensors(folders: dict[str, Path]) -> None:
     }
 
 
-def test_a_broken_head_is_a_head_still(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_broken_head_is_a_head_still(folders, tmp_path):
     shutil.copytree(folders["head"], tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["fc.weight"]
@@ -68,9 +68,7 @@ def test_a_broken_head_is_a_head_still(folders: dict[str, Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("drafter", ["head", "table", "target"])
-def test_text_at_temperature_0_does_not_depend_on_the_drafter(
-    folders: dict[str, Path], drafter: str
-) -> None:
+def test_text_at_temperature_0_does_not_depend_on_the_drafter(folders, drafter):
     engine = EngineConfig(kv_slots=1024, calibrate=False)
     plain = LLM(folders["target"], verifier="none", engine=engine)
     llm = LLM(folders["target"], folders.get(drafter, drafter), engine=engine)
@@ -82,7 +80,7 @@ def test_text_at_temperature_0_does_not_depend_on_the_drafter(
         assert found.metrics.block_efficiency > 2
 
 
-def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders: dict[str, Path]) -> None:
+def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders):
     engine = EngineConfig(kv_slots=1024, calibrate=False)
     plain = LLM(folders["target"], verifier="none", engine=engine)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -96,7 +94,7 @@ def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders: dict[
             assert [bool(answer.metrics.drafted_nodes) for answer in answers] == [True, False]
 
 
-def test_another_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(folders, tmp_path):
     shutil.copytree(folders["small"], tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -106,7 +104,7 @@ def test_another_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path) 
         LLM(folders["target"], tmp_path)
 
 
-def test_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused(folders, tmp_path):
     random_llama(300, seed=1).save_pretrained(tmp_path / "model")
     with pytest.raises(DrafterMismatch, match="vocab_size=300: expected the target's, 257, or a"):
         LLM(folders["target"], tmp_path / "model")
@@ -115,7 +113,7 @@ def test_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path)
         LLM(folders["target"], tmp_path / "table")
 
 
-def test_what_is_no_drafter_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_drafter_is_refused(folders, tmp_path):
     with pytest.raises(InvalidArgument, match=r"a language model or a table, or .*'ngram'"):
         LLM(folders["target"], "nowhere")
     with pytest.raises(DrafterMismatch, match=r"config\.json"):
@@ -142,9 +140,7 @@ def _response(status: int) -> Response:
         ),
     ],
 )
-def test_a_name_the_hub_does_not_know_is_said_at_once(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
-) -> None:
+def test_a_name_the_hub_does_not_know_is_said_at_once(monkeypatch, error, why):
     asked = []
 
     def refuse(_: object, name: str, **__: object) -> None:
@@ -157,9 +153,7 @@ def test_a_name_the_hub_does_not_know_is_said_at_once(
     assert asked == ["nobody/none"]
 
 
-def test_what_the_hub_minds_besides_is_left_to_the_download(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_hub_minds_besides_is_left_to_the_download(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise HfHubHTTPError("too many", response=_response(429))
 

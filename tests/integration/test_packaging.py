@@ -67,16 +67,14 @@ def wheel(built: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_wheel_holds_every_module_and_asset_once(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_every_module_and_asset_once(wheel):
     names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert sorted(names) == sorted(shipped_files())
     assert "eaglegbv/verifiers/base.py" in names
     assert "eaglegbv/assets/questions/builtin.jsonl" in names
 
 
-def test_every_module_imports_from_the_unpacked_wheel(
-    wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
+def test_every_module_imports_from_the_unpacked_wheel(wheel, tmp_path):
     wheel.extractall(tmp_path)
     modules = [
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -89,7 +87,7 @@ def test_every_module_imports_from_the_unpacked_wheel(
     assert done.returncode == 0, done.stderr
 
 
-def test_wheel_carries_version_licence_and_command(wheel: zipfile.ZipFile) -> None:
+def test_wheel_carries_version_licence_and_command(wheel):
     info = f"eaglegbv-{eaglegbv.__version__}.dist-info"
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "eaglegbv = eaglegbv.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
@@ -97,28 +95,28 @@ def test_wheel_carries_version_licence_and_command(wheel: zipfile.ZipFile) -> No
     assert "License-Expression: Apache-2.0" in metadata
 
 
-def test_source_distribution_holds_the_top_level_packages(built: Path) -> None:
+def test_source_distribution_holds_the_top_level_packages(built):
     [path] = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"{package}/__init__.py" for package in PACKAGES} <= names
 
 
-def test_top_level_packages_are_linked_into_the_import_package() -> None:
+def test_top_level_packages_are_linked_into_the_import_package():
     for name in PACKAGES[1:]:
         link = ROOT / "eaglegbv" / name
         assert link.is_symlink()
         assert link.readlink() == Path("..") / name
 
 
-def test_ci_runs_the_command_of_the_readme() -> None:
+def test_ci_runs_the_command_of_the_readme():
     command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
     assert command.endswith("pytest")
     assert command in (ROOT / "README.md").read_text().splitlines()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_constraints_pin_every_direct_dependency() -> None:
+def test_constraints_pin_every_direct_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     lines = (ROOT / "constraints.txt").read_text().splitlines()

@@ -19,12 +19,12 @@ CHECKS = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", CHECKS, ids=["ruff", "format", "mypy", "imports"])
-def test_passes(command: tuple[str, ...]) -> None:
+def test_passes(command):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_torch_waits_until_a_command_needs_it() -> None:
+def test_torch_waits_until_a_command_needs_it():
     code = (
         "import sys, eaglegbv.cli.main; print(*sorted({'torch', 'transformers'} & {*sys.modules}))"
     )
@@ -50,7 +50,7 @@ assert {"README.md-1", "sglang.md-1", "sglang.md-2"} <= SNIPPETS.keys()
 
 
 @pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS.keys())
-def test_imports(code: str) -> None:
+def test_imports(code):
     nodes = list(ast.walk(ast.parse(code)))
     found: dict[str, object] = {}
     for node in nodes:

@@ -41,9 +41,7 @@ def expected(prompts: list[list[dict[str, str]]]) -> list[str]:
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"], ids=["head", "lookup"])
-def test_greedy_texts_are_those_of_transformers(
-    drafter: str | None, prompts: list[list[dict[str, str]]], expected: list[str]
-) -> None:
+def test_greedy_texts_are_those_of_transformers(drafter, prompts, expected):
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     with LLM("smollm2", drafter, verifier="otbv", paths=3, depth=4) as llm:
         answers = llm.generate(prompts, params)

@@ -30,7 +30,7 @@ def chats() -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": text}] for text in turns + short]
 
 
-def test_all_weights_are_bfloat16_and_small() -> None:
+def test_all_weights_are_bfloat16_and_small():
     files = sorted(TINY.rglob("*.safetensors"))
     assert {file.parent.name for file in files} == {"target", *TINY_DRAFTERS}
     for file in files:
@@ -40,7 +40,7 @@ def test_all_weights_are_bfloat16_and_small() -> None:
     assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file()) < 40 * MEGABYTE
 
 
-def test_the_target_is_a_standard_chat_model() -> None:
+def test_the_target_is_a_standard_chat_model():
     model = AutoModelForCausalLM.from_pretrained(TINY_TARGET)
     tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
     text = tokenizer.apply_chat_template(
@@ -67,7 +67,7 @@ def test_greedy_text_equals_transformers(llm: LLM) -> None:
         assert [answer.token_ids for answer in own] == 3 * [expected[0, ids.shape[1] :].tolist()]
 
 
-def test_drafting_pays_in_forwards(llm: LLM) -> None:
+def test_drafting_pays_in_forwards(llm):
     params = [SamplingParams(max_tokens=48, seed=n) for n in range(12)]
     answers = llm.generate(chats()[:12], params, plan=Plan())
     committed = sum(answer.metrics.committed_tokens for answer in answers)
@@ -77,7 +77,7 @@ def test_drafting_pays_in_forwards(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("drafter", TINY_DRAFTERS)
-def test_both_heads_load_by_name(drafter: str) -> None:
+def test_both_heads_load_by_name(drafter):
     llm = LLM(drafter=drafter, plan=Plan())
     answer = llm.generate([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=8))
     assert answer.token_ids
@@ -93,7 +93,7 @@ class LatePlanner(Planner):
             request.plan = Plan(paths=1, depth=3) if late else PLAIN
 
 
-def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch):
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     config = EngineConfig(prefix_cache=False, calibrate=False, max_batch=64)
     accepted = {}

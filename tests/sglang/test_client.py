@@ -2,14 +2,8 @@
 
 import json
 import sys
-import threading
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
@@ -46,72 +40,54 @@ http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
 
 
-@contextmanager
-def answering(status: int, content: object) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Serve one answer; yields the address, and what was asked."""
-    asked: list[dict[str, Any]] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Request]:
+    """What a server was asked, which gives one answer."""
+    requests: list[httpx.Request] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append({"path": self.path, **json.loads(body)})
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        if json.loads(request.content)["messages"] != MESSAGES:
+            return httpx.Response(400, json={"message": "too long"})
+        return httpx.Response(200, json=ANSWER)
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    monkeypatch.setattr(httpx, "post", httpx.Client(transport=httpx.MockTransport(answer)).post)
+    return requests
 
 
-def test_what_is_asked_and_what_is_read() -> None:
+def test_what_is_asked_and_what_is_read(asked):
     params = SamplingParams(temperature=0.7, max_tokens=4, seed=2**64 - 5, top_k=9, min_p=0.1)
-    with answering(200, ANSWER) as (url, asked):
-        answer = Endpoint(url, SHAPE)(MESSAGES, params, plan=SHAPE)
+    answer = Endpoint("http://server", SHAPE)(MESSAGES, params, plan=SHAPE)
     assert answer.text == "hello"
     assert answer.token_ids == [5, 6, 7, 8]
     assert answer.finish_reason == "length"
     assert (answer.metrics.target_forwards, answer.metrics.accepted_tokens) == (2, 2)
     assert answer.metrics.accepted_by_depth == [1, 1, 0]
-    [body] = asked
-    assert body["path"] == "/v1/chat/completions"
-    assert body["messages"] == MESSAGES
+    assert [str(request.url) for request in asked] == ["http://server/v1/chat/completions"]
+    body = json.loads(asked[0].content)
     assert (body["temperature"], body["max_tokens"], body["seed"]) == (0.7, 4, -5)
     assert (body["top_k"], body["min_p"]) == (9, 0.1)
     assert body["return_meta_info"]
     assert body["return_token_ids"]
 
 
-def test_refusals_are_said_in_the_servers_words() -> None:
-    with (
-        answering(400, {"message": "too long"}) as (url, _),
-        pytest.raises(InvalidArgument, match="too long"),
-    ):
-        Endpoint(url, SHAPE)(MESSAGES, SamplingParams(), plan=SHAPE)
+@pytest.mark.usefixtures("asked")
+def test_refusals_are_said_in_the_servers_words():
+    with pytest.raises(InvalidArgument, match="too long"):
+        Endpoint("http://server", SHAPE)(2 * MESSAGES, SamplingParams(), plan=SHAPE)
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_server_that_is_not_there():
     with pytest.raises(StepFailed, match="refused"):
         Endpoint("http://127.0.0.1:9", SHAPE)(MESSAGES, SamplingParams(), plan=SHAPE)
 
 
-def test_a_server_runs_as_long_as_it_is_needed(tmp_path: Path) -> None:
+def test_a_server_runs_as_long_as_it_is_needed(tmp_path):
     launch = Launch([sys.executable, "-c", SERVER], {})
-    with (
-        running(launch, tmp_path / "log") as url,
-        urllib.request.urlopen(f"{url}/here") as answer,
-    ):
-        assert answer.read() == b"/here"
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{url}/here")
+    with running(launch, tmp_path / "log") as url:
+        assert httpx.get(f"{url}/here").text == "/here"
+    with pytest.raises(httpx.ConnectError, match="refused"):
+        httpx.get(f"{url}/here")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +97,7 @@ def test_a_server_runs_as_long_as_it_is_needed(tmp_path: Path) -> None:
         ("import time; time.sleep(60)", 2.0, "did not answer"),
     ],
 )
-def test_a_server_that_does_not_start(code: str, within: float, said: str, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start(code, within, said, tmp_path):
     start = Launch([sys.executable, "-c", code], {})
     with (
         pytest.raises(ServerFailed, match=said),

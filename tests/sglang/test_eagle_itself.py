@@ -1,6 +1,5 @@
 """SGLang's own EAGLE with the stand-in kernel samples the same distribution as ours."""
 
-from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
     NEEDS_SGLANG,
@@ -8,21 +7,20 @@ from support.sglang_engine import (
     PROMPTS,
     pair_arguments,
     sglang_engine,
+    three_tokens,
     token_ids,
 )
-from support.sglang_pair import VOCAB, SGLangPair
 
 pytestmark = NEEDS_SGLANG
 
 
-def test_distribution_of_three_tokens(pair: SGLangPair, plain_greedy: list[list[int]]) -> None:
+def test_distribution_of_three_tokens(pair, plain_greedy):
     own = pair_arguments(pair, "eagle1", 3, 3)
     own |= {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 10}
     params = {"temperature": 1.0, "max_new_tokens": 5, "ignore_eos": True}
     with sglang_engine({"EAGLE_SAMPLES": "1"}, **own) as engine:
         assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy
         texts = token_ids(engine.generate(input_ids=[PROMPT] * 960, sampling_params=params))
-    dist = joint_probs(pair.next_probs(1.0, 1.0), PROMPT, 3)
-    outcome = g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], dist)
+    outcome = three_tokens(pair, texts)
     assert outcome.p_value > 1e-5, outcome
     assert len({tuple(text) for text in texts}) > 500

@@ -18,6 +18,7 @@ from support.sglang_engine import (
     PROMPTS,
     SAMPLED,
     pair_arguments,
+    three_tokens,
     token_ids,
 )
 from support.sglang_engine import sglang_engine as start
@@ -52,20 +53,18 @@ def engine(
         assert started.generate(input_ids=[PROMPT], sampling_params=GREEDY)[0]["output_ids"]
 
 
-def test_greedy_text_is_sglangs_own(engine: Any, plain_greedy: list[list[int]]) -> None:
+def test_greedy_text_is_sglangs_own(engine, plain_greedy):
     assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy
 
 
-def test_greedy_and_sampled_requests_share_a_batch(
-    engine: Any, plain_greedy: list[list[int]]
-) -> None:
+def test_greedy_and_sampled_requests_share_a_batch(engine, plain_greedy):
     params = [GREEDY] * len(PROMPTS) + [SAMPLED] * 10
     answers = engine.generate(input_ids=[*PROMPTS, *[PROMPT] * 10], sampling_params=params)
     assert token_ids(answers[: len(PROMPTS)]) == plain_greedy
     assert len({tuple(ids) for ids in token_ids(answers[len(PROMPTS) :])}) == 10
 
 
-def test_a_seed_fixes_the_answer_in_any_company(engine: Any) -> None:
+def test_a_seed_fixes_the_answer_in_any_company(engine):
     seeded = SAMPLED | {"sampling_seed": 2**63 - 5}
     [alone] = token_ids(engine.generate(input_ids=[PROMPT], sampling_params=[seeded]))
     params = [SAMPLED, seeded, GREEDY, SAMPLED | {"sampling_seed": 8}]
@@ -75,21 +74,17 @@ def test_a_seed_fixes_the_answer_in_any_company(engine: Any) -> None:
     assert crowd[3] != alone
 
 
-def test_distribution_of_three_tokens(engine: Any, pair: SGLangPair) -> None:
+def test_distribution_of_three_tokens(engine, pair):
     for params in ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}):
         texts: list[list[int]] = []
         own = params | {"max_new_tokens": 5, "ignore_eos": True}
         while len(texts) < LAW_SAMPLES:
             texts += token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=own))
-        dist = joint_probs(
-            pair.next_probs(params["temperature"], params.get("top_p", 1.0)), PROMPT, 3
-        )
-        cells = [(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts]
-        outcome = g_test(cells, dist)
+        outcome = three_tokens(pair, texts, **params)
         assert outcome.p_value > 1e-5, outcome
 
 
-def test_penalties_are_in_the_distribution(engine: Any, pair: SGLangPair) -> None:
+def test_penalties_are_in_the_distribution(engine, pair):
     """The second token is the first that a tree decides. These favour what has been generated."""
     own = {"temperature": 1.0, "max_new_tokens": 2, "ignore_eos": True}
     own |= {"presence_penalty": -2.0, "frequency_penalty": -2.0}
@@ -103,7 +98,7 @@ def test_penalties_are_in_the_distribution(engine: Any, pair: SGLangPair) -> Non
     assert outcome.p_value > 1e-5, outcome
 
 
-def test_a_prompt_seen_before_comes_from_the_prefix_cache(engine: Any) -> None:
+def test_a_prompt_seen_before_comes_from_the_prefix_cache(engine):
     seeded = SAMPLED | {"sampling_seed": 6}
     first, again = (
         engine.generate(input_ids=[[7] * 40], sampling_params=[seeded])[0] for _ in range(2)
@@ -113,7 +108,7 @@ def test_a_prompt_seen_before_comes_from_the_prefix_cache(engine: Any) -> None:
     assert again["output_ids"] == first["output_ids"]
 
 
-def test_min_p_is_applied(engine: Any, pair: SGLangPair) -> None:
+def test_min_p_is_applied(engine, pair):
     """At min_p 1 only the most likely token is left, at every node."""
     params = SAMPLED | {"min_p": 1.0, "max_new_tokens": 12}
     greedy = token_ids(engine.generate(input_ids=[PROMPT], sampling_params=GREEDY))[0]
@@ -121,7 +116,7 @@ def test_min_p_is_applied(engine: Any, pair: SGLangPair) -> None:
     assert answers == [greedy[:12]] * 4
 
 
-def test_metrics_say_what_was_accepted(engine: Any) -> None:
+def test_metrics_say_what_was_accepted(engine):
     [answer] = engine.generate(
         input_ids=[PROMPT], sampling_params=[SAMPLED | {"max_new_tokens": 60}]
     )
@@ -141,7 +136,7 @@ def test_metrics_say_what_was_accepted(engine: Any) -> None:
     assert about["spec_accept_rate"] == pytest.approx(accepted / forwards / nodes)
 
 
-def test_texts_end_where_they_should(engine: Any) -> None:
+def test_texts_end_where_they_should(engine):
     free = {"temperature": 1.0, "max_new_tokens": 200}
     answers = engine.generate(input_ids=[PROMPT] * 12, sampling_params=free)
     ended = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
@@ -157,7 +152,7 @@ def test_texts_end_where_they_should(engine: Any) -> None:
     assert [len(ids) for ids in token_ids(cut)] == [7, 7, 7]
 
 
-def test_logprobs_are_those_of_the_tokens(engine: Any, pair: SGLangPair) -> None:
+def test_logprobs_are_those_of_the_tokens(engine, pair):
     params = SAMPLED | {"max_new_tokens": 10}
     [answer] = engine.generate(input_ids=[PROMPT], sampling_params=[params], return_logprob=True)
     dists, text = pair.next_probs(1.0, 1.0), list(PROMPT)

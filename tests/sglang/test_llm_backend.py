@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("verifier", "paths"), [("otbv", 2), ("gbv", 2), ("block", 1), ("spectr_gbv", 2)]
 )
-def test_llm_serves_through_sglang(verifier: str, paths: int, tmp_path: Path) -> None:
+def test_llm_serves_through_sglang(verifier, paths, tmp_path):
     """Text: the Python API, a head in another format, grammars, stop strings, streams."""
     target, head = save_pair(tmp_path)
     with environment(cpu_environment()):
@@ -105,16 +104,12 @@ def resolve(pair: SGLangPair, changes: dict[str, Any]) -> None:
         ({"tp_size": 2, "attn_dp_size": 2}, "--attn-dp-size 2"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_start(
-    pair: SGLangPair, changes: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_served_is_refused_at_start(pair, changes, said):
     with pytest.raises(EagleGBVError, match=said):
         resolve(pair, changes)
 
 
-def test_targets_with_latent_attention_need_a_backend_that_reads_masks(
-    pair: SGLangPair, tmp_path: Path
-) -> None:
+def test_targets_with_latent_attention_need_a_backend_that_reads_masks(pair, tmp_path):
     """Whether attention is latent, SGLang says."""
     config = DeepseekV3Config(
         vocab_size=16,

@@ -57,7 +57,7 @@ def llm(engine: Engine) -> Any:
     return LLM(backend="sglang")
 
 
-def test_a_backend_is_chosen_by_name(engine: Engine) -> None:
+def test_a_backend_is_chosen_by_name(engine):
     llm: Any = LLM(None, "eagle1", backend="sglang", verifier="gbv", paths=2, seed=3)
     assert type(llm) is sglang_llm.SGLangLLM
     assert (llm.plan.verifier, llm.plan.paths, llm.drafter_name) == ("gbv", 2, "eagle1")
@@ -67,7 +67,7 @@ def test_a_backend_is_chosen_by_name(engine: Engine) -> None:
         LLM(backend="nope")
 
 
-def test_what_is_not_the_engines_is_offered_alike(llm: Any) -> None:
+def test_what_is_not_the_engines_is_offered_alike(llm):
     assert llm.decode(llm.encode("Once upon a time")) == "<|bos|>Once upon a time"
     assert llm.device.type == "cpu"
     first, second, last = llm.stream("Once")
@@ -76,7 +76,7 @@ def test_what_is_not_the_engines_is_offered_alike(llm: Any) -> None:
     assert last.completion.prompt_token_ids == llm.encode("Once")
 
 
-def test_many_prompts_are_answered_in_their_order(llm: Any) -> None:
+def test_many_prompts_are_answered_in_their_order(llm):
     answers = llm.generate(["Once", [5], [7, 8]], progress=True)
     assert [a.finish_reason for a in answers] == ["length", "error", "length"]
     assert [a.prompt_token_ids for a in answers][2] == [7, 8]
@@ -87,7 +87,7 @@ def test_many_prompts_are_answered_in_their_order(llm: Any) -> None:
         llm.generate("Once", plan=Plan(paths=5))
 
 
-def test_documented_calls(engine: Engine) -> None:
+def test_documented_calls(engine):
     code = documented("sglang.md", "python")[1]
     exec(code.replace('"MODEL", "HEAD"', 'None, "eagle1"'), {})
     assert (engine.arguments["paths"], engine.arguments["depth"]) == (3, 4)
@@ -95,23 +95,23 @@ def test_documented_calls(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(sglang_llm.LOCAL_ALONE))
-def test_what_is_the_local_engines_alone_says_so(llm: Any, name: str) -> None:
+def test_what_is_the_local_engines_alone_says_so(llm, name):
     with pytest.raises(AttributeError, match=rf"^SGLangLLM has no '{name}': .*; .*'local'"):
         getattr(llm, name)
     assert not hasattr(llm, name)
 
 
-def test_all_that_the_local_engine_has_besides_is_known() -> None:
+def test_all_that_the_local_engine_has_besides_is_known():
     besides = {name for name in vars(LLM) if not name.startswith("_")} - {*dir(TextGenerator)}
     assert besides == {*sglang_llm.LOCAL_ALONE} - {"dtype", "pair"}
 
 
-def test_other_names_are_missing_as_usual(llm: Any) -> None:
+def test_other_names_are_missing_as_usual(llm):
     with pytest.raises(AttributeError, match=r"^'SGLangLLM' object has no attribute 'metric'$"):
         _ = llm.metric
 
 
-def test_sizes_become_sglangs_arguments(engine: Engine) -> None:
+def test_sizes_become_sglangs_arguments(engine):
     def arguments(**sizes: Any) -> dict[str, Any]:
         LLM(backend="sglang", engine=EngineConfig(**sizes), device="cuda:1")
         return engine.arguments
@@ -130,28 +130,18 @@ def test_sizes_become_sglangs_arguments(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("asked", "said"),
     [
-        ({"kv_bytes": 2**30}, "kv_bytes=1073741824: expected None with SGLang: .*kv_slots"),
-        ({"check_slots": True}, "check_slots=True: expected False with SGLang"),
-        ({"cuda_graphs": "eager"}, "cuda_graphs='eager': expected 'auto', 'on' or 'off'"),
-    ],
-)
-@pytest.mark.usefixtures("engine")
-def test_sizes_that_sglang_would_ignore_are_refused(sizes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^{said}"):
-        LLM(backend="sglang", engine=EngineConfig(**sizes))
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
+        (EngineConfig(kv_bytes=2**30), "kv_bytes=1073741824: expected None with SGLang: .*kv_slot"),
+        (EngineConfig(check_slots=True), "check_slots=True: expected False with SGLang"),
+        (EngineConfig(cuda_graphs="eager"), "cuda_graphs='eager': expected 'auto', 'on' or 'off'"),
         (Plan(paths=1, depth=4, source=Source.LOOKUP), "source='lookup': expected 'drafter'"),
         (Plan(draft_sampling=DraftSampling.WOR), "draft_sampling='wor': expected 'iid'"),
         (Plan(paths=1, whole_vocab=4096), "whole_vocab=4096: expected 0"),
         (Plan(min_confidence=0.1), "min_confidence=0.1: expected 0"),
     ],
 )
-def test_plans_that_sglang_cannot_draw_are_refused(plan: Plan, said: str) -> None:
+@pytest.mark.usefixtures("engine")
+def test_what_sglang_would_ignore_is_refused(asked, said):
     with pytest.raises(InvalidArgument, match=f"^{said}"):
-        LLM(backend="sglang", plan=plan)
+        LLM(backend="sglang", **{"plan" if isinstance(asked, Plan) else "engine": asked})

@@ -1,8 +1,9 @@
 """Acceptance, from what SGLang counts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,7 @@ SAID = {
 }
 
 
-def test_counts_of_a_request_as_the_local_engine_counts_them() -> None:
+def test_counts_of_a_request_as_the_local_engine_counts_them():
     counts = request_metrics(SAID, Plan(paths=2, depth=3))
     assert (counts.prompt_tokens, counts.committed_tokens) == (7, 23)
     assert (counts.target_forwards, counts.accepted_tokens, counts.drafted_nodes) == (11, 12, 66)
@@ -31,16 +32,14 @@ def test_counts_of_a_request_as_the_local_engine_counts_them() -> None:
     ("completion", "retractions", "committed", "accepted"),
     [(23, 0, 22, 12), (22, 0, 21, 11), (21, 0, 20, 10), (24, 1, 22, 12), (25, 1, 23, 12)],
 )
-def test_tokens_beyond_the_end_are_not_counted(
-    completion: int, retractions: int, committed: int, accepted: int
-) -> None:
+def test_tokens_beyond_the_end_are_not_counted(completion, retractions, committed, accepted):
     """The token that the target adds is the first to fall away."""
     said = SAID | {"completion_tokens": completion, "num_retractions": retractions}
     counts = request_metrics(said, Plan(paths=2, depth=3))
     assert (counts.committed_tokens, counts.accepted_tokens) == (committed, accepted)
 
 
-def test_counts_without_speculation() -> None:
+def test_counts_without_speculation():
     counts = request_metrics({"prompt_tokens": 7, "completion_tokens": 24}, PLAIN)
     assert (counts.target_forwards, counts.committed_tokens) == (23, 23)
     assert counts.block_efficiency == 1.0
@@ -59,20 +58,7 @@ class Req:
         return self.finished_len is not None
 
 
-@dataclass
-class Gauge:
-    values: dict[str, float] = field(default_factory=dict)
-
-    def labels(self, **labels: str) -> "Gauge":
-        return self
-
-    def set(self, value: float) -> None:
-        self.values["now"] = value
-
-
-def test_the_scheduler_counts_what_was_delivered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
     monkeypatch.setattr(metrics, "ours", lambda: True)
     reporter = SimpleNamespace(
         forward_ct_decode=0,
@@ -83,8 +69,9 @@ def test_the_scheduler_counts_what_was_delivered(
     )
     processor = SimpleNamespace(metrics_reporter=reporter)
     going, ending, ended = Req([5]), Req([5]), Req([5, 6], finished_len=2)
-    gauges = {"acceptance_length": Gauge(), "block_efficiency": Gauge()}
-    delivered = Delivered(gauges=gauges)
+    gauges = {"acceptance_length": Mock(), "block_efficiency": Mock()}
+    monkeypatch.setattr(metrics, "gauge", lambda name, *labels: gauges[name])
+    delivered = Delivered()
 
     def process(_: object, batch: Any, result: Any) -> None:
         """Every request commits as many tokens; one ends with its second."""
@@ -99,7 +86,8 @@ def test_the_scheduler_counts_what_was_delivered(
             result = SimpleNamespace(num_correct_drafts_per_req_cpu=[1, 3, 3])
             delivered.process(process, processor, batch, result)
     # Rounds of 2 and 2 tokens by the first, and one by the second, of whose 4 tokens 2 count.
-    assert gauges["acceptance_length"].values["now"] == pytest.approx((1 + 1 + 2) / 3)
-    assert gauges["block_efficiency"].values["now"] == pytest.approx((2 + 2 + 2) / 3)
+    for name, value in (("acceptance_length", 1 + 1 + 2), ("block_efficiency", 2 + 2 + 2)):
+        gauges[name].labels.assert_called_once_with(model="m")
+        gauges[name].labels().set.assert_called_once_with(pytest.approx(value / 3))
     assert "acceptance length: 1.33, block efficiency: 2.00, verifications: 3" in caplog.text
     assert delivered.counts.target_forwards == 0

@@ -18,13 +18,13 @@ MOST = 40
 @pytest.mark.parametrize(
     ("verifier", "K"), [("otbv", 3), ("gbv", 3), ("block", 1), ("token", 1), ("traversal", 3)]
 )
-def test_a_round_launches_few_operations(verifier: str, K: int, greedy: bool) -> None:
+def test_a_round_launches_few_operations(verifier, K, greedy):
     found = round_operations(verifier, K, 4, greedy=greedy)
     assert {part for part, _ in found} == {"drafting", "verification", "the next round's roots"}
     assert len(found) <= MOST, "\n".join(f"{part}: {name}" for part, name in found)
 
 
-def test_random_numbers_and_bookkeeping_take_a_millisecond_of_the_host() -> None:
+def test_random_numbers_and_bookkeeping_take_a_millisecond_of_the_host():
     batch = 48
     book, requests = RequestBook(Plan(paths=3, depth=4), 0), [Req() for _ in range(batch)]
     buffers = RoundBuffers(batch, batch, book.numbers, 4)

@@ -4,7 +4,6 @@ import json
 import sys
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def serving(*arguments: str) -> Launch:
     return Launch([sys.executable, "-c", COMMAND, *arguments, *flags], cpu_environment())
 
 
-def test_openai_chat(url: str) -> None:
+def test_openai_chat(url):
     body: dict[str, Any] = {
         "model": "default",
         "messages": [{"role": "user", "content": "hi"}],
@@ -60,14 +59,14 @@ def test_openai_chat(url: str) -> None:
     assert one["choices"][0]["message"] == two["choices"][0]["message"]
 
 
-def test_documented_request(url: str) -> None:
+def test_documented_request(url):
     [request] = [words for words in documented_commands("sglang.md") if words[0] == "curl"]
     address, body = request[1], json.loads(request[3])
     answer = json.loads(ask(url, address.removeprefix("localhost:30000"), body))
     assert answer["usage"]["completion_tokens"] >= 1
 
 
-def test_metrics_of_an_answer_and_of_the_server(url: str) -> None:
+def test_metrics_of_an_answer_and_of_the_server(url):
     params = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
     answer = json.loads(ask(url, "/generate", {"text": "hello", "sampling_params": params}))
     about = answer["meta_info"]
@@ -88,7 +87,7 @@ def gauge(text: str, name: str) -> float:
     return float(value)
 
 
-def test_client_of_the_endpoint(url: str) -> None:
+def test_client_of_the_endpoint(url):
     shape = Plan(paths=2, depth=3)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=2**64 - 9)
     messages = [{"role": "user", "content": "hi"}]
@@ -100,7 +99,7 @@ def test_client_of_the_endpoint(url: str) -> None:
     assert one.finish_reason == "length"
 
 
-def test_a_server_that_cannot_honour_an_option_says_so_and_ends(url: str, tmp_path: Path) -> None:
+def test_a_server_that_cannot_honour_an_option_says_so_and_ends(url, tmp_path):
     del url  # its server is up: one start at a time
     target, head = save_pair(tmp_path)
     serve = serving("serve", str(target), "--drafter", str(head), "--enable-custom-logit-processor")

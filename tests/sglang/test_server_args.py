@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +49,7 @@ def settle(own: SimpleNamespace, verifier: str = "otbv", *, latent: bool = False
     settle_arguments(own, Settings(verifier=verifier), latent=latent)
 
 
-def test_what_is_left_open_is_filled_in(pair: SGLangPair) -> None:
+def test_what_is_left_open_is_filled_in(pair):
     own = arguments(pair, speculative_eagle_topk=None, speculative_num_steps=None)
     settle(own)
     assert (own.speculative_eagle_topk, own.speculative_num_steps) == (3, 4)
@@ -60,7 +59,7 @@ def test_what_is_left_open_is_filled_in(pair: SGLangPair) -> None:
     assert own.speculative_draft_model_path == str(pair.eagle1)
 
 
-def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
+def test_on_a_cpu_steps_do_not_overlap(pair):
     own = arguments(pair, device="cpu", enable_mixed_chunk=True)
     settle(own)
     assert own.disable_overlap_schedule
@@ -94,16 +93,14 @@ def test_on_a_cpu_steps_do_not_overlap(pair: SGLangPair) -> None:
         ("attention_backend", "fa4", "chains only"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(
-    pair: SGLangPair, option: str, value: object, reason: str
-) -> None:
+def test_options_that_would_be_ignored_are_refused(pair, option, value, reason):
     with pytest.raises(NotServed, match=reason) as caught:
         settle(arguments(pair, **{option: value}))
     assert str(caught.value).startswith(f"--{option.replace('_', '-')} {value}: ")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_large_pages_need_a_backend_that_can(pair: SGLangPair) -> None:
+def test_large_pages_need_a_backend_that_can(pair):
     settle(arguments(pair, page_size=16))
     settle(arguments(pair, page_size=16, attention_backend="aiter", speculative_eagle_topk=1))
     with pytest.raises(NotServed, match="use --page-size 1"):
@@ -111,7 +108,7 @@ def test_large_pages_need_a_backend_that_can(pair: SGLangPair) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "trtllm_mla", "cutedsl_mla", "aiter"])
-def test_latent_attention_reads_masks_by_few_backends(pair: SGLangPair, backend: str) -> None:
+def test_latent_attention_reads_masks_by_few_backends(pair, backend):
     settle(arguments(pair, attention_backend=backend, speculative_eagle_topk=1), latent=True)
     settle(arguments(pair, attention_backend="fa3"), latent=True)
     settle(arguments(pair, attention_backend="triton"), latent=True)
@@ -120,7 +117,7 @@ def test_latent_attention_reads_masks_by_few_backends(pair: SGLangPair, backend:
 
 
 @pytest.mark.parametrize("split", ["prefill_attention_backend", "decode_attention_backend"])
-def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair: SGLangPair, split: str) -> None:
+def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair, split):
     settle(arguments(pair, attention_backend=None, **{split: "fa3"}))
     with pytest.raises(NotServed, match="fa4: it verifies chains only"):
         settle(arguments(pair, **{split: "fa4"}))
@@ -138,14 +135,12 @@ def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair: SGLangPair, s
         ({}, "global_resolution_lp", "expected global_resolution, which is exact"),
     ],
 )
-def test_values_that_are_not_accepted_are_named(
-    pair: SGLangPair, changes: dict[str, object], verifier: str, said: str
-) -> None:
+def test_values_that_are_not_accepted_are_named(pair, changes, verifier, said):
     with pytest.raises(InvalidArgument, match=said):
         settle(arguments(pair, **changes), verifier)
 
 
-def test_a_head_must_be_of_the_kind_and_fit_the_target(pair: SGLangPair, tmp_path: Path) -> None:
+def test_a_head_must_be_of_the_kind_and_fit_the_target(pair, tmp_path):
     with pytest.raises(InvalidArgument, match="expected EAGLEGBV3, for the head in"):
         settle(arguments(pair, speculative_draft_model_path=str(pair.eagle3)))
     target, _ = save_pair(tmp_path)
@@ -153,9 +148,7 @@ def test_a_head_must_be_of_the_kind_and_fit_the_target(pair: SGLangPair, tmp_pat
         settle(arguments(pair, model_path=str(target)))
 
 
-def test_a_head_of_the_hub_is_fetched_and_checked(
-    pair: SGLangPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_of_the_hub_is_fetched_and_checked(pair, monkeypatch):
     asked = []
 
     def fetch(name: str, *, revision: str) -> str:
@@ -173,9 +166,7 @@ def test_a_head_of_the_hub_is_fetched_and_checked(
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
-def test_layers_that_predict_further_tokens_are_refused_by_name(
-    pair: SGLangPair, key: str, tmp_path: Path
-) -> None:
+def test_layers_that_predict_further_tokens_are_refused_by_name(pair, key, tmp_path):
     config = {"architectures": ["DeepseekV3ForCausalLM"], key: 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidArgument, match=r"MTP layers \(DeepseekV3ForCausalLM\)"):
@@ -183,7 +174,7 @@ def test_layers_that_predict_further_tokens_are_refused_by_name(
 
 
 @pytest.mark.parametrize("verifier", ["greedy_block", "spectr_gbv"])
-def test_verifiers_with_modified_target_state_ask_for_more(pair: SGLangPair, verifier: str) -> None:
+def test_verifiers_with_modified_target_state_ask_for_more(pair, verifier):
     own = arguments(pair, speculative_eagle_topk=1)
     settle(own, verifier)
     assert own.disable_overlap_schedule
@@ -198,7 +189,7 @@ def test_verifiers_with_modified_target_state_ask_for_more(pair: SGLangPair, ver
         settle(arguments(pair, **{option: value}), "otbv")
 
 
-def test_verifiers_must_fit_the_paths(pair: SGLangPair) -> None:
+def test_verifiers_must_fit_the_paths(pair):
     settle(arguments(pair, speculative_eagle_topk=1), "block")
     for verifier, said in (("block", "at most 1 for 'block'"), ("spechub", "spechub")):
         with pytest.raises(SamplingMismatch, match=said):

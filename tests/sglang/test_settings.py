@@ -6,11 +6,11 @@ from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.errors import InvalidArgument
 
 
-def test_defaults_where_nothing_is_said() -> None:
+def test_defaults_where_nothing_is_said():
     assert Settings.from_environment({"PATH": "/bin"}) == Settings()
 
 
-def test_variables_are_parsed_by_type() -> None:
+def test_variables_are_parsed_by_type():
     environment = {
         "EAGLEGBV_VERIFIER": "gbv",
         "EAGLEGBV_DRAFT_WIDTH": "8",
@@ -21,13 +21,13 @@ def test_variables_are_parsed_by_type() -> None:
     assert Settings.from_environment(environment) == expected
 
 
-def test_json_wins_over_single_variables() -> None:
+def test_json_wins_over_single_variables():
     environment = {JSON_VARIABLE: '{"verifier": "gbv"}', "EAGLEGBV_VERIFIER": "block"}
     environment["EAGLEGBV_SEED"] = "3"
     assert Settings.from_environment(environment) == Settings(verifier="gbv", seed=3)
 
 
-def test_survives_the_environment() -> None:
+def test_survives_the_environment():
     settings = Settings(verifier="block", draft_width=5, draft_temperature=0.5, seed=2**64 - 1)
     assert Settings.from_environment(settings.to_environment()) == settings
 
@@ -47,6 +47,6 @@ def test_survives_the_environment() -> None:
         ({JSON_VARIABLE: '{"verifier": 3}'}, "verifier=3"),
     ],
 )
-def test_what_is_wrong_is_named(environment: dict[str, str], named: str) -> None:
+def test_what_is_wrong_is_named(environment, named):
     with pytest.raises(InvalidArgument, match=named.replace("[", r"\[")):
         Settings.from_environment(environment)

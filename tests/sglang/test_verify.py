@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.g_test import g_test
-from support.sglang_batch import Req, sampling
+from support.sglang_batch import Req, kernel_arguments, sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
@@ -129,21 +129,21 @@ def committed(own: Drafts, outcome: Acceptance, tokens: int) -> list[int]:
         ("target_only", 3, 2),
     ],
 )
-def test_three_tokens_follow_the_target(verifier: str, K: int, L: int) -> None:
+def test_three_tokens_follow_the_target(verifier, K, L):
     own = draw_trees(50_000, K, L)
     outcome = g_test(committed(own, judge(own, verifier), 3), own.joint)
     assert outcome.p_value > 1e-4, outcome
     assert outcome.power > 0.99, outcome
 
 
-def test_a_wrong_draft_distribution_is_seen() -> None:
+def test_a_wrong_draft_distribution_is_seen():
     """The test above can fail: the same rounds, with distributions that nothing was drawn from."""
     own = draw_trees(50_000, 2, 2)
     own.packed[:, :, 1] = 1 / 3
     assert g_test(committed(own, judge(own, "otbv"), 3), own.joint).p_value < 1e-6
 
 
-def test_what_is_reported_is_a_path_and_its_tokens() -> None:
+def test_what_is_reported_is_a_path_and_its_tokens():
     own = draw_trees(300, 3, 3)
     outcome = judge(own, "otbv")
     batch, nodes = own.node_tokens.shape
@@ -161,7 +161,7 @@ def test_what_is_reported_is_a_path_and_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("verifier", ["otbv", "gbv", "spectr"])
-def test_a_request_is_judged_alike_in_every_bucket(verifier: str) -> None:
+def test_a_request_is_judged_alike_in_every_bucket(verifier):
     """In rows after the batch there is what an earlier round left."""
     own = draw_trees(11, 3, 3)
     judge = graph_judge(own, verifier)
@@ -177,10 +177,8 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier: str) -> None:
         assert torch.equal(fewer.accepted, whole.accepted[:batch])
 
 
-def test_what_cannot_be_recorded_runs_as_it_is() -> None:
+def test_what_cannot_be_recorded_runs_as_it_is():
     class Nothing(Recorder):
-        needs_device = True
-
         def record(self, work: Work) -> Work:
             raise NotRecordable("a test")
 
@@ -192,7 +190,7 @@ def test_what_cannot_be_recorded_runs_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 9000])
-def test_tokens_of_float32_probabilities_are_those_of_float64(vocab: int) -> None:
+def test_tokens_of_float32_probabilities_are_those_of_float64(vocab):
     """No copy of the vocabulary in float64: the residual is drawn from where it is."""
     generator = torch.Generator().manual_seed(0)
     probs = torch.randn(400, vocab, generator=generator).softmax(1)
@@ -214,24 +212,16 @@ def walked(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, **_
 
 
 @pytest.mark.parametrize("greedy", [None, torch.arange(40) % 2 == 0])
-def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(
-    greedy: Tensor | None,
-) -> None:
+def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy):
     own = draw_trees(40, 3, 3)
     ours, plain = graph_judge(own, "otbv"), judge(own, "otbv")
-    outputs = {
-        "predicts": torch.zeros(40 * 10, dtype=torch.int32),
-        "accept_index": torch.full((40, 4), -1, dtype=torch.int32),
-        "accept_token_num": torch.zeros(40, dtype=torch.int32),
-    }
-    names = "candidates retrive_index retrive_next_token retrive_next_sibling"
-    others = dict.fromkeys(names.split(), own.node_tokens)
+    given = kernel_arguments(own.node_tokens, 3)
 
     def original(**_: Tensor) -> str:
         return "SGLang's own"
 
     sample = verify.sampling(original, walk=walked if greedy is not None else original)
-    assert sample(**outputs, **others, target_probs=own.probs) == "SGLang's own"
+    assert sample(**given, target_probs=own.probs) == "SGLang's own"
 
     def accept(probs: Tensor) -> Acceptance:
         return ours.accept(own.node_tokens.flatten(), own.packed, probs)
@@ -242,13 +232,13 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(
         probs = softmax(logits, torch.full((400, 1), 2.0))
         assert probs.data_ptr() == ours.space(40).data_ptr()
         torch.testing.assert_close(probs, own.probs.flatten(0, 1))
-        sample(**outputs, **others, target_probs=probs.view_as(own.probs))
+        sample(**given, target_probs=probs.view_as(own.probs))
     rows = torch.zeros(40, dtype=torch.bool) if greedy is None else greedy
-    assert torch.equal(outputs["accept_index"][~rows], plain.nodes[~rows].int())
-    assert torch.equal(outputs["accept_token_num"][~rows], plain.accepted[~rows].int())
-    assert torch.equal(outputs["predicts"].view(40, 10)[~rows], plain.tokens[~rows].int())
-    assert (outputs["accept_index"][rows] == 5).all()
-    assert (outputs["predicts"].view(40, 10)[rows] == 77).all()
+    assert torch.equal(given["accept_index"][~rows], plain.nodes[~rows].int())
+    assert torch.equal(given["accept_token_num"][~rows], plain.accepted[~rows].int())
+    assert torch.equal(given["predicts"].view(40, 10)[~rows], plain.tokens[~rows].int())
+    assert (given["accept_index"][rows] == 5).all()
+    assert (given["predicts"].view(40, 10)[rows] == 77).all()
 
 
 # Top-k, top-p and min-p on probabilities, against the same on logits.
@@ -269,13 +259,13 @@ def warped(**params: float) -> torch.Tensor:
         ("min_p", [0.0, 0.1, 1.0]),
     ],
 )
-def test_limits_on_probabilities_are_those_on_logits(name: str, limits: list[float]) -> None:
+def test_limits_on_probabilities_are_those_on_logits(name, limits):
     for limit in limits:
         kept = keep(ROWS.softmax(1), **{name: torch.full((len(ROWS),), limit)})
         torch.testing.assert_close(kept, warped(**{name: limit}))
 
 
-def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
+def test_top_k_beyond_the_vocabulary_keeps_all():
     kept = keep(ROWS.softmax(1), top_k=torch.full((len(ROWS),), 2**30, dtype=torch.int32))
     torch.testing.assert_close(kept, ROWS.softmax(1))
 
@@ -285,7 +275,7 @@ def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
 PLAN = Plan(paths=2, depth=3)
 
 
-def test_a_seed_fixes_the_numbers_in_any_company() -> None:
+def test_a_seed_fixes_the_numbers_in_any_company():
     alone, crowd = RequestBook(PLAN, 0), RequestBook(PLAN, 5)
     one, other = Req(9), Req(9)
     numbers = alone.uniforms([one])
@@ -295,7 +285,7 @@ def test_a_seed_fixes_the_numbers_in_any_company() -> None:
     assert torch.equal(*(book.uniforms([request], Purpose.CORRECTION) for book, request in pairs))
 
 
-def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
+def test_requests_without_a_seed_are_numbered_in_the_order_seen():
     book = RequestBook(PLAN, 17)
     first, second = Req(), Req()
     seeds = [own.rng.seed for own in book.of([first, Req(-5), second])]
@@ -304,7 +294,7 @@ def test_requests_without_a_seed_are_numbered_in_the_order_seen() -> None:
     assert [own.rng.seed for own in book.of([second, first])] == [seeds[2], seeds[0]]
 
 
-def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
+def test_replicas_draw_other_numbers_unless_a_seed_is_given():
     alone, *replicas = (RequestBook(PLAN, 17, replica=r) for r in (None, 0, 1))
     books = [alone, *replicas]
     drawn = [tuple(book.uniforms([Req()]).flatten().tolist()) for book in books]
@@ -313,7 +303,7 @@ def test_replicas_draw_other_numbers_unless_a_seed_is_given() -> None:
     assert len(set(seeded)) == 1
 
 
-def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch):
     monkeypatch.setattr(verify, "ours", lambda: True)
 
     def seeds(n: int, seed: int | None = 9) -> list[int | None]:
@@ -330,7 +320,7 @@ def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPa
     assert all(-(2**63) <= seed < 2**63 for seed in seeds(4, -5))
 
 
-def test_no_number_is_used_twice() -> None:
+def test_no_number_is_used_twice():
     book, request = RequestBook(PLAN, 0), Req(4)
     before = book.uniforms([request])
     assert torch.equal(book.uniforms([request]), before)
@@ -341,7 +331,7 @@ def test_no_number_is_used_twice() -> None:
     assert after.tolist() == expected.tolist()
 
 
-def test_requests_are_forgotten_with_sglangs_own_and_share_no_number() -> None:
+def test_requests_are_forgotten_with_sglangs_own_and_share_no_number():
     book, gone, kept = RequestBook(PLAN, 0), Req(), Req()
     book.of([gone, kept])
     del gone

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.models.target import FeatureSpec
+from eaglegbv.models.target import FINAL
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -80,7 +80,7 @@ def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
         seed=1,
         scale=1.5,
         max_slots=slots,
-        features=FeatureSpec.final(),
+        features=(FINAL,),
     )
     model = TabularTarget(vocab_size=VOCAB, order=1, seed=1, scale=1.0, max_slots=slots)
     config = EngineConfig(kv_slots=slots, check_slots=True, **settings)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.models.target import TargetOutput
+from support.tiny_models import VOCAB
 
 
 @dataclass
@@ -48,6 +50,19 @@ class Text:
         allocator.release(self.tree_slots[others])
 
 
+def random_tokens(count: int, generator: torch.Generator) -> list[int]:
+    """Return random tokens of the tiny models."""
+    return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+
+def random_tree(
+    text: Text, count: int, allocator: SlotAllocator, generator: torch.Generator
+) -> Segment:
+    """Return a random tree of random tokens behind a text, in slots of any order."""
+    tokens, parents = random_tokens(count, generator), random_parents(count, generator)
+    return text.tree(tokens, parents, scattered(allocator, count, generator))
+
+
 def scattered(allocator: SlotAllocator, count: int, generator: torch.Generator) -> Tensor:
     """Allocate ``count`` slots and hand them out in a random order."""
     return allocator.allocate(count)[torch.randperm(count, generator=generator)]
@@ -57,3 +72,9 @@ def random_parents(count: int, generator: torch.Generator) -> list[int]:
     """Return a random tree of ``count`` nodes: every parent precedes its child."""
     draws = torch.rand(count, generator=generator)
     return [int(draws[i] * i) for i in range(count)]
+
+
+def assert_same(found: TargetOutput, expected: TargetOutput, **tolerance: float) -> None:
+    """Check logits and features, if there are any."""
+    torch.testing.assert_close(found.logits, expected.logits, **tolerance)
+    torch.testing.assert_close(found.features, expected.features, **tolerance)

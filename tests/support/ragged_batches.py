@@ -1,8 +1,7 @@
 """Ragged batches of trees, prompts and texts, and pools of random contents for them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -93,20 +92,8 @@ def new_rows(
 
 
 def moved(segments: list[Segment], device: str) -> list[Segment]:
-    def move(part: Tensor | None) -> Any:
-        return None if part is None else part.to(device)
-
-    return [
-        Segment(
-            move(s.token_ids),
-            move(s.positions),
-            move(s.context_slots),
-            move(s.tree_slots),
-            move(s.tree_positions),
-            move(s.visible),
-        )
-        for s in segments
-    ]
+    parts = [[getattr(s, field.name) for field in fields(s)] for s in segments]
+    return [Segment(*(None if part is None else part.to(device) for part in own)) for own in parts]
 
 
 def leaves(text: Tensor, count: int) -> Segment:

@@ -23,3 +23,14 @@ def sampling(temperatures: Tensor, greedy: Tensor | None) -> SimpleNamespace:
         is_any_greedy=greedy is not None,
         need_min_p_sampling=False,
     )
+
+
+def kernel_arguments(tokens: Tensor, length: int) -> dict[str, Tensor]:
+    """Return what SGLang's kernel is given with distributions, for trees ``[batch, nodes]``."""
+    (batch, nodes), names = tokens.shape, ("index", "next_token", "next_sibling")
+    return {
+        "predicts": torch.zeros(batch * nodes, dtype=torch.int32),
+        "accept_index": torch.full((batch, length + 1), -1, dtype=torch.int32),
+        "accept_token_num": torch.zeros(batch, dtype=torch.int32),
+        **dict.fromkeys(("candidates", *(f"retrive_{name}" for name in names)), tokens),
+    }

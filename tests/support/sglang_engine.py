@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.sglang_pair import SGLangPair
+from support.g_test import GTest, g_test, joint_probs
+from support.sglang_pair import VOCAB, SGLangPair
 
 STAND_IN = Path(__file__).parents[1] / "sglang" / "stand_in"
 
@@ -94,6 +95,14 @@ def sglang_engine(settings: Mapping[str, str] | None = None, **arguments: object
 def token_ids(answers: list[dict[str, Any]]) -> list[list[int]]:
     """Return the tokens of answers."""
     return [answer["output_ids"] for answer in answers]
+
+
+def three_tokens(
+    pair: SGLangPair, texts: list[list[int]], *, temperature: float = 1.0, top_p: float = 1.0
+) -> GTest:
+    """Test the first three tokens of answers to :data:`PROMPT` by their exact distribution."""
+    dist = joint_probs(pair.next_probs(temperature, top_p), PROMPT, 3)
+    return g_test([(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts], dist)
 
 
 def pair_arguments(pair: SGLangPair, head: str, K: int, L: int) -> dict[str, object]:

@@ -18,13 +18,13 @@ from eaglegbv.backends.sglang.tree_layout import RoundBuffers
 from eaglegbv.backends.sglang.verify import Acceptance, GraphJudge, RequestBook, Round, verifying
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import Recorder, Work
-from support.sglang_batch import Req, sampling
+from support.sglang_batch import Req, kernel_arguments, sampling
 
 VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
 
 
-class EagerOperations(TorchDispatchMode):
-    """Notes each operation with the part of the round in which it ran."""
+class EagerOperations(TorchDispatchMode, Recorder):
+    """Notes each operation with the part of the round in which it ran, but for those of graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,18 +47,9 @@ class EagerOperations(TorchDispatchMode):
         yield
         self._recorded = False
 
-
-class Recording(Recorder):
-    """Runs the work of graphs as it is, but uncounted."""
-
-    needs_device = False
-
-    def __init__(self, operations: EagerOperations) -> None:
-        self._operations = operations
-
     def record(self, work: Work) -> Work:
         def replay() -> tuple[Tensor, ...]:
-            with self._operations.in_graph():
+            with self.in_graph():
                 return work()
 
         return replay
@@ -75,15 +66,10 @@ def round_operations(
     target_ids = torch.arange(DRAFT_VOCAB) + VOCAB - DRAFT_VOCAB
     buffers = RoundBuffers(8, 8, book.numbers, WIDTH, target_ids=target_ids)
     judge = GraphJudge(plan, buffers, torch.zeros(8 * nodes, VOCAB))
-    judge.record(Recording(operations))
+    judge.record(operations)
     settings = sampling(torch.ones(batch, 1), torch.arange(batch) < 2 if greedy else None)
     slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)
-    outputs = {
-        "predicts": torch.zeros(batch * nodes, dtype=torch.int32),
-        "accept_index": torch.full((batch, length + 1), -1, dtype=torch.int32),
-        "accept_token_num": torch.zeros(batch, dtype=torch.int32),
-    }
-    others = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
+    given = kernel_arguments(torch.zeros(batch, nodes).long(), length)
     logits, temperatures = torch.randn(batch * nodes, VOCAB), torch.ones(batch * nodes, 1)
     softmax = verify.in_place_softmax(lambda *_: logits)
     sample = verify.sampling(lambda **_: None, walk=lambda **_: None)
@@ -106,7 +92,7 @@ def round_operations(
 
         with verifying(Round(accept, judge.space(batch), settings)):
             target = softmax(logits, temperatures).view(batch, nodes, -1)
-            sample(**outputs, **dict.fromkeys(others, tokens), target_probs=target)
+            sample(**given, target_probs=target)
         book.advance(requests)
         operations.part = "the next round's roots"
         buffers.keep_roots(slots, head[:batch])

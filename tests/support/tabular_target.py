@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment, pack
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.models.target import FeatureKind, FeatureSpec, Target, TargetOutput
+from eaglegbv.models.target import Target, TargetOutput
 
 
 class TabularTarget(Target):
@@ -33,29 +33,26 @@ class TabularTarget(Target):
         max_context: int = 1024,
         max_slots: int = 1024,
         eos_token_ids: frozenset[int] = frozenset(),
-        features: FeatureSpec | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
         """Draw the tables, by ``seed``; larger values of ``scale`` give more peaked distributions.
 
         Positions before the text's start count as one more token.
         """
         self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_layers = 1
         self.max_context = max_context
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.eos_token_ids = eos_token_ids
-        self.features = FeatureSpec() if features is None else features
-        self.features.check(self.num_layers)
+        self.features = features
         self.allocator = SlotAllocator(max_slots)
         generator = torch.Generator().manual_seed(seed)
         states = int((vocab_size + 1) ** order)
         self._order = order
-        self._embedding = torch.randn((vocab_size, hidden_size), generator=generator)
-        self._output = torch.randn((vocab_size, hidden_size), generator=generator)
+        torch.randn((vocab_size, hidden_size), generator=generator)  # numbers that tests began with
+        output = torch.randn((vocab_size, hidden_size), generator=generator)
         self._features = torch.randn((states, hidden_size), generator=generator)
-        self._logits: Tensor = self._features @ self._output.T * (scale / hidden_size**0.5)
+        self._logits: Tensor = self._features @ output.T * (scale / hidden_size**0.5)
         self._token_of_slot = torch.full((max_slots,), vocab_size)
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:
@@ -74,8 +71,7 @@ class TabularTarget(Target):
         self._token_of_slot[batch.slots] = batch.token_ids
         states = torch.cat([self._states(segment) for segment in batch.segments])
         wanted = states if logit_rows is None else states[logit_rows]
-        with_features = self.features.kind is not FeatureKind.NONE
-        return TargetOutput(self._logits[wanted], self._features[states] if with_features else None)
+        return TargetOutput(self._logits[wanted], self._features[states] if self.features else None)
 
     def _states(self, segment: Segment) -> Tensor:
         """Return each new token's state, ``[q]``, read from the slots it may see."""
@@ -91,13 +87,3 @@ class TabularTarget(Target):
             found = torch.where(here.any(1), tokens[here.int().argmax(1)], self.vocab_size)
             state = state * (self.vocab_size + 1) + found
         return state
-
-    @property
-    def input_embeddings(self) -> Tensor:
-        """See :meth:`Target.input_embeddings`."""
-        return self._embedding
-
-    @property
-    def output_embeddings(self) -> Tensor:
-        """See :meth:`Target.output_embeddings`."""
-        return self._output

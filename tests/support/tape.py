@@ -85,8 +85,6 @@ class TapeRecorder(Recorder):
     their arguments.
     """
 
-    needs_device = True
-
     def __init__(self, runtime: HostRuntime | None = None) -> None:
         self.recorded = 0
         self._runtime = runtime

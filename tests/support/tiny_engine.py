@@ -25,7 +25,7 @@ from eaglegbv.drafters.eagle_model import (
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.engine import Engine
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.target import FeatureSpec
+from eaglegbv.models.target import FINAL
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from support.g_test import joint_probs
@@ -126,7 +126,7 @@ def tiny_engine(
     torch.manual_seed(11)
     model = _model(vocab, sharpness, head_dim, layers)
     read = default_feature_layers(layers)
-    features = FeatureSpec.final() if arch is Arch.EAGLE1 else FeatureSpec.layer_inputs(read)
+    features = (FINAL,) if arch is Arch.EAGLE1 else read
     own = _model_copy(model).to(dtype).to(device)
     target = HFTarget(
         own,

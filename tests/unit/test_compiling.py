@@ -40,7 +40,7 @@ def branching(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
-def test_two_graphs_serve_any_sizes_that_differ(graphs, backend: str) -> None:
+def test_two_graphs_serve_any_sizes_that_differ(graphs, backend):
     compiled = compile_graph(scaled_sums, backend)
     with making_graphs():
         for count in (1, 3):
@@ -72,7 +72,7 @@ def test_inputs_that_do_not_fit_get_a_graph_of_their_own(graphs, function, backe
     assert graphs() > 2
 
 
-def test_graphs_of_two_functions_keep_apart(graphs) -> None:
+def test_graphs_of_two_functions_keep_apart(graphs):
     """PyTorch stores graphs by code, which functions made in one place share."""
     compiled = [compile_graph(lambda x, by=by: x * by, "eager") for by in (2, 3)]
     x, _ = rows(3)
@@ -86,7 +86,7 @@ def test_graphs_of_two_functions_keep_apart(graphs) -> None:
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a compiler's limits on x86-64")
 @pytest.mark.skipif("cpp.march" not in list_options(), reason="PyTorch 2.13 takes limits")
-def test_products_are_generated_with_their_kernels_inlined() -> None:
+def test_products_are_generated_with_their_kernels_inlined():
     """Else sums of seven rows and more lie in memory, and take a quarter longer."""
     before = config.cpp.march
     with generating_products():

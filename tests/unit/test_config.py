@@ -135,7 +135,7 @@ def test_a_plain_plan_drafts_nothing():
     assert Plan(verifier="token", paths=1).speculative
 
 
-def test_candidates_keep_to_the_limits_and_reach_them() -> None:
+def test_candidates_keep_to_the_limits_and_reach_them():
     auto = AutoPlan(max_paths=5, max_depth=7, draft_temperature=1.4)
     shapes = {(p.paths, p.depth) for p in auto.candidates}
     assert len(shapes) == len(auto.candidates)
@@ -144,13 +144,13 @@ def test_candidates_keep_to_the_limits_and_reach_them() -> None:
     assert {p.draft_temperature for p in auto.candidates} == {1.4}
 
 
-def test_single_paths_keep_small_vocabularies_whole() -> None:
+def test_single_paths_keep_small_vocabularies_whole():
     widths = {(p.paths == 1, p.list_width(4096), p.list_width(100_000)) for p in AUTO.candidates}
     assert widths == {(True, 4096, 256), (False, 256, 256)}
     assert Plan(draft_width=7).list_width(5) == 5
 
 
-def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
+def test_lookups_keep_to_their_depth_and_ask_no_drafter():
     assert [p.depth for p in AutoPlan(lookup_depth=5).lookups] == [2, 4, 5]
     assert AutoPlan(lookup_depth=0).lookups == ()
     assert all(p.paths == 1 and p.source is Source.LOOKUP for p in AUTO.lookups)
@@ -158,7 +158,7 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter() -> None:
     assert all(p.asks_drafter for p in AUTO.candidates)
 
 
-def test_choices_make_a_plan_and_none_the_engines_own() -> None:
+def test_choices_make_a_plan_and_none_the_engines_own():
     usual = {"draft_width": 64, "draft_temperature": 1.5}
     assert PlanChoices().planning() == AUTO
     assert PlanChoices(**usual).planning() == AutoPlan(**usual)
@@ -168,7 +168,7 @@ def test_choices_make_a_plan_and_none_the_engines_own() -> None:
     )
 
 
-def test_a_plan_says_all_there_is_to_choose() -> None:
+def test_a_plan_says_all_there_is_to_choose():
     assert PlanChoices().give_way_to("auto") is AUTO
     assert PlanChoices().give_way_to(PLAIN) is PLAIN
     for choices, name in (
@@ -180,7 +180,7 @@ def test_a_plan_says_all_there_is_to_choose() -> None:
             choices.give_way_to(PLAIN)
 
 
-def test_names_say_what_differs() -> None:
+def test_names_say_what_differs():
     assert plan_name(PLAIN) == "none"
     assert plan_name(Plan(paths=3, depth=4)) == "otbv 3x4"
     assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"

@@ -46,9 +46,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return made
 
 
-def test_captures_leave_other_threads_alone_and_collect_no_garbage(
-    captures: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captures_leave_other_threads_alone_and_collect_no_garbage(captures, monkeypatch):
     collected: list[int] = []
     collecting: list[tuple[bool, int]] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(len(collecting)))
@@ -65,9 +63,7 @@ def test_captures_leave_other_threads_alone_and_collect_no_garbage(
     assert captures == [{"pool": None, "capture_error_mode": "thread_local"}]
 
 
-def test_what_cannot_be_recorded_is_named_and_told_once(
-    captures: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_recorded_is_named_and_told_once(captures, caplog):
     def waits() -> tuple[Tensor, ...]:
         # On a device the error is that of waiting; here it is another one.
         return (torch.ones(2).add(1).dot(torch.ones(3)),)
@@ -81,7 +77,7 @@ def test_what_cannot_be_recorded_is_named_and_told_once(
     assert captures == []
 
 
-def test_what_runs_eagerly_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_runs_eagerly_is_counted_and_logged_once(caplog):
     counts = Outcomes()
     for outcome in (REPLAYED, "prefill", "too many rows", "too many rows", "shape"):
         counts.note("forwards", outcome)

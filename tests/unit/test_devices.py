@@ -1,7 +1,6 @@
 """Devices by name, and copies that nobody waits for."""
 
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,16 +14,14 @@ from eaglegbv.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("name", ["warp", "cuda", "cuda:1", "meta", ""])
-def test_a_device_that_is_not_there_is_named_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_device_that_is_not_there_is_named_with_those_that_are(monkeypatch, name):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     with pytest.raises(InvalidArgument, match=f"device='{name}': expected cpu, as PyTorch finds"):
         named_device(name)
     assert named_device("cpu") == torch.device("cpu")
 
 
-def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -34,9 +31,7 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("named", ["arm", ""])
-def test_without_a_name_the_architecture_stands_for_it(
-    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_name_the_architecture_stands_for_it(named, tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(devices, "CPU_INFO", info)
     monkeypatch.setattr(platform, "processor", lambda: named)
@@ -50,7 +45,7 @@ def test_without_a_name_the_architecture_stands_for_it(
 
 
 @pytest.mark.parametrize("count", [1, STAGED, STAGED + 1, 4 * STAGED])
-def test_nobody_waits_for_a_copy_to_a_device(count: int) -> None:
+def test_nobody_waits_for_a_copy_to_a_device(count):
     numbers = torch.arange(count, dtype=torch.int64) % 100
     with PretendDevice() as device:
         sent = send(numbers.to(torch.uint8), "cuda")
@@ -60,7 +55,7 @@ def test_nobody_waits_for_a_copy_to_a_device(count: int) -> None:
     assert device.blocking == (["pageable"] if 8 * count > STAGED else [])
 
 
-def test_numbers_come_back_by_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_come_back_by_one_wait(monkeypatch):
     waits: list[torch.device] = []
     monkeypatch.setattr("eaglegbv.devices._wait_for", waits.append)
     with PretendDevice() as device:

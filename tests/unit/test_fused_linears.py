@@ -59,12 +59,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
     ],
 )
 @torch.no_grad()
-def test_prepared_modules_compute_the_same(
-    dtype: torch.dtype,
-    bias: bool,
-    pays: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prepared_modules_compute_the_same(dtype, bias, pays, monkeypatch):
     monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0 if pays else 1 << 20)
     torch.manual_seed(0)
     module = Layers(bias=bias, dtype=dtype)
@@ -84,7 +79,7 @@ def test_prepared_modules_compute_the_same(
 
 
 @torch.no_grad()
-def test_parts_of_a_joint_product_never_mix_inputs() -> None:
+def test_parts_of_a_joint_product_never_mix_inputs():
     torch.manual_seed(0)
     module = Layers(bias=True, dtype=torch.float32)
     layers, (x, y) = (module.q, module.k, module.v), torch.randn(2, 3, 12)
@@ -100,7 +95,7 @@ def test_parts_of_a_joint_product_never_mix_inputs() -> None:
 
 
 @torch.no_grad()
-def test_layers_that_run_twice_and_shared_weights_stay() -> None:
+def test_layers_that_run_twice_and_shared_weights_stay():
     module = nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False))
     twice = module[1]
     module[2].weight = module[0].weight
@@ -117,7 +112,7 @@ def test_layers_that_run_twice_and_shared_weights_stay() -> None:
 
 
 @torch.no_grad()
-def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_one_product_is_held_twice(monkeypatch):
     """Weights leave as they are joined: no model has to fit into memory twice."""
     module = nn.Sequential(*(Layers(bias=True, dtype=torch.float32) for _ in range(4)))
     joined = [weakref.ref(m.q.weight) for m in module]
@@ -137,7 +132,7 @@ def test_no_more_than_one_product_is_held_twice(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("packing")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @torch.no_grad()
-def test_what_is_compiled_is_joined_but_not_packed() -> None:
+def test_what_is_compiled_is_joined_but_not_packed():
     module = Layers(bias=True, dtype=torch.float32)
     expected = module(TOKENS)
     prepare(module, lambda: module(TOKENS), compiled=module)
@@ -150,13 +145,13 @@ def test_what_is_compiled_is_joined_but_not_packed() -> None:
 @needs_packing
 @pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss"])
-def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
+def test_no_linear_layer_of_a_model_is_left_out(name):
     target = HFTarget(tiny_model(name), max_slots=64)  # checks what it computes when it is built
     assert not any(type(m) is nn.Linear for m in target.model.modules())
 
 
 @needs_packing
-def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
+def test_a_row_of_a_packed_product_does_not_depend_on_the_others():
     torch.manual_seed(0)
     weight, x = torch.randn(96, 64), torch.randn(33, 64)
     packed, dense = PackedProduct(weight, None), DenseProduct(weight, None)
@@ -172,7 +167,7 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others() -> None:
 
 @needs_packing
 @torch.no_grad()
-def test_few_rows_are_multiplied_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_multiplied_unpacked(monkeypatch):
     monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
     ran: list[int] = []
     unpacked = DenseProduct.__call__

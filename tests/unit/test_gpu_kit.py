@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(os.name != "posix", reason="a script of bash")
 @pytest.mark.timeout(1800)  # five processes, each of which loads PyTorch
-def test_every_phase_of_the_kit_runs_dry(tmp_path: Path) -> None:
+def test_every_phase_of_the_kit_runs_dry(tmp_path):
     settings = {
         "DRY": "yes",
         "EFFICIENCY": "2.5",

@@ -88,7 +88,7 @@ def run(request: pytest.FixtureRequest) -> Watched:
     return watched(request.param)
 
 
-def test_records_tell_the_whole_text(run: Watched) -> None:
+def test_records_tell_the_whole_text(run):
     first, *later = run.trees
     assert first.prompt_ids == PROMPT
     assert (first.token_ids, first.accepted, first.start) == ((PROMPT[-1],), (), 0)
@@ -106,7 +106,7 @@ def test_records_tell_the_whole_text(run: Watched) -> None:
     assert [tree.finish_reason for tree in run.trees[-2:]] == [None, "length"]
 
 
-def test_p_and_q_are_those_of_the_tables(run: Watched) -> None:
+def test_p_and_q_are_those_of_the_tables(run):
     for tree in run.trees:
         assert tree.target_probs[0] is tree.draft_probs[0] is None
         for node in range(1, len(tree.token_ids)):
@@ -124,7 +124,7 @@ def test_p_and_q_are_those_of_the_tables(run: Watched) -> None:
         )
 
 
-def test_chances_are_those_the_verdict_was_drawn_with(run: Watched) -> None:
+def test_chances_are_those_the_verdict_was_drawn_with(run):
     """The longest prefix whose own number lies below its h was accepted, step by step."""
     if run.request.plan.verifier not in BLOCK_RULES:
         pytest.skip("a rule without chances of prefixes")
@@ -152,7 +152,7 @@ def selected(tree: TreeRecord, stat: str) -> list[float]:
     return found
 
 
-def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
+def test_b_and_w_of_otbv_are_those_of_the_reference():
     run = watched(Plan(verifier="otbv", paths=3, depth=3))
     several = 0
     for tree in run.trees[1:]:
@@ -178,7 +178,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference() -> None:
     assert several > 10
 
 
-def test_nothing_is_recorded_unless_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_unless_somebody_asks(monkeypatch):
     def refuse(*arguments: object) -> None:
         raise AssertionError("node stats were asked for")
 
@@ -209,7 +209,7 @@ def spoilt(output: TargetOutput) -> TargetOutput:
     return dataclasses.replace(output, logits=logits)
 
 
-def test_a_request_with_faulty_probabilities_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_faulty_probabilities_has_no_record(monkeypatch):
     exact = exact_engine(slots=256)
     steps, spec = observed(exact), Spec(PROMPT, SamplingParams(max_tokens=12, seed=1), PLANS[4])
     bad, good = exact.add(spec), exact.add(spec)

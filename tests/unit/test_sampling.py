@@ -286,9 +286,7 @@ def sorted_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
 @pytest.mark.parametrize("change", ["none", "ties", "excluded"])
-def test_top_p_of_a_large_vocabulary_keeps_what_sorting_every_row_would(
-    where: str, scale: float, change: str
-):
+def test_top_p_of_a_large_vocabulary_keeps_what_sorting_every_row_would(where, scale, change):
     """Among the largest, by sorting a row after all, or by a search that waits for nothing."""
     generator = torch.Generator().manual_seed(7)
     tokens, top_p = 9000, (0.1, 0.5, 0.9, 0.999, 1.0)

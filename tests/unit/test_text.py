@@ -193,7 +193,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(str(TINY_TARGET))
 
 
-def test_text_and_messages_are_read_and_tokens_stay(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_and_messages_are_read_and_tokens_stay(tokenizer):
     text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     for prompt, ids in (
         (CHAT, tokenizer.encode(text, add_special_tokens=False)),
@@ -204,9 +204,7 @@ def test_text_and_messages_are_read_and_tokens_stay(tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("more", [{"content": None}, {}])
-def test_messages_that_call_tools_reach_the_template_as_they_are(
-    tokenizer: PreTrainedTokenizerBase, more: dict[str, None]
-) -> None:
+def test_messages_that_call_tools_reach_the_template_as_they_are(tokenizer, more):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.tool_calls[0].name if m.tool_calls }}"
         "{{ 'none' if m.content is none else m.content }}{% endfor %}"
@@ -225,15 +223,13 @@ def test_messages_that_call_tools_reach_the_template_as_they_are(
         ("{{ messages[0]['content'] + 1 }}", "messages that the chat template of bare takes"),
     ],
 )
-def test_messages_need_a_chat_template_that_takes_them(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, message: str
-) -> None:
+def test_messages_need_a_chat_template_that_takes_them(tokenizer, template, message):
     tokenizer.chat_template = template
     with pytest.raises(InvalidArgument, match=message):
         encode_prompt(tokenizer, CHAT, "bare")
 
 
-def test_token_ids_may_be_numpys(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_token_ids_may_be_numpys(tokenizer):
     ids = list(np.array([5, 6, 7]))
     assert is_one(ids)
     read = encode_prompt(tokenizer, ids, "tiny")

@@ -3,14 +3,13 @@
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from eaglegbv.utils import FairLock, replacing, write_whole
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
     write_whole(path, b"one")
 
@@ -42,7 +41,7 @@ def started(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_turns_come_in_the_order_asked_also_beside_a_loop() -> None:
+def test_turns_come_in_the_order_asked_also_beside_a_loop():
     turns, order = FairLock(), list[int]()
 
     def take(number: int) -> None:
@@ -60,7 +59,7 @@ def test_turns_come_in_the_order_asked_also_beside_a_loop() -> None:
         thread.join()
 
 
-def test_a_thread_may_take_its_turn_again() -> None:
+def test_a_thread_may_take_its_turn_again():
     turns = FairLock()
     with turns, turns:
         assert not turns.try_enter()
@@ -68,7 +67,7 @@ def test_a_thread_may_take_its_turn_again() -> None:
     turns.leave()
 
 
-def test_whoever_gives_up_waiting_is_passed_over() -> None:
+def test_whoever_gives_up_waiting_is_passed_over():
     turns, order = FairLock(), list[str]()
 
     def interrupted(turn: threading.Condition, ready: Callable[[], bool]) -> bool:

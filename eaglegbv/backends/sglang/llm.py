@@ -3,8 +3,8 @@
 :class:`Endpoint` is a client of a server's OpenAI endpoint, for benchmarks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,17 +18,15 @@ from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
 from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.devices import named_dtype
-from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed, one_of
-from eaglegbv.llm import TextGenerator, load_tokenizer
+from eaglegbv.devices import dtype_name, named_dtype
+from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
+from eaglegbv.llm import AnyPlan, Call, TextGenerator, load_tokenizer
 from eaglegbv.loading import named_models
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Completion, Delta, Prompt, Result, per_prompt
+from eaglegbv.text import Completion, Delta, Prompt, Result
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH
 
-DTYPES = ("float32", "bfloat16", "float16")
 ANSWERS_WITHIN = 3600.0
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """Names that differ in the OpenAI endpoints."""
@@ -65,33 +63,26 @@ class SGLangLLM(TextGenerator):
         model: str | Path | None = None,
         drafter: str | Path | None = None,
         *,
-        verifier: str | None = None,
-        paths: int | None = None,
-        depth: int | None = None,
-        draft_sampling: DraftSampling | str | None = None,
-        draft_width: int = DRAFT_WIDTH,
-        draft_temperature: float = 1.0,
-        plan: Planning | PlanName | None = None,
+        plan: AnyPlan = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
         backend: str = "sglang",
-        **arguments: object,
+        **arguments: Any,
     ) -> None:
         """Start SGLang; see :class:`eaglegbv.llm.LLM` for the arguments.
 
         Here ``drafter`` is an EAGLE head, ``draft_sampling`` None or ``iid``, and ``plan`` no
         automatic one. ``dtype`` and ``device`` are SGLang's choice where they are None, and
-        ``arguments`` are other arguments of its engine.
+        ``arguments`` are the choices for a plan and other arguments of SGLang's engine.
 
         Raises:
             EagleGBVError: Something cannot be served; the message names it and the remedy.
         """
         del backend
         models = named_models(model, drafter)
-        choices = PlanChoices(
-            verifier, paths, depth, draft_sampling, draft_width, draft_temperature
-        )
+        chosen = {field.name for field in fields(PlanChoices)} & arguments.keys()
+        choices = PlanChoices(**{name: arguments.pop(name) for name in chosen})
         self._plan = _served_plan(choices.plan() if plan is None else choices.give_way_to(plan))
         if not self._plan.speculative:
             models = replace(models, drafter=None)
@@ -135,20 +126,10 @@ class SGLangLLM(TextGenerator):
 
     shutdown = close
 
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        plan: Planning | PlanName | None = None,
-        priority: int = 0,
-    ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; see :meth:`TextGenerator.stream`."""
-        self._check_plan(plan)
-        _check_priority(priority)
-        prompt_ids, answer, text, tokens = self.encode(prompt), {}, "", 0
-        params = to_sglang(sampling_params or SamplingParams())
-        pieces = self._sglang.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
+    def _stream(self, call: Call) -> Iterator[Delta]:
+        prompt_ids, answer, text, tokens = self.encode(call.prompts[0]), {}, "", 0
+        asked = {"input_ids": prompt_ids, "sampling_params": to_sglang(call.params[0])}
+        pieces = self._sglang.generate(**asked, stream=True)
         for whole in pieces:
             # SGLang continues to append to the list it has returned.
             new = Delta(text=whole["text"][len(text) :], token_ids=whole["output_ids"][tokens:])
@@ -156,24 +137,16 @@ class SGLangLLM(TextGenerator):
             yield new
         yield Delta(text="", token_ids=[], completion=self._completion(prompt_ids, answer))
 
-    def _check_plan(self, plan: Planning | PlanName | None) -> None:
+    def _check(self, plan: AnyPlan, priority: int) -> None:
         if plan is not None and plan != self.plan:
             raise InvalidArgument("plan", plan, f"None or the plan SGLang runs, {self.plan}")
+        if priority != 0:
+            expected = "0: through SGLang every call is served alike"
+            raise InvalidArgument("priority", priority, expected)
 
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        plan: Planning | PlanName | None,  # noqa: ARG002  the caller has checked it
-        priority: int,
-        *,
-        progress: bool,
-    ) -> list[Result]:
-        _check_priority(priority)
-        params = per_prompt(sampling_params, len(prompts))
-
+    def _run(self, call: Call, *, progress: bool) -> list[Result]:
         async def answer_all() -> list[Result]:
-            answers = map(self._answer, prompts, params)
+            answers = map(self._answer, call.prompts, call.params)
             return await tqdm.gather(*answers, disable=not progress, unit="prompt")
 
         return cast("list[Result]", self._sglang.loop.run_until_complete(answer_all()))
@@ -218,11 +191,6 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
     return plan
 
 
-def _check_priority(priority: int) -> None:
-    if priority != 0:
-        raise InvalidArgument("priority", priority, "0: through SGLang every call is served alike")
-
-
 def _engine_arguments(
     sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> dict[str, object]:
@@ -245,9 +213,7 @@ def _engine_arguments(
     if sizes.prefill_tokens != default.prefill_tokens:
         arguments["chunked_prefill_size"] = sizes.prefill_tokens
     if dtype is not None:
-        arguments["dtype"] = wanted = str(named_dtype(dtype)).removeprefix("torch.")
-        if wanted not in DTYPES:
-            raise InvalidArgument("dtype", str(dtype), one_of(DTYPES))
+        arguments["dtype"] = dtype_name(named_dtype(dtype))
     if device is not None:
         place = torch.device(device)
         arguments["device"] = place.type

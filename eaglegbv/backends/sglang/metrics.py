@@ -9,6 +9,7 @@ commits beyond the end of the text counts in neither, nor do tokens from forward
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from eaglegbv.config import Plan
@@ -48,8 +49,6 @@ class Delivered:
     """Counts, in the scheduler's process, what verifications delivered, and reports it."""
 
     counts: RequestMetrics = field(default_factory=RequestMetrics)  # those since the last report
-    # Our gauges of Prometheus, once there are any.
-    gauges: dict[str, Any] = field(default_factory=dict)
 
     def process(
         self, original: Callable[..., None], processor: Any, batch: Any, result: Any
@@ -82,9 +81,7 @@ class Delivered:
         if reporter.current_scheduler_metrics_enabled:
             labels = reporter.metrics_collector.labels
             for name, value in figures.items():
-                if name not in self.gauges:
-                    self.gauges[name] = _gauge(name, labels)
-                self.gauges[name].labels(**labels).set(value)
+                gauge(name, *labels).labels(**labels).set(value)
 
 
 def add_figures(
@@ -120,8 +117,10 @@ def _length(req: Any) -> int:
     return len(req.output_ids) if req.finished_len is None else req.finished_len
 
 
-def _gauge(name: str, labels: Mapping[str, str]) -> Any:
+@cache
+def gauge(name: str, *labels: str) -> Any:
+    """Return our gauge of Prometheus, made when it is first set."""
     from prometheus_client import Gauge  # SGLang must have set its folder of files first
 
     about = f"The {name.replace('_', ' ')} over the last interval, of tokens delivered."
-    return Gauge(f"eaglegbv:{name}", about, labels.keys(), multiprocess_mode="mostrecent")
+    return Gauge(f"eaglegbv:{name}", about, labels, multiprocess_mode="mostrecent")

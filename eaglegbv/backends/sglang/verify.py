@@ -222,22 +222,13 @@ def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
     return Acceptance(tokens, torch.where(steps <= accepted, first + at, -1), verdict.accepted)
 
 
-def keep(
-    probs: Tensor,
-    *,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-) -> Tensor:
-    """Apply limits ``[rows]`` to ``[rows, vocab]``; see :func:`eaglegbv.sampling.warp`."""
+def keep(probs: Tensor, **limits: Tensor) -> Tensor:
+    """Apply ``top_k``, ``top_p``, ``min_p`` ``[rows]`` to ``[rows, vocab]``; see :func:`warp`."""
     settings = WarpSettings(
         temperature=probs.new_ones(len(probs)),
-        greedy=None,
-        top_k=None if top_k is None else top_k.long(),
         limits=frozenset({probs.shape[1] - 1}),  # the largest there may be: it is on the device
-        top_p=top_p,
-        min_p=min_p,
         tempered=False,
+        **limits,
     )
     return warp(probs.log(), settings).softmax(dim=1)
 

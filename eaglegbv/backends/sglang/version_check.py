@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pkgutil import resolve_name
-from typing import Any
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 
@@ -91,34 +90,6 @@ OVERRIDE_POINTS: Mapping[str, str] = {
 order; more may follow.
 """
 
-NAMES_READ: Mapping[str, str] = {
-    f"{_EAGLE}_worker_v2:EAGLEWorkerV2": ("target_worker _draft_worker topk speculative_num_steps"),
-    _DRAFTER: (
-        "draft_runner draft_attn_backend hot_token_id topk speculative_num_steps device "
-        "req_to_token_pool cuda_graph_runner_for_draft_extend "
-        "index_share_for_mtp_iteration dsa_index_topk"
-    ),
-    f"{_EAGLE}_info:EagleDraftInput": "hidden_states",
-    f"{_EAGLE}_info:EagleVerifyInput": "draft_token draft_probs",
-    f"{_MANAGERS}.schedule_batch:ScheduleBatch": (
-        "reqs req_pool_indices seq_lens input_ids spec_info forward_mode chunked_req sampling_info"
-    ),
-    f"{_MANAGERS}.schedule_batch:Req": (
-        "origin_input_ids output_ids sampling_params finished_len is_retracted finished"
-    ),
-    f"{_MANAGERS}.utils:GenerationBatchResult": "num_correct_drafts_per_req_cpu",
-    f"{_PARTS}.metrics_reporter:SchedulerMetricsReporter": (
-        "forward_ct_decode decode_log_interval is_stats_logging_rank metrics_collector "
-        "current_scheduler_metrics_enabled"
-    ),
-    "sglang.srt.sampling.sampling_params:SamplingParams": "top_k sampling_seed n",
-    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
-        "temperatures top_ks top_ps min_ps is_any_greedy need_top_k_sampling "
-        "need_top_p_sampling need_min_p_sampling sampling_mask_batch_indices"
-    ),
-}
-"""Members of SGLang's classes that we read."""
-
 
 def override_points(installed: str) -> dict[str, str]:
     """Return :data:`OVERRIDE_POINTS` as far as a version has them.
@@ -130,39 +101,18 @@ def override_points(installed: str) -> dict[str, str]:
 
 
 def check_override_points() -> None:
-    """Raise :class:`OverridePointChanged` for the first thing of SGLang's that has changed."""
-    for place, parameters in override_points(version("sglang")).items():
-        check_point(place, tuple(parameters.split()))
-    for place, names in NAMES_READ.items():
-        for name in sorted({*names.split()} - members(place)):
-            raise OverridePointChanged(f"{place}.{name}", "nothing", "what we read there")
-
-
-def check_point(place: str, expected: tuple[str, ...]) -> None:
-    """Raise :class:`OverridePointChanged` unless a function exists and takes the parameters."""
-    wanted = f"({', '.join(expected)})"
-    found = _found(place, wanted)
-    if found is None:  # SGLang has no such kernel on this platform
-        return
-    if not callable(found):
-        raise OverridePointChanged(place, repr(found), wanted)
-    parameters = tuple(inspect.signature(found).parameters)
-    if parameters[: len(expected)] != expected:
-        raise OverridePointChanged(place, f"({', '.join(parameters)})", wanted)
-
-
-def members(place: str) -> set[str]:
-    """Return the names that a class and its bases define, declare, or mention in their methods."""
-    found: set[str] = set()
-    for part in inspect.getmro(_found(place, "a class")):
-        found |= {*vars(part), *inspect.get_annotations(part)}
-        for function in filter(inspect.isfunction, vars(part).values()):
-            found |= {*function.__code__.co_names}
-    return found
-
-
-def _found(place: str, expected: str) -> Any:
-    try:
-        return resolve_name(place)
-    except AttributeError:
-        raise OverridePointChanged(place, "nothing", expected) from None
+    """Raise :class:`OverridePointChanged` for the first point that is gone or takes others."""
+    for place, names in override_points(version("sglang")).items():
+        expected = tuple(names.split())
+        wanted = f"({', '.join(expected)})"
+        try:
+            found = resolve_name(place)
+        except AttributeError:
+            raise OverridePointChanged(place, "nothing", wanted) from None
+        if found is None:  # SGLang has no such kernel on this platform
+            continue
+        if not callable(found):
+            raise OverridePointChanged(place, repr(found), wanted)
+        parameters = tuple(inspect.signature(found).parameters)
+        if parameters[: len(expected)] != expected:
+            raise OverridePointChanged(place, f"({', '.join(parameters)})", wanted)

@@ -10,7 +10,7 @@ import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
 from gpu.cuda.runtime import HostRuntime
 from gpu.ptx.lanes import MemoryFault
-from support.plan_stand import StandKernels
+from support.flashinfer_stand import StandKernels
 from support.pretend_device import PretendDevice
 from support.ragged_batches import (
     BATCHES,
@@ -101,16 +101,14 @@ def check_kernels(
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", BATCHES)
-def test_plans_mean_what_pytorchs_attention_does(
-    name: str, softcap: float | None, window: int | None
-) -> None:
+def test_plans_mean_what_pytorchs_attention_does(name, softcap, window):
     place = Place("cpu", StandKernels())
     check_kernels(place, name, tolerance=0.02, softcap=softcap, window=window)
     # Planned once for both layers.
     assert [stand.plans for stand in place.kernels.made] == [1]
 
 
-def test_heads_may_come_in_another_order_in_memory() -> None:
+def test_heads_may_come_in_another_order_in_memory():
     """As from models that turn queries by joining halves; kernels look at no strides of them."""
     ours, reference = pools()
     batch = pack(BATCHES["ragged trees"])
@@ -121,7 +119,7 @@ def test_heads_may_come_in_another_order_in_memory() -> None:
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
-def test_wrappers_are_planned_again_for_a_new_batch_and_kept_apart_by_window() -> None:
+def test_wrappers_are_planned_again_for_a_new_batch_and_kept_apart_by_window():
     kernels = StandKernels()
     attention = FlashInferPagedAttention(pools()[0], kernels)
     for _ in range(2):
@@ -134,7 +132,7 @@ def test_wrappers_are_planned_again_for_a_new_batch_and_kept_apart_by_window() -
     assert [stand.plans for stand in kernels.made] == [2, 2]
 
 
-def test_sinks_are_counted_and_served_by_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+def test_sinks_are_counted_and_served_by_pytorch(caplog):
     ours, reference = pools()
     attention = FlashInferPagedAttention(ours, StandKernels())
     batch = pack(BATCHES["ragged trees"])
@@ -151,9 +149,7 @@ def test_sinks_are_counted_and_served_by_pytorch(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", BATCHES)
-def test_kernels_agree_with_pytorchs_attention(
-    name: str, softcap: float | None, window: int | None, place: Place
-) -> None:
+def test_kernels_agree_with_pytorchs_attention(name, softcap, window, place):
     check_kernels(place, name, softcap=softcap, window=window)
 
 
@@ -169,20 +165,20 @@ def test_kernels_agree_with_pytorchs_attention(
     ],
     ids=str,
 )
-def test_kernels_of_other_sizes_agree(name: str, sizes: Sizes, place: Place) -> None:
+def test_kernels_of_other_sizes_agree(name, sizes, place):
     check_kernels(place, name, sizes)
 
 
 @pytest.mark.on_host
 @pytest.mark.parametrize("name", ["long texts", "plain decoding of long texts"])
-def test_long_texts_are_split_among_blocks(name: str, host: Place, on_host: HostRuntime) -> None:
+def test_long_texts_are_split_among_blocks(name, host, on_host):
     check_kernels(host, name)
     assert any("MergeStates" in kernel for kernel in on_host.launched)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", BATCHES)
-def test_kernels_of_fixed_sizes_agree(name: str, window: int | None, place: Place) -> None:
+def test_kernels_of_fixed_sizes_agree(name, window, place):
     """Planned anew for other texts of as many rows."""
     ours, reference = pools(place.device)
     on_host, bucket = padded(BATCHES[name])
@@ -203,7 +199,7 @@ def test_kernels_of_fixed_sizes_agree(name: str, window: int | None, place: Plac
 
 
 @pytest.mark.parametrize("sizes", [SIZES, Sizes(8, 2, 64)], ids=str)
-def test_kernels_of_drafted_rows_agree(sizes: Sizes, place: Place) -> None:
+def test_kernels_of_drafted_rows_agree(sizes, place):
     """Level by level, for texts of two steps; rows of a request go on from each other's parents."""
     shape = BranchShape(
         requests=2, branches=3, levels=3, max_context=SLOTS, heads=sizes.heads, scale=SCALE
@@ -233,9 +229,7 @@ def test_kernels_of_drafted_rows_agree(sizes: Sizes, place: Place) -> None:
 
 
 @pytest.mark.on_host
-def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(
-    host: Place, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(host, on_host, monkeypatch):
     """Elsewhere there may be no tensor, or one that says something else."""
     monkeypatch.setattr(PlannedWrapper, "_mend_offsets", lambda self, masks: None)
     with pytest.raises((RuntimeError, AssertionError)):
@@ -256,9 +250,7 @@ class Moment:
 
 @pytest.mark.on_host
 @pytest.mark.parametrize("name", BATCHES)
-def test_flashinfers_plans_wait_for_nothing(
-    name: str, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flashinfers_plans_wait_for_nothing(name, on_host, monkeypatch):
     """No number is read from the device, and no copy to it is waited for."""
     monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
     monkeypatch.setattr(torch.cuda, "Event", Moment)
@@ -323,9 +315,7 @@ def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
 @pytest.mark.parametrize(
     "sizes", [Sizes(32, 8, 128), Sizes(64, 8, 128), Sizes(32, 2, 128), Sizes(8, 8, 128)], ids=str
 )
-def test_wrappers_have_the_room_that_flashinfer_plans_with(
-    sizes: Sizes, on_host: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrappers_have_the_room_that_flashinfer_plans_with(sizes, on_host, monkeypatch):
     """For an H100's multiprocessors; FlashInfer's plan refuses to go beyond what it was given."""
     monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
     pool = KVPool(1, 4096, sizes.kv_heads, sizes.head_dim, sizes.dtype)
@@ -339,22 +329,22 @@ def test_wrappers_have_the_room_that_flashinfer_plans_with(
                 plan_everything(FlashInferPagedAttention(pool, HostKernels()), sizes)
 
 
-def test_pools_that_no_kernel_serves_are_refused_by_name() -> None:
+def test_pools_that_no_kernel_serves_are_refused_by_name():
     with pytest.raises(InvalidArgument, match=r"head_dim=80: expected one of \[64, 128, 256\]"):
         check_pool(KVPool(1, 16, 1, 80, torch.bfloat16))
     with pytest.raises(InvalidArgument, match=r"dtype='torch.float32'"):
         check_pool(KVPool(1, 16, 1, 64, torch.float32))
 
 
-def test_flashinfer_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_missing_is_a_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(InvalidArgument, match=r"attention='flashinfer'.*eaglegbv\[gpu\]"):
         FlashInferKernels()
 
 
 def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caplog, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with PretendDevice():
         narrow = KVPool(1, 16, 1, 80, torch.bfloat16, "cuda")
@@ -370,7 +360,7 @@ def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(
     assert [attention.fallbacks for attention in found] == [{}, {"attention": 3}]
 
 
-def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:
+def test_wrappers_are_given_as_much_as_their_plans_may_take():
     """Sizes by FlashInfer's own plan, for the 132 multiprocessors of an H100."""
     few = workspace_bytes(32, 8, 128, processors=132, rows=64, requests=17)
     assert few == 128 << 20
@@ -386,9 +376,7 @@ def test_wrappers_are_given_as_much_as_their_plans_may_take() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(
-    name: str, window: int | None
-) -> None:
+def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(name, window):
     segments = BATCHES[name]
     masks = PackedMasks.of(segments, window)
     assert masks.bits.dtype == torch.uint8
@@ -404,7 +392,7 @@ def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_masks_of_prompts_are_made_where_they_are_read(window: int | None) -> None:
+def test_masks_of_prompts_are_made_where_they_are_read(window):
     expected = PackedMasks.of(BATCHES["trees and a prompt"], window).bits
     with PretendDevice() as device:
         # The bits of a prompt alone: nothing of its size is copied there.

@@ -1,6 +1,5 @@
 """Paged attention against a definition written out token by token."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,17 +24,10 @@ from eaglegbv.errors import InvalidArgument
 
 HEADS, KV_HEADS = 4, 2
 SIZES = Sizes(HEADS, KV_HEADS, 8, torch.float32)
-SCALE = 0.37
+CALL = AttentionCall(0, 0.37)
 
 
-@dataclass(frozen=True)
-class Extras:
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-def define(q: Tensor, pool: KVPool, batch: PackedBatch, extras: Extras) -> Tensor:
+def define(q: Tensor, pool: KVPool, batch: PackedBatch, call: AttentionCall) -> Tensor:
     """Attention by its definition, in float64, one query and head at a time."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     row = 0
@@ -51,19 +43,19 @@ def define(q: Tensor, pool: KVPool, batch: PackedBatch, extras: Extras) -> Tenso
                     if segment.visible is None
                     else bool(segment.visible[i, key - c])
                 )
-                near = extras.window is None or (
-                    int(segment.positions[i]) - positions[key] < extras.window
+                near = call.window is None or (
+                    int(segment.positions[i]) - positions[key] < call.window
                 )
                 if ok and near:
                     seen.append(slots[key])
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
                 keys, values = pool.keys[0, seen, kv].double(), pool.values[0, seen, kv].double()
-                scores = keys @ q[row, head].double() * SCALE
-                if extras.softcap is not None:
-                    scores = extras.softcap * torch.tanh(scores / extras.softcap)
-                if extras.sinks is not None:
-                    scores = torch.cat((scores, extras.sinks[head : head + 1].double()))
+                scores = keys @ q[row, head].double() * call.scale
+                if call.softcap is not None:
+                    scores = call.softcap * torch.tanh(scores / call.softcap)
+                if call.sinks is not None:
+                    scores = torch.cat((scores, call.sinks[head : head + 1].double()))
                 weights = scores.softmax(0)[: len(seen)]
                 out[row, head] = weights @ values
             row += 1
@@ -103,48 +95,48 @@ BATCHES = RAGGED | {
         prompt(SHUFFLED[200:], 9, 1),
     ],
 }
-EXTRAS = {
-    "plain": Extras(),
-    "window": Extras(window=4),
-    "softcap and window": Extras(softcap=0.8, window=4),
-    "sinks": Extras(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+CALLS = {
+    "plain": CALL,
+    "window": CALL._replace(window=4),
+    "softcap and window": CALL._replace(softcap=0.8, window=4),
+    "sinks": CALL._replace(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
 }
 
 
-def attend(attention: TorchPagedAttention, batch: PackedBatch, extras: Extras) -> Tensor:
+def attend(attention: TorchPagedAttention, batch: PackedBatch, call: AttentionCall) -> Tensor:
     q, k, v = new_rows(batch.rows, sizes=SIZES)
-    return attention.attend(AttentionCall(0, SCALE, **vars(extras)), q, k, v, batch)
+    return attention.attend(call, q, k, v, batch)
 
 
-@pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
-def test_equals_its_definition(segments: list[Segment], extras: Extras) -> None:
+def test_equals_its_definition(segments, call):
     pool = pools(sizes=SIZES)[0]
     batch = pack(segments)
-    out = attend(TorchPagedAttention(pool), batch, extras)
+    out = attend(TorchPagedAttention(pool), batch, call)
     q, k, v = new_rows(batch.rows, sizes=SIZES)
     assert torch.equal(pool.keys[0, batch.slots], k)
     assert torch.equal(pool.values[0, batch.slots], v)
-    torch.testing.assert_close(out.double(), define(q, pool, batch, extras), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), define(q, pool, batch, call), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
-def test_a_request_never_reads_what_it_does_not_own(segments: list[Segment]) -> None:
+def test_a_request_never_reads_what_it_does_not_own(segments):
     pool = pools(sizes=SIZES)[0]
     owned = torch.cat([s.key_slots() for s in segments]).unique()
     foreign = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, owned, value=False)
     pool.keys[0, foreign] = torch.nan
     pool.values[0, foreign] = torch.nan
-    assert attend(TorchPagedAttention(pool), pack(segments), Extras()).isfinite().all()
+    assert attend(TorchPagedAttention(pool), pack(segments), CALL).isfinite().all()
 
 
-def test_a_broken_request_stays_alone() -> None:
+def test_a_broken_request_stays_alone():
     pool = pools(sizes=SIZES)[0]
     broken, sound = tree(0, 12, 7), tree(60, 30, 2)
     pool.keys[0, broken.context_slots] = torch.nan
     pool.values[0, broken.context_slots] = torch.nan
     batch = pack([broken, sound])
-    out = attend(TorchPagedAttention(pool), batch, Extras())
+    out = attend(TorchPagedAttention(pool), batch, CALL)
     assert out[: batch.offsets[1]].isnan().all()
     assert out[batch.offsets[1] :].isfinite().all()
 
@@ -170,7 +162,7 @@ class Counting(TorchPagedAttention):
         ([20_000] * 4, 2),  # what is gathered at once stays within caches
     ],
 )
-def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: int) -> None:
+def test_padding_costs_no_more_than_further_calls(contexts, calls):
     attention = Counting(KVPool(1, sum(contexts) + len(contexts), KV_HEADS, 8, torch.float32))
     ends = torch.tensor(contexts).add(1).cumsum(0).tolist()
     batch = pack(
@@ -179,13 +171,13 @@ def test_padding_costs_no_more_than_further_calls(contexts: list[int], calls: in
             for context, end in zip(contexts, ends, strict=True)
         ]
     )
-    out = attend(attention, batch, Extras())
+    out = attend(attention, batch, CALL)
     assert out.shape[0] == len(contexts)
     assert attention.calls == calls
     assert attention.keys < 1.5 * sum(contexts)
 
 
-def test_bad_segments() -> None:
+def test_bad_segments():
     one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(InvalidArgument, match="at least one segment"):
         pack([])

@@ -35,23 +35,23 @@ def calls(**changes: object) -> list[LayerCall]:
         (calls(window=7), "window None"),
     ],
 )
-def test_calls_that_differ_are_refused(bad: list[LayerCall], named: str) -> None:
+def test_calls_that_differ_are_refused(bad, named):
     with pytest.raises(ModelNotSupported, match=named):
         check_layers("model", bad, CONFIGS["llama"](), MAX_CONTEXT)
 
 
-def test_a_window_that_never_reaches_attention_is_refused() -> None:
+def test_a_window_that_never_reaches_attention_is_refused():
     with pytest.raises(ModelNotSupported, match="window 4 of its configuration in layer 0"):
         check_layers("model", calls(), CONFIGS["mistral"](), MAX_CONTEXT)
 
 
-def test_a_window_beyond_the_context_does_not_matter() -> None:
+def test_a_window_beyond_the_context_does_not_matter():
     config = CONFIGS["mistral"]()
     config.sliding_window = MAX_CONTEXT
     check_layers("model", calls(), config, MAX_CONTEXT)
 
 
-def test_other_kinds_of_attention_are_refused() -> None:
+def test_other_kinds_of_attention_are_refused():
     config = CONFIGS["qwen3"]()
     config.layer_types = ["full_attention"] * (LAYERS - 1) + ["chunked_attention"]
     with pytest.raises(ModelNotSupported, match="chunked_attention"):
@@ -86,12 +86,12 @@ class IgnoresWindow(TorchPagedAttention):
 
 
 @pytest.mark.parametrize("broken", [SeesSiblings, ForgetsContext, IgnoresWindow])
-def test_wrong_attention_is_noticed(broken: type[TorchPagedAttention]) -> None:
+def test_wrong_attention_is_noticed(broken):
     with pytest.raises(ModelNotSupported, match="logits of the plain model"):
         HFTarget(tiny_model("mistral"), max_slots=64, attention=broken)
 
 
-def test_a_benchmark_may_go_on_with_what_the_check_found(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_benchmark_may_go_on_with_what_the_check_found(caplog):
     model = tiny_model("mistral")
     target = HFTarget(model, max_slots=64, attention=SeesSiblings, must_pass=False)
     assert target.self_check is not None
@@ -100,7 +100,7 @@ def test_a_benchmark_may_go_on_with_what_the_check_found(caplog: pytest.LogCaptu
     assert HFTarget(tiny_model("mistral"), max_slots=64, must_pass=False).self_check is None
 
 
-def test_even_a_freshly_initialised_model_shows_it() -> None:
+def test_even_a_freshly_initialised_model_shows_it():
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,

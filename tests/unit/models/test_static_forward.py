@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.packed_trees import Text, random_parents, scattered
-from support.tiny_models import VOCAB, tiny_model
+from support.packed_trees import Text, assert_same, random_parents, random_tokens, scattered
+from support.tiny_models import tiny_model
 from torch import Tensor
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch
@@ -13,9 +13,9 @@ from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, GraphMode, NotRecordable, Recorder
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.target import FeatureSpec, TargetOutput
+from eaglegbv.models.target import TargetOutput
 
-FEATURES = FeatureSpec.layer_inputs([1, 3])
+FEATURES = (1, 3)
 
 
 def llama(graphs: GraphMode | Recorder) -> HFTarget:
@@ -47,14 +47,10 @@ def tree_outputs(target: HFTarget, batch: Batch, seed: int) -> TargetOutput:
         taken.append(scattered(target.allocator, count, generator))
         return taken[-1]
 
-    texts = [Text(torch.randint(VOCAB, (c,), generator=generator).tolist()) for c, _ in batch]
+    texts = [Text(random_tokens(count, generator)) for count, _ in batch]
     target.forward([text.prefill(slots(len(text.tokens))) for text in texts])
     segments = [
-        text.tree(
-            torch.randint(VOCAB, (nodes,), generator=generator).tolist(),
-            random_parents(nodes, generator),
-            slots(nodes),
-        )
+        text.tree(random_tokens(nodes, generator), random_parents(nodes, generator), slots(nodes))
         for text, (_, nodes) in zip(texts, batch, strict=True)
     ]
     rows = torch.arange(sum(nodes for _, nodes in batch))
@@ -65,9 +61,8 @@ def tree_outputs(target: HFTarget, batch: Batch, seed: int) -> TargetOutput:
     return TargetOutput(found.logits.clone(), found.features.clone())
 
 
-def assert_same(found: TargetOutput, expected: TargetOutput) -> None:
-    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.features, expected.features, atol=1e-4, rtol=1e-4)
+def check_same(found: TargetOutput, expected: TargetOutput) -> None:
+    assert_same(found, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(found.logits.argmax(1), expected.logits.argmax(1))
 
 
@@ -75,20 +70,18 @@ def assert_same(found: TargetOutput, expected: TargetOutput) -> None:
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_padded_forwards_equal_plain_ones(
-    plain: HFTarget, padded: HFTarget, batch: Batch, seed: int
-) -> None:
+def test_padded_forwards_equal_plain_ones(plain, padded, batch, seed):
     before = padded.graph_counts["replayed"]
     # Other tests read texts of their own into these pools.
     for target in (plain, padded):
         target.pool.keys.zero_()
-    assert_same(tree_outputs(padded, batch, seed), tree_outputs(plain, batch, seed))
+    check_same(tree_outputs(padded, batch, seed), tree_outputs(plain, batch, seed))
     assert padded.graph_counts["replayed"] == before + 1
     # The same slots hold the same keys: padding wrote to the spare one alone.
     torch.testing.assert_close(padded.pool.keys[:, :-1], plain.pool.keys, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_not_padded_is_counted_by_reason() -> None:
+def test_what_is_not_padded_is_counted_by_reason():
     target = llama(GraphMode.EAGER)
     tree_outputs(target, [(3, 2)], 0)
     assert target.graph_counts == {"prefill": 1, "replayed": 1}
@@ -104,7 +97,7 @@ def test_what_is_not_padded_is_counted_by_reason() -> None:
     assert llama(GraphMode.OFF).graph_counts == {}
 
 
-def test_graphs_are_refused_on_a_cpu_and_left_out_by_default() -> None:
+def test_graphs_are_refused_on_a_cpu_and_left_out_by_default():
     with pytest.raises(InvalidArgument, match=r"cuda_graphs='on'.*need a CUDA device"):
         llama(GraphMode.ON)
     target = llama(GraphMode.AUTO)
@@ -123,7 +116,7 @@ class Obstinate(TorchPagedAttention):
         return super().attend(call, q, k, v, batch)
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain):
     target = HFTarget(
         tiny_model("llama"),
         features=FEATURES,
@@ -134,13 +127,13 @@ def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain: HFTarget) -> 
     assert isinstance(target.attention, Obstinate)
     target.attention.refusing = True
     for batch in ([(3, 2)], [(4, 5)], [(4, 20)]):
-        assert_same(tree_outputs(target, batch, 1), tree_outputs(plain, batch, 1))
+        check_same(tree_outputs(target, batch, 1), tree_outputs(plain, batch, 1))
     # The first two are of one size; the last is of another.
     assert target.graph_counts == {"prefill": 3, "sinks": 2, "replayed": 1}
 
 
 @given(st.integers(1, 64), st.integers(1, 300))
-def test_buckets_hold_what_they_are_made_for(requests: int, extra: int) -> None:
+def test_buckets_hold_what_they_are_made_for(requests, extra):
     rows = requests + extra
     bucket = Bucket.holding(requests, rows)
     pads = (1 << (requests - 1).bit_length()) + 1 - requests
