@@ -194,7 +194,7 @@ def pair(
     """
     given = locals()
     plans = [
-        opts.made_of(given, opts.fixed_plan, verifier=name)
+        opts.made_of(given, opts.plan_choices, verifier=name).plan()
         for name in opts.verifier_names(verifier)
     ]
     exact = dtype == "float32" if against is None else against == "exact"

@@ -24,7 +24,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
 from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
 from eaglegbv.eval.plots import check_matplotlib, draw_all
-from eaglegbv.eval.questions import Question, QuestionSet, load_questions
+from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
 from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
@@ -136,7 +136,9 @@ def mt_bench(
         baselines=_baseline_names(kind, baselines),
     )
     arguments = _arguments(backend_arguments)
-    settings = _settings(given, chosen, models, wanted.settings, backend_arguments=arguments)
+    settings = opts.run_settings(
+        given, chosen, models, wanted.settings, backend_arguments=arguments
+    )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     serving = _serving(kind, models, settings)
@@ -176,30 +178,6 @@ def _arguments(text: str | None) -> dict[str, Scalar]:
         argument="backend-arguments",
         place=text,
         expected="a JSON object of strings and numbers",
-    )
-
-
-def _settings(
-    given: Mapping[str, Any],
-    questions: QuestionSet,
-    models: opts.Models,
-    settings: tuple[Setting, ...],
-    **more: object,
-) -> RunSettings:
-    """Return the settings of a run by a command's options, of one repeat unless they say more."""
-    named = models.named
-    return opts.made_of(
-        {"system": None, "repeats": 1, **given},
-        RunSettings,
-        suite=questions.suite,
-        origin=questions.origin,
-        question_ids=tuple(question.id for question in questions.questions),
-        questions_sha256=questions.sha256,
-        model=named.name,
-        drafter=named.drafter_name,
-        settings=settings,
-        compile_backend=given.get("compile_backend") or "",
-        **more,
     )
 
 
@@ -472,7 +450,7 @@ def served(
     models = opts.Models(model=model, drafter=drafter)
     arguments = {"arguments": " ".join(context.args), "at_once": at_once}
     told = {"backend": "sglang server", "backend_arguments": arguments}
-    settings = _settings(given, chosen, models, sampled + own, **told)
+    settings = opts.run_settings(given, chosen, models, sampled + own, **told)
     folder = RunFolder(
         out or Path("runs") / f"served-{chosen.suite}",
         settings,
@@ -535,7 +513,7 @@ def demo(
     chosen = load_questions("builtin").first(questions)
     verifiers = ("none", "token", "block", "gbv", "otbv")
     wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
-    settings = _settings(given, chosen, models, wanted)
+    settings = opts.run_settings(given, chosen, models, wanted)
     llm = models.load(plan)
     typer.echo(f"> {prompt}")
     params = SamplingParams(temperature=0.7, max_tokens=3 * max_tokens, seed=seed)

@@ -12,7 +12,7 @@ from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.drafters import (
-    NamedReport,
+    DrafterReport,
     category_table,
     converse,
     depth_table,
@@ -24,14 +24,13 @@ from eaglegbv.eval.papers.grids import paper_named
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.eval.questions import Question, load_questions
-from eaglegbv.eval.records import Record, describe_environment, name_of_model
+from eaglegbv.eval.records import Record, Setting, describe_environment, name_of_model
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
 from eaglegbv.llm import LLM
-from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -72,25 +71,27 @@ def drafters(
     """
     given = locals()
     plans = [
-        opts.made_of(given, opts.fixed_plan, paths=count)
+        opts.made_of(given, opts.plan_choices, paths=count).plan()
         for count in opts.entries("paths", paths, int)
     ]
     chosen = load_questions(questions_set, data).first(questions)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
-    found: list[NamedReport] = []
+    found: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
-            llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
+            models = opts.made_of(given, opts.Models, drafter=where)
+            llm = models.load(plans[0], engine)
             for plan in plans:
-                held = converse(llm, plan, chosen, params, batch, lambda _: bar.update())
-                own = drafter_report(llm.drafter_name or "none", plan, held, first.get(plan))
+                own = (Setting(plan=plan, temperature=temperature),)
+                settings = opts.run_settings(given, chosen, models, own)
+                held = converse(llm, chosen.questions, settings, batch, lambda _: bar.update())
+                drafted = llm.drafter_name or "none"
+                found.append(drafter_report(name, drafted, plan, held, first.get(plan)))
                 first.setdefault(plan, held)
-                found.append(NamedReport(name=name, report=own))
     if as_json:
         where_and_when = describe_environment(str(llm.device))
         opts.print_json(
@@ -98,7 +99,7 @@ def drafters(
         )
         return
     typer.echo("\n\n".join(map(plain_text, (depth_table(found), category_table(found)))))
-    broken = sum(one.report.errors for one in found)
+    broken = sum(one.errors for one in found)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 

@@ -96,18 +96,15 @@ def batch(
         vocab = _shape(shape, None).draft_vocab
         source = PromptSource(random_models.random_prompts(vocab, most, MADE_PROMPT))
     chosen = [_way(engines, name, verifier) for name in names]
-    watched = [way for way in chosen if isinstance(way, throughput.EngineWay) and way.plan is AUTO]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
     with opts.progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
         for timing in throughput.measure(chosen, source.take, grid):
             timings.append(timing)
-            for way in watched:
-                way.note(timing)
             rate = f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s"
             bar.update(note=rate)
     typer.echo(plain_text(throughput.rate_table(timings)))
-    lines = [line for way in watched for line in throughput.choice_lines(way)]
+    lines = throughput.choice_lines(timings)
     lines += throughput.paired_lines(timings) if lines else []
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))

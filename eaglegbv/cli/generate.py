@@ -87,17 +87,17 @@ def generate(
     if trace_trees and trace is None:
         raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
     opts.check_out(trace, "trace")
-    from eaglegbv.config import AutoPlan, EngineConfig, Planning
+    from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.cuda_graphs import GraphMode
     from eaglegbv.rng import request_seed
     from eaglegbv.sampling import SamplingParams
 
     params = opts.made_of(given, SamplingParams, stop=tuple(stop or ()))
-    plan: Planning = opts.made_of(given, opts.fixed_plan)
+    plan = opts.made_of(given, opts.plan_choices).planning()
     config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
-    if all(choice is None for choice in (verifier, paths, depth, draft_sampling)):
-        plan = AutoPlan(draft_width=draft_width, draft_temperature=draft_temperature)
-    elif seed is None:  # the seed that the engine would derive, so that it can be printed
+    if seed is None and isinstance(
+        plan, Plan
+    ):  # the seed that the engine would derive, so that it can be printed
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
     llm = opts.made_of(given, opts.Models).load(plan, config)
     request = message if raw else messages(message, system)

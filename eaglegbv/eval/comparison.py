@@ -114,6 +114,6 @@ def table(comparison: Comparison) -> list[list[str]]:
     """Return a comparison as rows, headings first."""
     rows = [["figure", "A", "B", "B / A", "B is"]]
     for one in comparison.differences:
-        ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
-        rows.append([one.figure, f"{one.a:.3f}", f"{one.b:.3f}", ratio, one.verdict])
+        values = (f"{one.a:.3f}", f"{one.b:.3f}", with_interval(one.ratio, 3))
+        rows.append([one.figure, *values, one.verdict])
     return rows

@@ -12,9 +12,9 @@ def table(summaries: Sequence[statistics.Summary], *, intervals: bool = True) ->
     """Return the main table, headings first: one row per setting, with or without intervals."""
 
     def figure(estimate: statistics.Estimate | None, digits: int = 2) -> str:
-        if estimate is None:
-            return "-"
-        return with_interval(estimate, digits) if intervals else f"{estimate.value:.{digits}f}"
+        if estimate is not None and not intervals:
+            estimate = statistics.Estimate.exactly(estimate.value)
+        return with_interval(estimate, digits)
 
     rows = [["setting", "block efficiency", "tokens/s", "speed-up", "with prefill"]]
     for s in summaries:
@@ -23,11 +23,13 @@ def table(summaries: Sequence[statistics.Summary], *, intervals: bool = True) ->
     return rows
 
 
-def with_interval(estimate: statistics.Estimate, digits: int = 2) -> str:
-    """Return a figure and its interval; the figure alone if the interval is a point.
+def with_interval(estimate: statistics.Estimate | None, digits: int = 2) -> str:
+    """Return a figure and its interval, "-" for None; the figure alone if the interval is a point.
 
     That is so if only one unit (a question) was measured: its noise is not known.
     """
+    if estimate is None:
+        return "-"
     if isclose(estimate.low, estimate.high, rel_tol=1e-12):
         return f"{estimate.value:.{digits}f}"
     low, high = f"{estimate.low:.{digits}f}", f"{estimate.high:.{digits}f}"

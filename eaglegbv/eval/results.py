@@ -14,7 +14,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots, statistics
-from eaglegbv.eval.drafters import NamedReport, category_table, depth_table
+from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table
 from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
@@ -62,7 +62,7 @@ class DrafterResults(msgspec.Struct, frozen=True, kw_only=True):
     """Results that ``bench drafters --json`` printed."""
 
     origin: str  # where the questions come from
-    drafters: tuple[NamedReport, ...]  # drafters and plans, in order
+    drafters: tuple[DrafterReport, ...]  # drafters and plans, in order
     environment: Environment | None = None  # where and when they were measured, if it was recorded
 
 
@@ -111,10 +111,10 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
     kind = _beginning(name, KINDS)
     if kind is None:
         raise InvalidArgument("name", name, f"one that begins with {', '.join(sorted(KINDS))}")
-    content = _encoded(_from(KINDS[kind], source))
+    content = _from(KINDS[kind], source)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_bytes(content + b"\n")
+    path.write_bytes(msgspec.json.encode(content) + b"\n")
     return path
 
 
@@ -139,25 +139,23 @@ def compact(results: Results) -> Results:
 
 
 def _sum(turns: Sequence[Turn]) -> Turn:
-    """Add up turns; no figure needs plans, cached tokens or pre-emptions."""
+    """Add up turns; no figure needs plans."""
     metrics = [turn.metrics for turn in turns]
+    sums: dict[str, Any] = {}
+    for name in RequestMetrics.__struct_fields__:
+        columns = [getattr(m, name) for m in metrics]
+        if isinstance(columns[0], int):
+            sums[name] = sum(columns)
+        elif isinstance(columns[0], list):
+            sums[name] = statistics.added(*columns)
     timed = {phase: [m.seconds[phase] for m in metrics if phase in m.seconds] for phase in Phase}
-
+    seconds = {phase: round(sum(own), DIGITS) for phase, own in timed.items() if own}
     return Turn(
         text="",
         completion_tokens=sum(turn.completion_tokens for turn in turns),
         finish_reason="",
         wall_seconds=round(sum(turn.wall_seconds for turn in turns), DIGITS),
-        metrics=RequestMetrics(
-            prompt_tokens=sum(m.prompt_tokens for m in metrics),
-            target_forwards=sum(m.target_forwards for m in metrics),
-            committed_tokens=sum(m.committed_tokens for m in metrics),
-            accepted_tokens=sum(m.accepted_tokens for m in metrics),
-            drafted_nodes=sum(m.drafted_nodes for m in metrics),
-            offered_by_depth=statistics.added(*(m.offered_by_depth for m in metrics)),
-            accepted_by_depth=statistics.added(*(m.accepted_by_depth for m in metrics)),
-            seconds={phase: round(sum(own), DIGITS) for phase, own in timed.items() if own},
-        ),
+        metrics=RequestMetrics(**sums, seconds=seconds),
     )
 
 
@@ -179,18 +177,6 @@ def _read(path: Path, kind: type[Evidence]) -> Evidence:
         return read_results(path)
     expected = f"a readable file of {kind.__name__}"
     return read_json(path, kind, argument="file", expected=expected)
-
-
-def _encoded(evidence: Evidence) -> bytes:
-    """Encode with one record a line, leaving out counts of a run that are zero."""
-    content = msgspec.to_builtins(evidence)
-    if not isinstance(evidence, Results):
-        return msgspec.json.encode(content)
-    for record in content["records"]:
-        for turn in record["turns"]:
-            turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
-    records = b",\n".join(map(msgspec.json.encode, content.pop("records")))
-    return msgspec.json.encode(content)[:-1] + b',"records":[\n' + records + b"\n]}"
 
 
 # The sections of the page, each for one measured file, as Markdown: figures first.

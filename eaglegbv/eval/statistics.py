@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from eaglegbv.config import Plan
 from eaglegbv.eval.records import Record, Results, Setting, Turn
 from eaglegbv.metrics import Phase, RequestMetrics
 
@@ -214,6 +215,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     setting: str
+    plan: Plan
+    temperature: float
     conversations: int  # number of conversations measured to their end
     errors: int  # number of conversations that broke off; they count in no figure
     committed_tokens: int
@@ -257,6 +260,8 @@ def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Reco
     metrics = [turn.metrics for turn in turns]
     return Summary(
         setting=setting.name,
+        plan=setting.plan,
+        temperature=setting.temperature,
         conversations=len(counted),
         errors=len(records) - len(counted),
         committed_tokens=sum(m.committed_tokens for m in metrics),

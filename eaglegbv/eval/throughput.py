@@ -1,14 +1,15 @@
 """Tokens a second of several ways to generate, which take turns, by batch and context."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import mean, median, stdev
-from typing import Protocol
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol, TypeAlias
 
 import msgspec
+import numpy as np
+from scipy import stats
 
 from eaglegbv.config import Planning
 from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -21,6 +22,9 @@ from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 
+Prompts: TypeAlias = list[list[int]]
+"""Token ids of each prompt."""
+
 
 class Cell(msgspec.Struct, frozen=True, order=True):
     """A load."""
@@ -30,7 +34,15 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     batch: int  # number of prompts
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call made: tokens, and an engine's decoding forwards, once for each request."""
+
+    tokens: int  # number of tokens generated
+    plans: dict[str, int] = {}  # forwards by plan
+    reasons: dict[str, int] = {}  # forwards by the reason for the choice of their plan
+
+
+class Timing(Counts, frozen=True, kw_only=True):
     """One timed call, prompts included."""
 
     way: str  # name of the way
@@ -38,7 +50,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     context: int  # tokens of each prompt; 0 for the questions as they are
     temperature: float  # sampling temperature
     repeat: int  # number of the repeat
-    tokens: int  # number of tokens generated
     seconds: float  # wall time
     first: int = 0  # number of the first prompt
 
@@ -56,9 +67,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 # Ways to generate: the engine with one planning, and transformers.
 
 
-_CHOICES = (FORWARDS, REASONS)
-
-
 class Way(Protocol):
     """A way to generate: a name for tables, and most prompts at once (None for any number)."""
 
@@ -67,29 +75,23 @@ class Way(Protocol):
     @property
     def max_batch(self) -> int | None: ...  # noqa: D102
 
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        """Answer all prompts of token ids with ``tokens`` tokens each; return their number."""
+    def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
+        """Answer all prompts of token ids with ``tokens`` tokens each."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class EngineWay:
-    """The engine with one planning, and the plans it chose in each cell; see :class:`Way`.
-
-    Ways share an engine and its counters, so what was counted before a call is subtracted.
-    """
+    """The engine with one planning; see :class:`Way`."""
 
     name: str  # name of the way in tables
     llm: LLM | PairEngine  # the engine, with its models
     plan: Planning  # how all requests are planned
-    # Decoding forwards, counted once per request, by plan and by reason in each cell.
-    chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
-    _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
 
     @property
     def max_batch(self) -> None:
         """None: the engine takes any number of prompts."""
 
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+    def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
         """See :meth:`Way.run`."""
         params = [
             SamplingParams(
@@ -100,24 +102,21 @@ class EngineWay:
             )
             for n in range(len(prompts))
         ]
-        before = self._counted()
+        # Ways share an engine and its counters.
+        before = [self._counted(metric) for metric in (FORWARDS, REASONS)]
         answers = self.llm.generate(prompts, params, plan=self.plan)
         for answer in answers:
             if answer.error is not None:  # for example, a prompt longer than the model's context
                 raise EagleGBVError(str(answer.error))
-        self._last = {m: counts - before[m] for m, counts in self._counted().items()}
-        return sum(len(answer.token_ids) for answer in answers)
+        return Counts(
+            tokens=sum(len(answer.token_ids) for answer in answers),
+            plans=dict(self._counted(FORWARDS) - before[0]),
+            reasons=dict(self._counted(REASONS) - before[1]),
+        )
 
-    def note(self, timing: Timing) -> None:
-        """Count the last call if the timing is of this way; calls without one only warmed up."""
-        if timing.way == self.name:
-            chosen = self.chosen.setdefault(timing.cell, {})
-            for metric, counts in self._last.items():
-                chosen.setdefault(metric, Counter()).update(counts)
-
-    def _counted(self) -> dict[Metric, Counter[str]]:
-        values = self.llm.metrics.values
-        return {m: Counter({k: int(n) for k, n in values.get(m, {}).items()}) for m in _CHOICES}
+    def _counted(self, metric: Metric) -> Counter[str]:
+        values = self.llm.metrics.values.get(metric, {})
+        return Counter({name: int(count) for name, count in values.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +131,10 @@ class TransformersWay:
         """See :class:`Way`."""
         return self.generation.baseline.max_batch
 
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+    def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
         """See :meth:`Way.run`."""
-        return self.generation(prompts, tokens, temperature=temperature, seed=seed).numel()
+        answers = self.generation(prompts, tokens, temperature=temperature, seed=seed)
+        return Counts(tokens=answers.numel())
 
 
 # Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
@@ -178,7 +178,7 @@ class Grid:
 
 
 def measure(
-    ways: Sequence[Way], prompts: Callable[[int, int], list[list[int]]], grid: Grid
+    ways: Sequence[Way], prompts: Callable[[int, int], Prompts], grid: Grid
 ) -> Iterator[Timing]:
     """Time every way in every cell of a grid.
 
@@ -198,7 +198,7 @@ def measure(
 
 def _cell(
     ways: Sequence[Way],
-    batches: Sequence[list[list[int]]],
+    batches: Sequence[Prompts],
     grid: Grid,
     context: int,
     temperature: float,
@@ -212,14 +212,14 @@ def _cell(
             for place in range(len(ways)):
                 way = ways[(place + repeat + number) % len(ways)]
                 start = time.perf_counter()
-                tokens = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
+                counts = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
                 yield Timing(
+                    **msgspec.structs.asdict(counts),
                     way=way.name,
                     batch=len(asked),
                     context=context,
                     temperature=temperature,
                     repeat=repeat,
-                    tokens=tokens,
                     seconds=time.perf_counter() - start,
                     first=number * len(asked),
                 )
@@ -273,9 +273,9 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
             for way, own in ways.items()
             if own.ratios
         }
-        for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
+        for cell, ways in speeds_by_cell(timings).items()
     }
-    return {cell: ways for cell, ways in found.items() if ways}
+    return {cell: found[cell] for cell in sorted(found) if found[cell]}
 
 
 # Tables for a terminal of tokens a second and of the plans chosen.
@@ -307,13 +307,19 @@ def _label(cell: Cell, way: str, *, lengths: bool) -> str:
     return f"T={cell.temperature:g},{length} {way}"
 
 
-def choice_lines(way: EngineWay) -> list[str]:
-    """Return one line for each cell: the shares of the plans chosen, and of the reasons."""
-    lengths = any(cell.context for cell in way.chosen)
+def choice_lines(timings: Iterable[Timing]) -> list[str]:
+    """Return one line for each cell: the shares of the plans auto chose, and of the reasons."""
+    chosen: dict[Cell, tuple[Counter[str], Counter[str]]] = {}
+    for t in timings:
+        if t.way == AUTOMATIC:
+            plans, reasons = chosen.setdefault(t.cell, (Counter(), Counter()))
+            plans.update(t.plans)
+            reasons.update(t.reasons)
+    lengths = any(cell.context for cell in chosen)
     return [
-        f"{_label(cell, way.name, lengths=lengths)}, batch {cell.batch}: "
-        f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
-        for cell, counted in way.chosen.items()
+        f"{_label(cell, AUTOMATIC, lengths=lengths)}, batch {cell.batch}: "
+        f"{_shares(plans)}; {_shares(reasons)}"
+        for cell, (plans, reasons) in chosen.items()
     ]
 
 
@@ -334,10 +340,10 @@ def paired_lines(timings: Iterable[Timing]) -> list[str]:
         best = max(others, key=lambda name: _rate(list(ways[name].values())))
         for other in dict.fromkeys((best, BASELINE)):
             both = ways[AUTOMATIC].keys() & ways.get(other, {}).keys()
-            logs = [math.log(ways[AUTOMATIC][call].rate / ways[other][call].rate) for call in both]
+            logs = np.log([ways[AUTOMATIC][c].rate / ways[other][c].rate for c in both])
             if len(logs) > 1:
-                half = 1.96 * stdev(logs) / math.sqrt(len(logs))
-                low, middle, high = (math.exp(mean(logs) + d) for d in (-half, 0, half))
+                half = 1.96 * stats.sem(logs)
+                low, middle, high = np.exp(logs.mean() + np.array([-half, 0, half]))
                 label = _label(cell, AUTOMATIC, lengths=bool(cell.context))
                 lines.append(
                     f"{label} / {other}, batch {cell.batch}: {middle:.3f} [{low:.3f}, {high:.3f}]"

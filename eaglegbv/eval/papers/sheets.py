@@ -65,11 +65,8 @@ class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
 
 def findings_table(found: Sequence[Finding]) -> list[list[str]]:
     """Return findings as rows, headings first."""
-    rows = [["should be", "ratio", "measured"]]
-    for one in found:
-        ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
-        rows.append([one.statement, ratio, one.verdict])
-    return rows
+    rows = ([one.statement, with_interval(one.ratio, 3), one.verdict] for one in found)
+    return [["should be", "ratio", "measured"], *rows]
 
 
 # What is declared of a paper.
@@ -118,7 +115,7 @@ class InTime:
 Direction: TypeAlias = Order | Rise | InTime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Quote:
     """A figure a paper gives of its own models, and the cells here it is put beside."""
 
@@ -127,11 +124,12 @@ class Quote:
     source: str  # where it was read
     better: str  # a verifier
     worse: str  # another, or none
-    paths: int  # of the better one here; the worse one has as many, or one where it takes no more
-    depth: int  # of both here
-    temperature: float  # of both here
+    # Of both here; the worse one has as many paths, or one where it takes no more.
+    paths: int = 1
+    depth: int = 8
+    temperature: float = 1.0
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
-    draft_width: int = DRAFT_WIDTH  # of both here
+    draft_width: int = DRAFT_WIDTH
 
 
 @dataclass(frozen=True, slots=True)

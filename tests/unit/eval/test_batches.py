@@ -1,6 +1,5 @@
 """bench batch: ways take turns, and ratios are those of the same repeat."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
@@ -26,10 +25,12 @@ class Told:
     max_batch: int | None = None
     seeds: list[int] = field(default_factory=list)
 
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
+    def run(
+        self, prompts: throughput.Prompts, tokens: int, *, temperature: float, seed: int
+    ) -> throughput.Counts:
         self.calls.append((self.name, len(prompts), len(prompts[0]), tokens))
         self.seeds.append(seed)
-        return tokens * len(prompts)
+        return throughput.Counts(tokens=tokens * len(prompts))
 
 
 def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.Timing:
@@ -118,19 +119,15 @@ class Counting:
 
 def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     engine = cast("LLM", Counting())
-    watched, other = (
-        throughput.EngineWay("auto", engine, AUTO),
-        throughput.EngineWay("3x4", engine, AUTO),
-    )
+    ways = [throughput.EngineWay(name, engine, AUTO) for name in ("auto", "3x4")]
     grid = throughput.Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
-    for told in throughput.measure([watched, other], lambda count, _: asked[count], grid):
-        watched.note(told)
-    assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
-        throughput.Cell(1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
-        throughput.Cell(1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
+    timings = list(throughput.measure(ways, lambda count, _: asked[count], grid))
+    assert {(t.batch, t.way): t.plans for t in timings} == {
+        **{(1, way.name): {"plan 1": 3, "plan 2": 1} for way in ways},
+        **{(2, way.name): {"plan 3": 99, "plan 4": 1} for way in ways},
     }
-    assert throughput.choice_lines(watched) == [
+    assert throughput.choice_lines(timings) == [
         "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
         "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
     ]
