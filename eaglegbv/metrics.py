@@ -214,7 +214,7 @@ class StepObserver(Protocol):
 # A request.
 
 
-class RequestMetrics(msgspec.Struct, omit_defaults=True):
+class RequestMetrics(msgspec.Struct):
     """Counts of one request, updated while it runs.
 
     The first token comes from the prompt's own forward (prefill) and counts in neither

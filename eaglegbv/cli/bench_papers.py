@@ -11,7 +11,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.drafters import (
+from eaglegbv.eval.comparison import (
     DrafterReport,
     category_table,
     converse,

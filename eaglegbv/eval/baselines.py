@@ -229,7 +229,6 @@ class ChatBaseline:
             text=str(self.tokenizer.decode(answer, skip_special_tokens=True)),
             token_ids=answer,
             prompt_token_ids=prompt,
-            error=None,
             finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
             metrics=watch.metrics,
         )

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs
-from eaglegbv.eval.paired_comparison import Sampling, Text, offers
+from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, offers
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import Node, solve_all
 from eaglegbv.loading import Pair

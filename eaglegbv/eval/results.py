@@ -14,7 +14,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots, statistics
-from eaglegbv.eval.drafters import DrafterReport, category_table, depth_table
+from eaglegbv.eval.comparison import DrafterReport, category_table, depth_table
 from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
 from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
@@ -111,7 +111,10 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
     kind = _beginning(name, KINDS)
     if kind is None:
         raise InvalidArgument("name", name, f"one that begins with {', '.join(sorted(KINDS))}")
-    content = _from(KINDS[kind], source)
+    content = msgspec.to_builtins(_from(KINDS[kind], source))
+    for turn in (turn for record in content.get("records", ()) for turn in record["turns"]):
+        # Counts of zero are what is read where there is none.
+        turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_bytes(msgspec.json.encode(content) + b"\n")

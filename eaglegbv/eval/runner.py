@@ -28,10 +28,9 @@ from eaglegbv.eval.records import (
     read_json,
 )
 from eaglegbv.eval.statistics import FIGURES
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Message
+from eaglegbv.text import Completion, Message
 from eaglegbv.utils import write_whole
 
 
@@ -130,25 +129,12 @@ def _journal(folder: Path) -> Journal[Record]:
 WARM_UP_TOKENS = 16
 
 
-class _Answer(Protocol):
-    """The parts of a completion that the runner needs; see :class:`eaglegbv.text.Completion`."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def metrics(self) -> RequestMetrics: ...
-
-
 class Generate(Protocol):
     """Answers chat messages, as :meth:`eaglegbv.llm.LLM.generate` does."""
 
     def __call__(
         self, prompts: list[Message], sampling_params: SamplingParams, *, plan: Plan
-    ) -> _Answer:
+    ) -> Completion:
         """Return the answer to one conversation."""
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
-from eaglegbv.eval.cells import Cell
-from eaglegbv.eval.paired_comparison import Sampling, Text, same_drafts
+from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, same_drafts
 from eaglegbv.eval.records import Environment, Setting
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio

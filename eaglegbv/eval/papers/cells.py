@@ -12,9 +12,15 @@ import msgspec
 
 from eaglegbv.devices import dtype_name
 from eaglegbv.eval import records
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.collect_probs import node_cells, solver_cells
-from eaglegbv.eval.paired_comparison import Sampling, Text, collect, first_answers, same_drafts
+from eaglegbv.eval.paired_comparison import (
+    Cell,
+    Sampling,
+    Text,
+    collect,
+    first_answers,
+    same_drafts,
+)
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.eval.cells import Figure
 from eaglegbv.eval.node_acceptance import RULES
+from eaglegbv.eval.paired_comparison import Figure
 from eaglegbv.eval.papers.cells import Way
 from eaglegbv.eval.papers.sheets import (
     Direction,

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.cells import Cell, Figure
+from eaglegbv.eval.paired_comparison import Cell, Figure
 from eaglegbv.eval.papers.cells import CellStore, Run, Site, Way, measure_cells
 from eaglegbv.eval.records import Environment, Setting, grid
 from eaglegbv.eval.report import pivot, with_interval

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from support.cli import documented_commands
-from support.fake_llm import FakeAnswer
+from support.fake_llm import answer
 
 from eaglegbv.backends.sglang.launch import Launch
 from eaglegbv.config import Plan
 from eaglegbv.eval.runner import load_results
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import RequestMetrics
+from eaglegbv.text import Completion
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--paths", "2"]
 
@@ -24,9 +25,9 @@ class FakeEndpoint:
     url: str
     shape: Plan
 
-    def __call__(self, *arguments: object, **named: object) -> FakeAnswer:
+    def __call__(self, *arguments: object, **named: object) -> Completion:
         metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
-        return FakeAnswer("yes", range(6), "length", metrics)
+        return answer("yes", [*range(6)], metrics)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from support.cli import run
 from support.saved_pair import save_pair
 
-from eaglegbv.eval.drafters import DrafterReport
+from eaglegbv.eval.comparison import DrafterReport
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.statistics import Acceptance

@@ -10,8 +10,8 @@ import torch
 from support.table_pairs import counted, question_set, random_texts, table_pair
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.node_acceptance import RULES
+from eaglegbv.eval.paired_comparison import Cell
 from eaglegbv.eval.papers import cells
 from eaglegbv.eval.papers.cells import Options, Site, Way
 from eaglegbv.eval.papers.grids import GR_SOLVERS, MDSD, nodes_of

@@ -12,8 +12,7 @@ from support.table_pairs import counted, question_set
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.cells import Cell, Figure
-from eaglegbv.eval.paired_comparison import Sampling, Text
+from eaglegbv.eval.paired_comparison import Cell, Figure, Sampling, Text
 from eaglegbv.eval.papers import cells as module
 from eaglegbv.eval.papers import sheets
 from eaglegbv.eval.papers.cells import CellStore, Measured, Options, Run, Site, Way, measure_cells

@@ -2,7 +2,7 @@ import threading
 
 import msgspec
 import pytest
-from support.fake_llm import FakeAnswer, FakeLLM
+from support.fake_llm import FakeLLM, answer
 from support.runs import NONE, QUESTIONS, run_settings
 
 from eaglegbv.config import Plan
@@ -13,6 +13,7 @@ from eaglegbv.eval.report import served_table
 from eaglegbv.eval.runner import WARM_UP_TOKENS, run
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion
 
 
 def collect(llm: FakeLLM, **changes: object) -> list[Record]:
@@ -87,12 +88,6 @@ SERVED = RunSettings(
 )
 
 
-def answer(text: str) -> FakeAnswer:
-    """Six tokens in two verifications that accepted three."""
-    metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
-    return FakeAnswer(text, range(6), "length", metrics)
-
-
 class Together:
     """Answers two conversations at the same time or none."""
 
@@ -102,14 +97,16 @@ class Together:
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> FakeAnswer:
+    ) -> Completion:
         del plan
         said = tuple(message["content"] for message in prompts)
         self.seeds[said] = sampling_params.seed
         if said[0] == "ask 4":
             raise StepFailed(0, "no more")
         self._both.wait()
-        return answer(f"answer {len(prompts)}")
+        # Six tokens in two verifications that accepted three.
+        metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
+        return answer(f"answer {len(prompts)}", [*range(6)], metrics)
 
 
 def hold_served(

@@ -24,8 +24,8 @@ from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.paired_comparison import (
+    Cell,
     Offer,
     Sampling,
     Text,
