@@ -32,7 +32,7 @@ from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import DRAFT_WIDTH, decode_json, require_integer
+from eaglegbv.utils import DRAFT_WIDTH, decode_json, grouped, require_integer
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.launch import Launch
@@ -298,9 +298,27 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> B
     if models.compile_backend is not None:
         expected = f"none: --backend {kind} compiles its own way"
         raise InvalidArgument("compile", models.compile_backend, expected)
+    target = str(models.named.target)
     if kind is BackendName.SGLANG:
-        return _sglang(models, settings.settings, arguments)
-    return _transformers(models, settings.settings)
+        if any(setting.baseline is not None for setting in settings.settings):
+            expected = "none with --backend sglang: its engines run one at a time"
+            given = [s.name for s in settings.settings if s.baseline]
+            raise InvalidArgument("baselines", given, expected)
+        check_model(target)
+        # One engine for each plan, one after another.
+        sittings = tuple(
+            Sitting(own, partial(_sglang_engine, models, own[0].plan, arguments))
+            for own in _by_plan(settings.settings)
+        )
+        device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
+        return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
+    check_model(target)
+    baselines = _baselines(models, settings.settings)
+    place, precision = place_of(models.device, models.dtype)
+    # No setting answers by a plan.
+    first = next(iter(baselines.values()))
+    sitting = Sitting(settings.settings, lambda: nullcontext(first), baselines)
+    return Backend((sitting,), load_tokenizer(target), dtype_name(precision), str(place))
 
 
 def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
@@ -313,40 +331,9 @@ def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
     return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device))
 
 
-def _transformers(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
-    device, dtype = place_of(models.device, models.dtype)
-    target = str(models.named.target)
-    check_model(target)
-    baselines = _baselines(models, settings)
-    # No setting answers by a plan.
-    sitting = Sitting(settings, lambda: nullcontext(next(iter(baselines.values()))), baselines)
-    return Backend((sitting,), load_tokenizer(target), dtype_name(dtype), str(device))
-
-
-def _sglang(
-    models: opts.Models, settings: tuple[Setting, ...], arguments: Mapping[str, Scalar]
-) -> Backend:
-    """Let SGLang answer, with one engine for each plan, one after another."""
-    if any(setting.baseline is not None for setting in settings):
-        expected = "none with --backend sglang: its engines run one at a time"
-        raise InvalidArgument("baselines", [s.name for s in settings if s.baseline], expected)
-
-    def sitting(own: tuple[Setting, ...]) -> Sitting:
-        return Sitting(own, lambda: _sglang_engine(models, own[0].plan, arguments))
-
-    target = str(models.named.target)
-    check_model(target)
-    sittings = tuple(map(sitting, _by_plan(settings)))
-    device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
-    return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
-
-
 def _by_plan(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
     """Group the settings that one engine answers: those of one plan, at all temperatures."""
-    groups: dict[tuple[str | None, Plan], list[Setting]] = {}
-    for setting in settings:
-        groups.setdefault((setting.baseline, setting.plan), []).append(setting)
-    return list(map(tuple, groups.values()))
+    return list(map(tuple, grouped(settings, lambda one: (one.baseline, one.plan)).values()))
 
 
 @contextmanager

@@ -29,7 +29,15 @@ from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
-from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
+from eaglegbv.eval.study import (
+    Study,
+    StudySettings,
+    draw_study,
+    study_cells,
+    study_table,
+    temperature_findings,
+    tree_findings,
+)
 from eaglegbv.llm import LLM
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
@@ -164,7 +172,8 @@ def study(
     path = out / "study.json"
     result = _measure(result, llms, chosen.questions, path)
     typer.echo(plain_text(study_table(result)))
-    typer.echo("\n".join(f"- {finding}" for finding in findings(result)))
+    found = [*tree_findings(result), *temperature_findings(result)]
+    typer.echo("\n".join(f"- {finding}" for finding in found))
     typer.echo("\n".join(f"wrote {one}" for one in [*draw_study(result, out), path]), err=True)
 
 

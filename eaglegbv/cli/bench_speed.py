@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from eaglegbv.calibration import calibrate
 from eaglegbv.cli import options as opts
+from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import opt
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, plan_name
 from eaglegbv.cuda_graphs import GraphMode
@@ -90,7 +91,8 @@ def batch(
         questions = known.first(min(most, len(known.questions))).questions
         engines = _loaded(models, names, verifier)
         assert isinstance(engines.plain, LLM)
-        source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
+        asked = [messages(question.turns[0]) for question in questions]
+        source = PromptSource([engines.plain.encode(own) for own in asked])
     else:
         engines = _made(shape, names, verifier, efficiency, grid, models)
         vocab = _shape(shape, None).draft_vocab
@@ -284,31 +286,20 @@ def step(
             )
         )
     where, precision = place_of(device, dtype)
-    slots = max(setting.slots for setting in settings)
     graphs = opts.member("cuda-graphs", cuda_graphs, GraphMode)
+    how: dict[str, Any] = {
+        "slots": max(setting.slots for setting in settings),
+        "dtype": precision,
+        "device": where,
+        "compile_backend": compile_backend,
+        "graphs": graphs,
+    }
     if model is None:
-        pair = Pair(
-            *random_models.random_pair(
-                made,
-                slots=slots,
-                max_context=max(setting.max_context for setting in settings),
-                dtype=precision,
-                device=where,
-                compile_backend=compile_backend,
-                graphs=graphs,
-            )
-        )
+        longest = max(setting.max_context for setting in settings)
+        pair = Pair(*random_models.random_pair(made, max_context=longest, **how))
     else:
         named = opts.Models(model=model, drafter=drafter).named
-        pair = load_pair(
-            named.target,
-            named.drafter,
-            slots=slots,
-            dtype=precision,
-            device=where,
-            compile_backend=compile_backend,
-            graphs=graphs,
-        )
+        pair = load_pair(named.target, named.drafter, **how)
     floors = step_bench.Floors(pair)
     _note(
         out,

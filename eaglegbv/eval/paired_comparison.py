@@ -33,7 +33,7 @@ from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import require_integers
 from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
@@ -179,8 +179,7 @@ class Sampling:
     batch: int = 16  # number of texts read together
 
     def __post_init__(self) -> None:
-        for name in ("places", "judgements", "batch"):
-            require_integer(name, getattr(self, name), 1)
+        require_integers(self, places=(1, None), judgements=(1, None), batch=(1, None))
 
 
 def collect(

@@ -16,6 +16,7 @@ from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.statistics import Estimate, Summary, summarise
+from eaglegbv.utils import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -331,10 +332,8 @@ def _drafted(measured: Sequence[Summary]) -> list[Summary]:
 
 def _by_temperature(measured: Sequence[Summary]) -> dict[float, list[Summary]]:
     """Return the settings that draft, by temperature in ascending order."""
-    heats: dict[float, list[Summary]] = {}
-    for one in sorted(_drafted(measured), key=lambda one: one.temperature):
-        heats.setdefault(one.temperature, []).append(one)
-    return heats
+    ascending = sorted(_drafted(measured), key=lambda one: one.temperature)
+    return grouped(ascending, lambda one: one.temperature)
 
 
 def _lines(
@@ -346,11 +345,8 @@ def _lines(
 ) -> list[Line]:
     """Join settings that differ only in x; labels leave out paths and temperature."""
     labels = _labels(measured, "KT")
-    groups: dict[Plan, list[Summary]] = {}
-    for one in measured:
-        groups.setdefault(alike(one), []).append(one)
     lines = []
-    for group in groups.values():
+    for group in grouped(measured, alike).values():
         verifier = group[0].plan.verifier
         points = sorted((x(one), one.block_efficiency) for one in group)
         line = Line.of(labels[group[0].setting], verifier, points)

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import huggingface_hub
 import msgspec
 from httpx import HTTPError
 
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.llm import LLM
 from eaglegbv.loading import ask_hub, hub_refusal
 from eaglegbv.utils import cache_folder, read_json_lines, require_integer, write_whole
 
@@ -239,13 +238,6 @@ class PromptSource:
     """Prompts of any length, made of questions as the model reads them, with the chat template."""
 
     questions: Sequence[Sequence[int]]
-
-    @classmethod
-    def of(cls, llm: LLM, texts: Sequence[str]) -> Self:
-        """Encode user messages."""
-        if not texts:
-            raise InvalidArgument("questions", 0, "at least one question")
-        return cls([llm.encode([{"role": "user", "content": text}]) for text in texts])
 
     def take(self, count: int, length: int) -> list[list[int]]:
         """Return ``count`` prompts of ``length`` tokens, or as long as the questions if that is 0.

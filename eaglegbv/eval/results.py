@@ -17,7 +17,7 @@ from eaglegbv.eval import plots, statistics
 from eaglegbv.eval.comparison import DrafterReport, category_table, depth_table
 from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
-from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
+from eaglegbv.eval.records import Environment, Results, Turn, read_json
 from eaglegbv.eval.report import acceptance_text, facts, markdown_table, pivot, table, with_interval
 from eaglegbv.eval.runner import load_results, read_results
 from eaglegbv.eval.study import (
@@ -29,6 +29,7 @@ from eaglegbv.eval.study import (
 )
 from eaglegbv.eval.throughput import Cell, Timing, over_plain, rate_table
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.utils import grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -229,9 +230,7 @@ def _run_section(name: str, results: Results, pictures: str) -> str:
 
 
 def _by_category(results: Results) -> list[list[str]]:
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in statistics.whole(results.records):
-        groups.setdefault((record.setting, record.category), []).append(record)
+    groups = grouped(statistics.whole(results.records), lambda r: (r.setting, r.category))
     figure = statistics.BLOCK_EFFICIENCY
     return pivot("setting", {key: f"{figure.of(own):.2f}" for key, own in groups.items()})
 

@@ -1,6 +1,5 @@
 """Estimates from a few noisy runs: medians, ratios of sums, and intervals for them."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from eaglegbv.config import Plan
 from eaglegbv.eval.records import Record, Results, Setting, Turn
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.utils import grouped
 
 RESAMPLES = 2000
 COVERAGE = 0.95
@@ -143,10 +143,9 @@ class Figure:
         self, records: Iterable[Record], questions: Iterable[str] | None = None
     ) -> tuple[list[float], list[float]]:
         """Return the numerators and denominators of questions (all by default) over repeats."""
-        turns: defaultdict[str, list[Turn]] = defaultdict(list)
-        for record in whole(records):
-            turns[record.question_id] += record.turns
-        own = list(turns.values()) if questions is None else [turns[q] for q in questions]
+        held = grouped(whole(records), lambda record: record.question_id)
+        asked = held if questions is None else questions
+        own = [[turn for record in held.get(q, ()) for turn in record.turns] for q in asked]
         return [sum(map(self.above, t)) for t in own], [sum(map(self.below, t)) for t in own]
 
     def pooled(self, records: Iterable[Record]) -> Estimate:
@@ -237,21 +236,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(results: Results) -> list[Summary]:
     """Return the figures of every setting with a record, in the run's order."""
-    by_setting = _by_setting(results)
+    by_setting = grouped(results.records, lambda record: record.setting)
     # What others are compared with: plain decoding at the same temperature.
-    plain = {s.temperature: by_setting[s.name] for s in results.settings.settings if s.plain}
+    plain = {
+        s.temperature: by_setting.get(s.name, []) for s in results.settings.settings if s.plain
+    }
     return [
         _summarise(setting, by_setting[setting.name], plain.get(setting.temperature, []))
         for setting in results.settings.settings
-        if by_setting[setting.name]
+        if setting.name in by_setting
     ]
-
-
-def _by_setting(results: Results) -> defaultdict[str, list[Record]]:
-    found: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in results.records:
-        found[record.setting].append(record)
-    return found
 
 
 def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Record]) -> Summary:
@@ -339,13 +333,13 @@ def _milliseconds_by_phase(turns: Sequence[Turn]) -> dict[str, float]:
     if not tokens:
         return {}
     told = {phase for turn in turns for phase in turn.metrics.seconds}
-    seconds = {
-        str(phase): sum(turn.metrics.seconds.get(phase, 0.0) for turn in turns)
+    found = {
+        str(phase): sum(1000 * turn.metrics.seconds.get(phase, 0.0) for turn in turns) / tokens
         for phase in Phase
         if phase in told
     }
-    seconds[OTHER] = sum(turn.wall_seconds for turn in turns) - sum(seconds.values())
-    return {phase: 1000 * value / tokens for phase, value in seconds.items()}
+    wall = sum(1000 * turn.wall_seconds for turn in turns) / tokens
+    return {**found, OTHER: wall - sum(found.values())}
 
 
 # The best setting, and those that cannot be told apart from it, judged by intervals.
@@ -369,12 +363,12 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
     A setting is behind if the whole 95% interval of its ratio to the leader, paired by question,
     lies below 1.
     """
-    by_setting = _by_setting(results)
-    heats: dict[float, dict[str, list[Record]]] = {}
-    for setting in results.settings.settings:
-        if own := whole(by_setting[setting.name]):
-            heats.setdefault(setting.temperature, {})[setting.name] = own
-    return {temperature: _rank(own, figure) for temperature, own in heats.items()}
+    by_setting = grouped(whole(results.records), lambda record: record.setting)
+    measured = [s for s in results.settings.settings if s.name in by_setting]
+    return {
+        temperature: _rank({s.name: by_setting[s.name] for s in own}, figure)
+        for temperature, own in grouped(measured, lambda s: s.temperature).items()
+    }
 
 
 def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:

@@ -141,11 +141,9 @@ class Floors:
             return tuple(product(inputs[width]) for width, product in products)
 
         cuda = self._like.is_cuda
-        recorder = (
-            cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
-            or cuda_graphs.Recorder()
-        )
-        run, wait = recorder.record(work), barrier_of(self._like.device) or (lambda: None)
+        auto = cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
+        run = (auto or cuda_graphs.Recorder()).record(work)
+        wait = barrier_of(self._like.device) or (lambda: None)
         times = []
         for _ in range(_FLOOR_RUNS):
             wait()
@@ -262,16 +260,13 @@ def time_steps(
 def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engine]:
     """Let the engine answer the setting's requests, with random prompts, within this context."""
     requests = []
+    usual = SamplingParams(
+        temperature=setting.temperature, max_tokens=setting.max_tokens, ignore_eos=True
+    )
+    prompts = random_prompts(pair.target.vocab_size, setting.batch, setting.context)
     try:
-        for seed, prompt in enumerate(
-            random_prompts(pair.target.vocab_size, setting.batch, setting.context)
-        ):
-            params = SamplingParams(
-                temperature=setting.temperature,
-                max_tokens=setting.max_tokens,
-                ignore_eos=True,
-                seed=seed,
-            )
+        for seed, prompt in enumerate(prompts):
+            params = msgspec.structs.replace(usual, seed=seed)
             requests.append(engine.add(prompt, params, setting.plan))
         yield engine
     finally:

@@ -11,7 +11,7 @@ At temperature 0 all sampled paths coincide: a sampled tree is one path, whateve
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.utils import DRAFT_WIDTH, grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -105,20 +105,16 @@ class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
 
     drafter: str
     temperature: float
-    verifier: str
     nodes: float
     tokens: Estimate
+    verifier: str = SAMPLED
 
 
-class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a sampled tree, beside those of :class:`FixedCell`."""
+class SampledCell(FixedCell, frozen=True, kw_only=True):
+    """Results of a sampled tree."""
 
-    drafter: str
-    temperature: float
     paths: int  # number of paths, K; 1 at temperature 0
     draft_temperature: float  # draft temperature as a multiple of `temperature`
-    nodes: float
-    tokens: Estimate
     fixed: float  # tokens a step of fixed trees with as many nodes
     over_fixed: Estimate  # ratio of `tokens` to `fixed`
     over_equal: Estimate  # ratio to the same tree drafted at the target's own temperature
@@ -156,34 +152,26 @@ def study_cells(
     drawn, sizes = tallies[: len(sampled)], tallies[len(sampled) :]
     ladder = [tally for tally in sizes if tally.setting.plan.verifier == FIXED]
     equal = {t.setting.plan.paths: t for t in drawn if t.setting.plan.draft_temperature == 1.0}
+
+    def known(tally: Cell) -> dict[str, Any]:
+        own = {"drafter": name, "temperature": temperature, "nodes": tally.mean_nodes}
+        return {**own, "tokens": tally.estimate(), "verifier": tally.setting.plan.verifier}
+
     cells = []
     for tally in drawn:
         plan, places = tally.setting.plan, tally.steps
         tokens = of_size(ladder, tally.mean_nodes)
         cells.append(
             SampledCell(
-                drafter=name,
-                temperature=temperature,
+                **known(tally),
                 paths=plan.paths if temperature > 0 else 1,
                 draft_temperature=plan.draft_temperature,
-                nodes=tally.mean_nodes,
-                tokens=tally.estimate(),
                 fixed=sum(tokens) / sum(places),
                 over_fixed=bootstrap_ratio(tally.tokens, places, tokens, places),
                 over_equal=tally.over(equal[plan.paths]),
             )
         )
-    judged = [
-        FixedCell(
-            drafter=name,
-            temperature=temperature,
-            verifier=tally.setting.plan.verifier,
-            nodes=tally.mean_nodes,
-            tokens=tally.estimate(),
-        )
-        for tally in sizes
-    ]
-    return tuple(cells), tuple(judged)
+    return tuple(cells), tuple(FixedCell(**known(tally)) for tally in sizes)
 
 
 def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
@@ -231,11 +219,6 @@ def study_table(study: Study) -> list[list[str]]:
     return rows
 
 
-def findings(study: Study) -> list[str]:
-    """Return sentences on where sampled trees win, and which draft temperatures pay."""
-    return [*tree_findings(study), *temperature_findings(study)]
-
-
 def tree_findings(study: Study) -> list[str]:
     """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
     return [
@@ -272,8 +255,8 @@ def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]
     """Yield the groups of each drafter and number of paths, without temperature 0."""
     for drafter in study.drafters:
         own = [g for g in _groups(study) if g[0].drafter == drafter and g[0].temperature > 0]
-        for k in sorted({group[0].paths for group in own}):
-            yield drafter, k, [group for group in own if group[0].paths == k]
+        for k, groups in sorted(grouped(own, lambda group: group[0].paths).items()):
+            yield drafter, k, groups
 
 
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
@@ -286,10 +269,8 @@ def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
 
 
 def _groups(study: Study) -> list[list[SampledCell]]:
-    groups: dict[tuple[str, float, int], list[SampledCell]] = {}
-    for cell in study.sampled:
-        groups.setdefault((cell.drafter, cell.temperature, cell.paths), []).append(cell)
-    return list(groups.values())
+    cells = grouped(study.sampled, lambda cell: (cell.drafter, cell.temperature, cell.paths))
+    return list(cells.values())
 
 
 def _best(group: Sequence[SampledCell]) -> SampledCell:

@@ -21,6 +21,7 @@ from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import grouped
 
 Prompts: TypeAlias = list[list[int]]
 """Token ids of each prompt."""
@@ -93,15 +94,9 @@ class EngineWay:
 
     def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
         """See :meth:`Way.run`."""
-        params = [
-            SamplingParams(
-                temperature=temperature,
-                max_tokens=tokens,
-                ignore_eos=True,
-                seed=request_seed(seed, n),
-            )
-            for n in range(len(prompts))
-        ]
+        usual = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        seeds = (request_seed(seed, n) for n in range(len(prompts)))
+        params = [msgspec.structs.replace(usual, seed=own) for own in seeds]
         # Ways share an engine and its counters.
         before = [self._counted(metric) for metric in (FORWARDS, REASONS)]
         answers = self.llm.generate(prompts, params, plan=self.plan)
@@ -241,12 +236,12 @@ class Speeds:
 
 def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
     """Return the speeds of each way by cell, in order of first appearance."""
-    cells: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
-    for t in timings:
-        cells.setdefault(t.cell, {}).setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
     found: dict[Cell, dict[str, Speeds]] = {}
-    for cell, ways in cells.items():
-        rates = {way: {n: _rate(calls) for n, calls in own.items()} for way, own in ways.items()}
+    for cell, calls in grouped(timings, lambda t: t.cell).items():
+        rates = {
+            way: {n: _rate(own) for n, own in grouped(of_way, lambda t: t.repeat).items()}
+            for way, of_way in grouped(calls, lambda t: t.way).items()
+        }
         plain = rates.get(BASELINE, {})
         found[cell] = {
             way: Speeds(
@@ -329,11 +324,12 @@ def paired_lines(timings: Iterable[Timing]) -> list[str]:
     The best is the one with the most tokens a second over all calls; plain decoding follows. Calls
     are paired by repeat and prompts, and the 95% intervals are those of the mean logarithm.
     """
-    cells: dict[Cell, dict[str, dict[tuple[int, int], Timing]]] = {}
-    for t in timings:
-        cells.setdefault(t.cell, {}).setdefault(t.way, {})[t.repeat, t.first] = t
     lines = []
-    for cell, ways in cells.items():
+    for cell, calls in grouped(timings, lambda t: t.cell).items():
+        ways = {
+            way: {(t.repeat, t.first): t for t in own}
+            for way, own in grouped(calls, lambda t: t.way).items()
+        }
         others = [name for name in ways if name != AUTOMATIC]
         if AUTOMATIC not in ways or not others:
             continue

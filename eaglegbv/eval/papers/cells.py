@@ -26,7 +26,7 @@ from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import write_whole
+from eaglegbv.utils import grouped, write_whole
 
 CHUNK = 16  # questions of a part
 
@@ -171,9 +171,7 @@ def measure_cells(
 
 def _at_places(site: Site, way: Way, settings: Sequence[records.Setting]) -> Iterator[Measure]:
     options, total = site.options, len(site.questions.questions)
-    by_temperature: dict[float, list[records.Setting]] = {}
-    for setting in settings:
-        by_temperature.setdefault(setting.temperature, []).append(setting)
+    by_temperature = grouped(settings, lambda setting: setting.temperature)
     sampling = Sampling(places=options.places, judgements=options.judgements, batch=CHUNK)
 
     def measure(temperature: float, first: int) -> list[Cell]:

@@ -73,12 +73,6 @@ def speeds(*timings: throughput.Timing) -> dict[str, throughput.Speeds]:
     return found
 
 
-def test_calls_of_a_repeat_count_together() -> None:
-    found = speeds(*[timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0)] * 2)
-    assert found["none"].rates == pytest.approx((50,))
-    assert found["auto"].ratios == pytest.approx((2,))
-
-
 def test_ratios_are_taken_within_a_repeat() -> None:
     # A machine that slows down threefold in the second repeat.
     seconds = {"none": (2.0, 6.0, 2.0), "auto": (1.0, 3.0, 0.8)}
@@ -88,6 +82,10 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert str(found["auto"]) == "100 (2.00)"
     assert str(found["none"]) == "50 (1.00)"
     assert str(speeds(timing("auto", 0, 1.0))["auto"]) == "100"
+    # Calls of a repeat count together.
+    found = speeds(*[timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0)] * 2)
+    assert found["none"].rates == pytest.approx((50,))
+    assert found["auto"].ratios == pytest.approx((2,))
 
 
 def test_the_table_has_a_column_a_batch() -> None:
@@ -137,9 +135,6 @@ def test_prompts_are_questions_or_so_many_tokens_of_several() -> None:
     assert QUESTIONS.take(4, 0) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2, 3]]
     assert QUESTIONS.take(2, 4) == [[5, 1, 2, 3], [8, 9, 4, 5]]
     assert [len(prompt) for prompt in QUESTIONS.take(3, 50)] == [50] * 3
-
-
-def test_few_prompts_are_spread_over_the_questions() -> None:
     many = PromptSource([[n] for n in range(80)])
     assert many.take(8, 0) == [[n] for n in range(0, 80, 10)]
     assert many.take(3, 0) == [[0], [26], [53]]

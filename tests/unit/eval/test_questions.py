@@ -67,17 +67,6 @@ def test_data_folder_then_cache_then_hub(
         assert [q.id for q in load_questions(suite, named).questions] == ["named"]
 
 
-def test_reads_fastchat_rows_single_prompts_and_gzip(tmp_path: Path) -> None:
-    rows = [{"question_id": 81, "category": "writing", "turns": ["A?"]}, {"prompt": "B?"}]
-    packed = tmp_path / "questions.jsonl.gz"
-    packed.write_bytes(gzip.compress("\n\n".join(map(json.dumps, rows)).encode()))
-    questions = read_questions(packed, "mine")
-    assert [(q.id, q.category, q.turns) for q in questions] == [
-        ("81", "writing", ("A?",)),
-        ("3", "none", ("B?",)),
-    ]
-
-
 ROW = '{"prompt": "%s"}\n'
 LINE_ENDS = "One\u2028two\u2029three\x85four"
 
@@ -96,7 +85,11 @@ LINE_ENDS = "One\u2028two\u2029three\x85four"
 def test_lines_end_where_json_lines_do(tmp_path: Path, content: bytes, turns: list[str]) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(content)
-    assert [q.turns[0] for q in read_questions(path, "mine")] == turns
+    found = read_questions(path, "mine")
+    assert [q.turns[0] for q in found] == turns
+    # Without an id, it is the number of the line.
+    starts = [n for n, line in enumerate(content.split(b"\n"), start=1) if b"prompt" in line]
+    assert [q.id for q in found] == list(map(str, starts))
     rows = [row["prompt"] for _, row in read_json_lines(path, dict[str, str])]
     assert rows == turns
 

@@ -40,10 +40,11 @@ from eaglegbv.eval.study import (
     SampledCell,
     Study,
     StudySettings,
-    findings,
     of_size,
     study_cells,
     study_table,
+    temperature_findings,
+    tree_findings,
 )
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
@@ -200,7 +201,12 @@ def test_other_distributions_and_temperature_zero() -> None:
     texts = texts_of(target, count=3, length=9)
     draft_samplings = (DraftSampling.FIXED, DraftSampling.WOR, DraftSampling.GREEDY)
     settings = [
-        *(s for draft_sampling in draft_samplings for s in _of_probs(draft_sampling, 1.0)),
+        Setting(plan=Plan(verifier=name, paths=2, depth=3, draft_sampling=draft_sampling))
+        for draft_sampling in draft_samplings
+        for name, rule in VERIFIERS.items()
+        if draft_sampling in rule.draft_samplings
+    ]
+    settings += [
         *grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings,
     ]
     tallies = same_drafts(pair, texts, settings, Sampling(places=4))
@@ -208,13 +214,6 @@ def test_other_distributions_and_temperature_zero() -> None:
     # At temperature 0 the greedy walk judges, whatever verifier is named.
     assert tallies[-1].tokens == tallies[-2].tokens
     assert all(count == int(count) for count in tallies[-1].tokens)
-
-
-def _of_probs(draft_sampling: DraftSampling, temperature: float) -> tuple[Setting, ...]:
-    verifiers = [name for name, rule in VERIFIERS.items() if draft_sampling in rule.draft_samplings]
-    return grid(
-        verifiers, (2,), (3,), (temperature,), base=Plan(draft_sampling=draft_sampling)
-    ).settings
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
@@ -277,32 +276,24 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
 BATCH, LONG, MANY = 3, 40, 5
 
 
-def columns(
-    count: int, seeds: Sequence[tuple[int, ...]] = ((0, 7), (1, 7), (2, 7))
-) -> torch.Tensor:
-    """All numbers, ``[judgements, numbers]``, of the right shapes."""
-    found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
-    parts = [(own.selection, own.acceptance, own.correction) for own in found]
-    shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
-    assert [[x.shape for x in own] for own in parts] == [shapes] * count
-    return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
+def test_numbers_are_a_latin_hypercube() -> None:
+    def columns(count: int, step: int = 7) -> torch.Tensor:
+        """All numbers, ``[judgements, numbers]``, of the right shapes."""
+        seeds = [(n, step) for n in range(BATCH)]
+        found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
+        parts = [(own.selection, own.acceptance, own.correction) for own in found]
+        shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
+        assert [[x.shape for x in own] for own in parts] == [shapes] * count
+        return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
 
-
-def test_one_number_lies_in_each_part() -> None:
     places = (columns(4) * 4).floor().sort(dim=0).values
     assert (places == torch.arange(4.0).unsqueeze(1)).all()
-
-
-def test_each_judgement_alone_is_uniform_and_independent() -> None:
     for own in columns(4):
         assert ((own >= 0) & (own < 1)).all()
         assert stats.kstest(own.numpy(), "uniform").pvalue > 1e-4
         assert stats.pearsonr(own[:-1].numpy(), own[1:].numpy()).pvalue > 1e-4
-
-
-def test_the_order_is_the_seeds() -> None:
     assert torch.equal(columns(3), columns(3))
-    assert not torch.equal(columns(3), columns(3, [(n, 8) for n in range(BATCH)]))
+    assert not torch.equal(columns(3), columns(3, step=8))
 
 
 # A part of an offer is the tree that fewer and shorter paths make.
@@ -490,14 +481,15 @@ def test_findings_follow_the_intervals() -> None:
         sampled=cells,
         fixed=(),
     )
-    trees, hotter, multiples = findings(study)
+    [trees], (hotter, multiples) = tree_findings(study), temperature_findings(study)
     assert trees.endswith("as many nodes: more tokens at T = 1; fewer tokens at T = 0.2")
     assert "sampled hotter" in hotter
     assert hotter.endswith("own temperature: more tokens at T = 0.2; not told apart at T = 1")
     assert multiples.endswith("best of all multiples 2 at T = 0.2, 1 at T = 1")
     colder = [msgspec.structs.replace(c, draft_temperature=1 / c.draft_temperature) for c in cells]
-    turned = findings(msgspec.structs.replace(study, sampled=tuple(colder)))
-    assert [line.replace("colder", "hotter") for line in turned[:2]] == [trees, hotter]
+    turned = msgspec.structs.replace(study, sampled=tuple(colder))
+    assert tree_findings(turned) == [trees]
+    assert temperature_findings(turned)[0].replace("colder", "hotter") == hotter
     rows = study_table(study)
     assert [row[:3] for row in rows[1:]] == [["head", "0.2", "2"], ["head", "1", "2"]]
     assert rows[1][7] == "2x"

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from support.acceptance import alpha_iid
 
 from eaglegbv.eval import solvers
 from eaglegbv.eval.solvers import (
@@ -114,12 +113,6 @@ def test_weights_of_a_race_with_tokens_at_its_edges() -> None:
         found = weighted_selection(np.array(p), np.array(q), 3, distinct=False)
         assert found.probs.sum() == pytest.approx(1, abs=1e-14)
         assert found.shortfall < 1e-5
-
-
-def test_alpha_is_the_oracles() -> None:
-    for node in nodes(TINY, 5, 0):
-        p, q = tuple(node.wanted.tolist()), tuple(node.draft.tolist())
-        assert optimal_acceptance(node) == pytest.approx(alpha_iid(p, q, 3), abs=1e-13)
 
 
 def test_draft_sets_are_counted_right() -> None:
