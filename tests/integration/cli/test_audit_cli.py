@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.eval import plots as picture
 from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
@@ -164,10 +163,3 @@ def test_picture(cli, tmp_path: Path) -> None:
     unknown = cli(*arguments, "--out", str(tmp_path / "picture.nope"))
     assert unknown.status == 2
     assert "picture.nope" in unknown.err
-
-
-def test_a_picture_without_matplotlib_names_the_extra(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    result = cli("audit", "picture", *PICTURE, "--out", "x.svg")
-    assert result.status == 2
-    assert "pip install 'eaglegbv[bench]'" in result.err

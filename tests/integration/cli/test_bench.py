@@ -18,33 +18,6 @@ def bench(cli, pair, *arguments: str):
     return cli("bench", "mt-bench", *pair, *arguments)
 
 
-def test_writes_results_and_a_report(cli, pair, tmp_path: Path) -> None:
-    verifiers = ["--verifiers", "none,token,otbv", "--paths", "1,2", "--depth", "3"]
-    result = bench(cli, pair, *QUICK, *verifiers, "--out", str(tmp_path))
-    assert result.status == 0, result.err
-    content = json.loads((tmp_path / "results.json").read_bytes())
-    names = ["none", "token K1 L3", "otbv K1 L3", "otbv K2 L3"]
-    assert [s["setting"] for s in content["summary"]] == names
-    results = read_results(tmp_path / "results.json")
-    assert len(results.records) == 2 * len(names)
-    for record in results.records:
-        assert len(record.turns) == 2
-        assert record.error is None
-    summaries = msgspec.convert(content["summary"], list[Summary])
-    none, otbv = summaries[0], summaries[-1]
-    assert none.block_efficiency.value == 1
-    assert none.speedup is not None
-    assert none.speedup.value == 1
-    assert otbv.block_efficiency.value >= 1
-    assert len(otbv.acceptance_by_depth) == 3
-    assert otbv.tokens_per_second.value > 0
-    report = (tmp_path / "results.md").read_text(encoding="utf-8")
-    for name in names:
-        assert name in report
-        assert name in result.out
-    assert "\r" not in result.err  # a bar is for a terminal
-
-
 def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
     question = {"id": "long", "category": "math", "turns": ["a" * 200, "b" * 200], "source": "test"}
     short = {"id": "short", "category": "math", "turns": ["a", "b"], "source": "test"}
@@ -57,12 +30,26 @@ def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
     assert "long, repeat 2" in (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
 
 
-def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
+def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "run"
-    verifiers = ["--verifiers", "none,otbv", "--paths", "1,2", "--depth", "2"]
+    verifiers = ["--verifiers", "none,token,otbv", "--paths", "1,2", "--depth", "2"]
     result = bench(cli, pair, *QUICK, *verifiers, "--plots", "--out", str(out))
     assert result.status == 0, result.err
+    content = json.loads((out / "results.json").read_bytes())
+    measured = ["none", "token K1 L2", "otbv K1 L2", "otbv K2 L2"]
+    assert [s["setting"] for s in content["summary"]] == measured
+    results = read_results(out / "results.json")
+    assert len(results.records) == 2 * len(measured)
+    assert all(len(one.turns) == 2 and one.error is None for one in results.records)
+    none, *_, otbv = msgspec.convert(content["summary"], list[Summary])
+    assert none.speedup is not None
+    assert none.block_efficiency.value == none.speedup.value == 1 <= otbv.block_efficiency.value
+    assert len(otbv.acceptance_by_depth) == 2
+    assert otbv.tokens_per_second.value > 0
+    report = (out / "results.md").read_text(encoding="utf-8")
+    assert all(name in report and name in result.out for name in measured)
+    assert "\r" not in result.err  # a bar is for a terminal
     pictures = {path.name for path in (out / "plots").iterdir()}
     assert {"block_efficiency_by_paths.png", "tokens_per_second.svg"} <= pictures
     again = cli("bench", "plot", str(out / "results.json"), "--out", str(tmp_path / "plots"))
@@ -80,7 +67,7 @@ def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
     assert "A: otbv K2 L2   B: otbv K2 L2   questions: 2" in both.out
     assert "two sittings" in both.out
     content = json.loads((tmp_path / "c.json").read_bytes())
-    assert len(content) == 3
+    assert len(content) == 4
     assert all(
         d["ratio"] is None or d["ratio"] == {"value": 1, "low": 1, "high": 1}
         for comparison in content
@@ -104,11 +91,21 @@ def test_a_run_is_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
         assert message in refused.err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "mt-bench", *QUICK, "--plots"),
+        ("bench", "study"),
+        ("bench", "results"),
+        ("audit", "picture"),
+    ],
+    ids=" ".join,
+)
 def test_pictures_without_matplotlib_are_refused_before_anything_runs(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    result = bench(cli, pair, *QUICK, "--plots", "--out", str(tmp_path / "run"))
+    result = cli(*command, *([] if "results" in command else ["--out", str(tmp_path / "run")]))
     assert result.status == 2
     assert result.err == "eaglegbv: matplotlib is not installed: pip install 'eaglegbv[bench]'\n"
     assert not (tmp_path / "run").exists()

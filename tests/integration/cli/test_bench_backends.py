@@ -14,7 +14,6 @@ import pytest
 from transformers.utils import logging
 
 from eaglegbv.backends.sglang import llm as sglang_llm
-from eaglegbv.config import Plan
 from eaglegbv.eval.runner import read_results
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
@@ -148,14 +147,6 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
     del sglang[:]  # all measured: nothing is started again
     assert bench(cli, pair, *options, "--out", str(tmp_path)).status == 0
     assert sglang == []
-
-
-def test_a_plan_and_a_baseline_are_different_settings() -> None:
-    from eaglegbv.errors import InvalidArgument
-    from eaglegbv.eval.records import Setting
-
-    with pytest.raises(InvalidArgument, match="plain decoding for transformers"):
-        Setting(plan=Plan(), baseline="transformers")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL on Windows")

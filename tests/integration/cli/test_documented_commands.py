@@ -5,13 +5,13 @@ The stand-ins lie in a cache as the hub's client keeps it, so names are found wi
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from support.cli import documented_commands
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 
 from eaglegbv.eval.runner import read_results
 
-DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 REVISION = "0" * 40
 ONE_BY_ONE = """
 import json, sys
@@ -56,15 +55,13 @@ STAND_INS = {
 
 
 def commands() -> list[list[str]]:
-    text = DOCS.read_text(encoding="utf-8").partition("## Real models")[2]
-    block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    lines = block[1].replace("\\\n", " ").strip().splitlines()
-    return [shlex.split(line) for line in lines]
+    """Those of the section on real models."""
+    return [c for c in documented_commands("benchmarks.md") if "/" in option(c, "--model")]
 
 
 def option(command: list[str], name: str) -> str:
-    return command[command.index(name) + 1]
+    """What follows an option; nothing where it is not given."""
+    return dict(pairwise(command)).get(name, "")
 
 
 def snapshot(home: Path, repository: str) -> Path:
@@ -131,6 +128,5 @@ def check(command: list[str], path: Path) -> None:
         assert record.error is None
         assert len(record.turns) == 2
         assert all(turn.completion_tokens == 5 for turn in record.turns)
-    if "--baselines" in command:
-        baselines = [s.baseline for s in settings.settings if s.baseline is not None]
-        assert baselines == option(command, "--baselines").split(",")
+    baselines = [s.baseline for s in settings.settings if s.baseline is not None]
+    assert ",".join(baselines) == option(command, "--baselines")

@@ -21,20 +21,6 @@ def generate(cli, pair, *arguments: str):
     return cli("generate", *pair, "--max-tokens", "12", "--seed", "3", *arguments)
 
 
-def test_json_is_one_object_with_text_tokens_and_metrics(cli, pair) -> None:
-    result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
-    assert result.status == 0, result.err
-    answer = json.loads(result.out)
-    assert len(answer["token_ids"]) == 12
-    assert answer["finish_reason"] == "length"
-    assert isinstance(answer["text"], str)
-    assert answer["plan"]["verifier"] == "otbv"
-    metrics = answer["metrics"]
-    assert metrics["committed_tokens"] == 11
-    assert metrics["block_efficiency"] == 11 / metrics["target_forwards"]
-    assert 0 < metrics["decode_seconds"] < answer["seconds"]
-
-
 def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
     # A seed gives the same text again under a fixed plan.
     options = ["--prompt", "Hello", "--verifier", "otbv", "--ignore-eos"]
@@ -102,11 +88,9 @@ def test_the_drafter_is_told_how_to_draft(cli, pair) -> None:
     }
     plan = json.loads(result.out)["plan"]
     assert {name: plan[name] for name in expected} == expected
-
-
-def test_single_path_verifiers_default_to_one_path(cli, pair) -> None:
-    result = generate(cli, pair, "--prompt", "Hello", "--verifier", "block", "--json")
-    assert json.loads(result.out)["plan"]["paths"] == 1
+    # A verifier of a single path gets one unless it is told otherwise.
+    single = generate(cli, pair, "--prompt", "Hello", "--verifier", "block", "--json")
+    assert json.loads(single.out)["plan"]["paths"] == 1
 
 
 def test_without_a_drafter_drafts_are_looked_up_and_a_line_says_so(cli, pair) -> None:
@@ -135,12 +119,19 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
     assert (tmp_path / "ran").exists()
 
 
-def test_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
+def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
     result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
+    assert result.status == 0, result.err
     answer = json.loads(result.out)
+    assert len(answer["token_ids"]) == 12
+    assert answer["finish_reason"] == "length"
+    metrics, plans = answer["metrics"], answer["metrics"]["plans"]
+    assert metrics["committed_tokens"] == 11
+    assert metrics["block_efficiency"] == 11 / metrics["target_forwards"]
+    assert metrics["cached_tokens"] == 0
+    assert 0 < metrics["decode_seconds"] < answer["seconds"]
     assert answer["plan"]["max_paths"] > 1
-    plans = answer["metrics"]["plans"]
-    assert sum(plans.values()) == answer["metrics"]["target_forwards"]
+    assert sum(plans.values()) == metrics["target_forwards"]
     assert set(plans) <= {"none", *(plan_name(plan) for plan in AUTO.candidates)}
 
 

@@ -66,6 +66,8 @@ def test_seeds_differ_by_question_turn_and_repeat_but_not_by_setting() -> None:
 def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         run_settings(**changes)
+    with pytest.raises(InvalidArgument, match="plain decoding for transformers"):
+        Setting(plan=Plan(), baseline="transformers")
 
 
 # Conversations held at once: each once, with its own seed, whatever the order they end in.
