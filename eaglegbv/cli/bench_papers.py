@@ -311,13 +311,7 @@ def solvers(
     if as_json:
         opts.print_json(report)
         return
-    opts.print_rows(
-        {
-            name: "-" if (value := getattr(row, field)) is None else format(value, layout)
-            for name, (field, layout) in SOLVER_COLUMNS.items()
-        }
-        for row in report.rows
-    )
+    opts.print_rows(report.rows, SOLVER_COLUMNS)
 
 
 SOLVER_COLUMNS = {

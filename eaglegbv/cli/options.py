@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -305,12 +305,18 @@ def print_json(content: object) -> None:
     typer.echo(msgspec.json.encode(content).decode())
 
 
-def print_rows(rows: Iterable[Mapping[str, str]]) -> None:
-    """Print a table of rows by heading; "-" where a row has nothing under one."""
-    from eaglegbv.eval.report import pivot, plain_text
+def print_rows(rows: Sequence[object], columns: Mapping[str, tuple[str, str]]) -> None:
+    """Print a table: under each heading an attribute that rows have, in a format; "-" for none."""
+    from eaglegbv.eval.report import plain_text
 
-    cells = {(str(n), name): cell for n, row in enumerate(rows) for name, cell in row.items()}
-    typer.echo(plain_text([row[1:] for row in pivot("", cells)]))
+    def cell(row: object, name: str, layout: str) -> str:
+        value = getattr(row, name) if name in dir(row) else None
+        return "-" if value is None else format(value, layout)
+
+    shown = {key: how for key, how in columns.items() if any(how[0] in dir(row) for row in rows)}
+    typer.echo(
+        plain_text([list(shown), *([cell(row, *how) for how in shown.values()] for row in rows)])
+    )
 
 
 def write_json(path: Path, content: object) -> None:

@@ -19,6 +19,7 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval import g_test
+from eaglegbv.eval.audit_exact import Judged
 from eaglegbv.llm import LLM
 from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
@@ -33,10 +34,9 @@ FEWEST_CELLS = 8
 ROWS = 64  # sequences of one forward of the plain model
 
 
-class PairResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the audit of a rule on a pair."""
+class PairResult(Judged, frozen=True, kw_only=True):
+    """Result of the audit of a rule on a pair; the first includes the time of what all share."""
 
-    verifier: str  # name of the verifier
     model: str  # the target
     drafter: str | None  # the drafter
     against: str  # `exact` or `plain`: what the texts are compared with
@@ -50,28 +50,16 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
     # Total variation between the two distributions that is noticed with probability 0.9, if it is
     # spread in the way that is hardest to see.
     detectable_shift: float
-    block_efficiency: float  # tokens per target forward
-    seconds: float  # wall time; that of the first rule includes what all are compared with
+
+    @property
+    def rejects_below(self) -> float:
+        """The p-value below which the engine is rejected."""
+        return self.level
 
     @property
     def passed(self) -> bool:
         """Whether the test did not reject the engine."""
         return self.p_value >= self.level
-
-    def figures(self) -> dict[str, str]:
-        """Return the measured figures as text, by name."""
-        return {
-            "verifier": self.verifier,
-            "against": self.against,
-            "texts": str(self.samples),
-            "cells": str(self.cells),
-            "G": f"{self.statistic:.1f}",
-            "p-value": f"{self.p_value:.2e}",
-            "rejects below": f"{self.level:.0e}",
-            "detects": f"{self.detectable_shift:.3f}",
-            "block efficiency": f"{self.block_efficiency:.3f}",
-            "seconds": f"{self.seconds:.1f}",
-        }
 
 
 def audit_pair(

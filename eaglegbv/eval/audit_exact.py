@@ -148,6 +148,7 @@ MOST_TREES = 20_000  # most draft trees of one problem that are listed
 MOST_LP_ENTRIES = 5_000_000
 """Most entries of the linear program's matrix; with more, the optimum is not computed."""
 
+TOLERANCE = 1e-12  # largest error of an exact audit that is rounding
 HUB_PATHS = 2  # number of paths of SpecHub, which drafts pairs
 
 
@@ -182,20 +183,30 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return Shape(self.vocab, self.depth, self.paths)
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an audit."""
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule and what an audit found of it."""
 
     verifier: str  # name of the verifier
+    block_efficiency: float  # mean number of tokens committed by a (first) step
+    seconds: float  # wall time
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found against it."""
+        raise NotImplementedError
+
+    @property
+    def verdict(self) -> str:
+        """Whether it passed, in words."""
+        return "lossless" if self.passed else "NOT LOSSLESS"
+
+
+class Result(Judged, frozen=True, kw_only=True):
+    """Result of an audit on random tiny problems."""
+
     draft_sampling: str  # the draft distribution
+    paths: int  # see `Sizes`
     instances: int  # number of random problems
-
-    def passed(self, tolerance: float) -> bool:
-        """Return whether the verifier passed; ``tolerance`` limits the error of exact audits."""
-        raise NotImplementedError
-
-    def figures(self) -> dict[str, str]:
-        """Return the measured figures as text, by name."""
-        raise NotImplementedError
 
 
 OnInstance: TypeAlias = Callable[[float], object]
@@ -251,30 +262,20 @@ class Subject:
 
 
 class AuditResult(Result, frozen=True, kw_only=True):
-    """Result of an exact audit."""
+    """Result of an exact audit, whose block efficiency is the expected one."""
 
     # Largest deviation, over all problems and texts of `depth + 1` tokens, of the text's
     # probability from the target's.
     max_abs_error: float
-    block_efficiency: float  # mean over the problems of the expected tokens committed by one step
     # Mean of the largest block efficiency that a lossless step can have (GBV, Theorem 4.3); None
     # where the linear program is too large. A rule that leaves a modified target may exceed it,
     # because it borrows from later steps.
     lp_optimum: float | None
-    seconds: float  # wall time
 
-    def passed(self, tolerance: float) -> bool:
-        """Return whether the error is within ``tolerance``."""
-        return self.max_abs_error <= tolerance
-
-    def figures(self) -> dict[str, str]:
-        """See :meth:`Result.figures`."""
-        return {
-            "max error": f"{self.max_abs_error:.1e}",
-            "block efficiency": f"{self.block_efficiency:.4f}",
-            "LP optimum": "-" if self.lp_optimum is None else f"{self.lp_optimum:.4f}",
-            "seconds": f"{self.seconds:.1f}",
-        }
+    @property
+    def passed(self) -> bool:
+        """Whether the error is rounding."""
+        return self.max_abs_error <= TOLERANCE
 
 
 def exact_subject(rule: Rule, verify: VerifyWithState) -> Subject:
@@ -313,6 +314,7 @@ def _enumerate(
     return AuditResult(
         verifier=rule.name,
         draft_sampling=str(draft_sampling),
+        paths=sizes.paths,
         instances=sizes.instances,
         max_abs_error=worst,
         block_efficiency=efficiency / sizes.instances,

@@ -64,15 +64,10 @@ class Journal(Generic[Entry]):
             InvalidArgument: The file cannot be read, or a line is not an entry; the message names
                 the folder as the user does, by ``argument``.
         """
+        lines, what = self._whole_lines().split(b"\n")[:-1], self.content
         return [
-            decode_json(
-                line,
-                self.kind,
-                argument=argument,
-                place=f"{self.path}:{number}",
-                expected=self.content,
-            )
-            for number, line in enumerate(self._whole_lines().split(b"\n")[:-1], start=1)
+            decode_json(line, self.kind, argument=argument, place=f"{self.path}:{n}", expected=what)
+            for n, line in enumerate(lines, start=1)
         ]
 
     def resume(self) -> list[Entry]:

@@ -1,11 +1,8 @@
 """Comparison of the solvers of optimal transport at a node of independent drafts.
 
-Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so
-that a distribution is about equally peaked for every V, and draft logits are the target's plus
-normal noise of standard deviation 0.8. A draft distribution keeps all tokens or its most likely
-ones. Every solver gets the two distributions on the draft's support and n drafts, and selects one
-of the drafts. The measured time is the process's processor time, so that other users of the machine
-do not count.
+Distributions are random (docs/solvers.md). Every solver gets the two distributions on the draft's
+support and n drafts, and selects one of the drafts. The measured time is the process's processor
+time, so that other users of the machine do not count.
 
 The distribution of what a node commits is computed from what the solver does, not from what it aims
 at: from the distribution of its selection (for the exact solver, from its relabelling of drafts),

@@ -91,12 +91,6 @@ def test_the_batched_implementation_by_samples(cli, name: str, draft_sampling: s
     assert json.loads(result.out)["detectable_shift"] < 0.1
 
 
-def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
-    arguments = ("audit", "--verifier", "block", "--instances", "5", "--json")
-    assert cli(*arguments, "--tolerance", "0").status == 1
-    assert cli(*arguments).status == 0
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -19,8 +19,6 @@ BAD = {
         ("--verifier otbv --vocab 1", "vocab=1"),
         ("--verifier otbv --vocab 9 --depth 4", "at most 20000 draft trees"),
         ("--verifier otbv --instances 0", "instances=0"),
-        ("--verifier otbv --tolerance -1", "tolerance=-1"),
-        ("--verifier otbv --tolerance nan", "tolerance=nan"),
         ("--verifier otbv --samples 0", "samples=0"),
         ("--all --verifier otbv", "neither --verifier nor --draft-sampling"),
         ("--module /no/such/file.py", "module='/no/such/file.py'"),
