@@ -135,16 +135,30 @@ def mt_bench(
         draft_temperatures=opts.entries("draft-temperature", draft_temperature, float),
         baselines=_baseline_names(kind, baselines),
     )
-    arguments = _arguments(backend_arguments)
+    arguments: dict[str, Scalar] = {}
+    if backend_arguments is not None:
+        arguments = decode_json(
+            backend_arguments.encode(),
+            dict[str, Scalar],
+            argument="backend-arguments",
+            place=backend_arguments,
+            expected="a JSON object of strings and numbers",
+        )
     settings = opts.run_settings(
         given, chosen, models, wanted.settings, backend_arguments=arguments
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     serving = _serving(kind, models, settings)
+    template = serving.tokenizer.chat_template
+    if template is None:
+        expected = "a model whose tokenizer has a chat template"
+        raise InvalidArgument("model", settings.model, expected)
+    # Some tokenizers have several templates, by name.
+    template = template if isinstance(template, str) else template["default"]
     folder = RunFolder(
         out or Path("runs") / chosen.suite,
-        _as_served(settings, serving),
+        msgspec.structs.replace(settings, template=template, dtype=serving.dtype),
         describe_environment(serving.device, serving.packages),
     )
     _hold(serving.sittings, chosen.questions, folder)
@@ -167,18 +181,6 @@ def _baseline_names(backend: BackendName, text: str | None) -> list[str]:
     for name in found:
         baseline(name)  # raises an error if there is no baseline with this name
     return found
-
-
-def _arguments(text: str | None) -> dict[str, Scalar]:
-    if text is None:
-        return {}
-    return decode_json(
-        text.encode(),
-        dict[str, Scalar],
-        argument="backend-arguments",
-        place=text,
-        expected="a JSON object of strings and numbers",
-    )
 
 
 # Holding the conversations of a run, and reporting.
@@ -230,7 +232,7 @@ def _hold(
     timed = at_once is None
     with _watched(folder.settings, folder.add, folder.records, timed=timed) as keep:
         for sitting in sittings:
-            if folder.has_all(sitting.settings):
+            if folder.done.issuperset(folder.settings.keys(sitting.settings)):
                 continue
             with sitting.open() as generate:
                 run(
@@ -365,20 +367,6 @@ def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Ch
     target = str(models.named.target)
     library = Library(target, dtype=dtype, device=device)
     return {name: ChatBaseline.of(library, target, baseline(name)) for name in names}
-
-
-def _as_served(settings: RunSettings, serving: Backend) -> RunSettings:
-    """Return the settings of a run with what is known about its models once they are loaded."""
-    template = serving.tokenizer.chat_template
-    if template is None:
-        expected = "a model whose tokenizer has a chat template"
-        raise InvalidArgument("model", settings.model, expected)
-    return msgspec.structs.replace(
-        settings,
-        # Some tokenizers have several templates, by name.
-        template=template if isinstance(template, str) else template["default"],
-        dtype=serving.dtype,
-    )
 
 
 # Through SGLang's OpenAI endpoint.

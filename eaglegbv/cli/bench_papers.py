@@ -1,6 +1,6 @@
 """``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,7 @@ import typer
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.comparison import (
     DrafterReport,
     category_table,
@@ -20,10 +20,10 @@ from eaglegbv.eval.comparison import (
 )
 from eaglegbv.eval.paired_comparison import collect
 from eaglegbv.eval.papers.cells import Options, Site
-from eaglegbv.eval.papers.grids import paper_named
+from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
-from eaglegbv.eval.plots import check_matplotlib
-from eaglegbv.eval.questions import Question, load_questions
+from eaglegbv.eval.plots import check_matplotlib, picture_style, save_pictures
+from eaglegbv.eval.questions import load_questions
 from eaglegbv.eval.records import Record, Setting, describe_environment, name_of_model
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
@@ -32,13 +32,12 @@ from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import (
     Study,
     StudySettings,
-    draw_study,
+    study_canvas,
     study_cells,
     study_table,
     temperature_findings,
     tree_findings,
 )
-from eaglegbv.llm import LLM
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -170,37 +169,25 @@ def study(
     )
     out.mkdir(parents=True, exist_ok=True)
     path = out / "study.json"
-    result = _measure(result, llms, chosen.questions, path)
+    total = len(settings.temperatures) * len(llms) * len(chosen.questions)
+    with opts.progress(total, "text") as bar:
+        for heat in settings.temperatures:
+            asked = chosen.questions
+            texts = collect(first, asked, temperature=heat, max_tokens=max_tokens, seed=seed)
+            for name, llm in llms.items():
+                sampled, fixed = study_cells(
+                    name, llm.pair, texts, heat, settings, on_texts=bar.update
+                )
+                result = msgspec.structs.replace(
+                    result, sampled=(*result.sampled, *sampled), fixed=(*result.fixed, *fixed)
+                )
+            path.write_bytes(msgspec.json.encode(result) + b"\n")
     typer.echo(plain_text(study_table(result)))
     found = [*tree_findings(result), *temperature_findings(result)]
     typer.echo("\n".join(f"- {finding}" for finding in found))
-    typer.echo("\n".join(f"wrote {one}" for one in [*draw_study(result, out), path]), err=True)
-
-
-def _measure(
-    study: Study, llms: Mapping[str, LLM], questions: Sequence[Question], path: Path
-) -> Study:
-    """Return the study with the drafters' results, which are saved after every temperature."""
-    settings = study.settings
-    first = next(iter(llms.values()))
-    with opts.progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
-        for temperature in settings.temperatures:
-            texts = collect(
-                first,
-                questions,
-                temperature=temperature,
-                max_tokens=settings.max_tokens,
-                seed=settings.seed,
-            )
-            for name, llm in llms.items():
-                sampled, fixed = study_cells(
-                    name, llm.pair, texts, temperature, settings, on_texts=bar.update
-                )
-                study = msgspec.structs.replace(
-                    study, sampled=(*study.sampled, *sampled), fixed=(*study.fixed, *fixed)
-                )
-            path.write_bytes(msgspec.json.encode(study) + b"\n")
-    return study
+    with picture_style():
+        pictures = save_pictures(study_canvas(result), out, "study")
+    typer.echo("\n".join(f"wrote {one}" for one in [*pictures, path]), err=True)
 
 
 def paper(
@@ -228,7 +215,10 @@ def paper(
     of a ratio tests each of them. Measurements are saved as they come: the same command continues
     where an earlier one stopped.
     """
-    given, chosen = locals(), paper_named(name)
+    given = locals()
+    if name not in PAPERS:
+        raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
+    chosen = PAPERS[name]
     folder = out or Path("runs") / f"paper-{name}"
     models = opts.made_of(given, opts.Models)
     site = Site(

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,7 +123,8 @@ def batch(
             compile_backend=compile_backend or "",
             dtype=dtype_name(precision),
         )
-        opts.write_json(out, results)
+        out.write_bytes(msgspec.json.encode(results) + b"\n")
+        typer.echo(f"wrote {out}", err=True)
 
 
 @dataclass(frozen=True)
@@ -228,12 +229,13 @@ def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
     if plan is not None:
         llm = engines.plain if plan == PLAIN else engines.drafting
         assert llm is not None
-        return throughput.EngineWay(name, llm, plan)
+        return throughput.Way(name, partial(throughput.run_engine, llm, plan))
     try:
         chosen = baseline(name, argument="ways")
     except InvalidArgument:
         raise InvalidArgument("ways", name, f"auto, none, PATHSxDEPTH, {EXPECTED}") from None
-    return throughput.TransformersWay(name, engines.library.generation(chosen, ends=False))
+    generation = engines.library.generation(chosen, ends=False)
+    return throughput.Way(name, partial(throughput.run_library, generation), chosen.max_batch)
 
 
 def step(

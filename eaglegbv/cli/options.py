@@ -319,12 +319,6 @@ def print_rows(rows: Sequence[object], columns: Mapping[str, tuple[str, str]]) -
     )
 
 
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file, and say so."""
-    path.write_bytes(msgspec.json.encode(content) + b"\n")
-    typer.echo(f"wrote {path}", err=True)
-
-
 class Progress:
     """A bar on standard error; where that is no terminal, a line every :data:`LINE_SECONDS`."""
 

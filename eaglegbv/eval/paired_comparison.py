@@ -92,8 +92,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def joined(cls, parts: "Sequence[Cell]") -> "Cell":
         """Return the cell of all questions of ``parts``; it is empty where one of them is."""
-        first, whole = parts[0], all(part.steps for part in parts)
-        own = parts if whole else ()
+        first, own = parts[0], parts if all(part.steps for part in parts) else ()
         return cls(
             setting=first.setting,
             tokens=tuple(x for part in own for x in part.tokens),

@@ -127,7 +127,12 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
         except InvalidArgument as error:
             raise InvalidArgument("questions-set", error.value, error.expected) from error
     if data is not None:
-        return _read(_inside(data, suite) if data.is_dir() else data, suite.name)
+        inside = (data / "prompts" / suite.file, data / suite.file) if data.is_dir() else (data,)
+        found = next((path for path in inside if path.is_file() or path == data), None)
+        if found is None:
+            expected = f"a folder with {suite.file} or prompts/ of it"
+            raise InvalidArgument("data", str(data), expected)
+        return _read(found, suite.name)
     if suite.packaged:
         packaged = resources.files("eaglegbv") / "assets" / "questions" / suite.file
         with resources.as_file(packaged) as path:
@@ -141,14 +146,6 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
 
 def _read(path: Path, name: str, origin: str | None = None) -> QuestionSet:
     return QuestionSet(name, origin or str(path), read_questions(path, name))
-
-
-def _inside(folder: Path, suite: Suite) -> Path:
-    candidates = (folder / "prompts" / suite.file, folder / suite.file)
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise InvalidArgument("data", str(folder), f"a folder with {suite.file} or prompts/ of it")
-    return found
 
 
 def read_questions(path: Path, source: str) -> tuple[Question, ...]:

@@ -6,6 +6,7 @@ latest run; full tables of a paper's comparison stay in its file.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -400,7 +401,8 @@ def _pictures(content: Evidence) -> "Iterator[tuple[str, Callable[[], Canvas]]]"
             "block_efficiency_by_paths": several,
             "block_efficiency_by_temperature": heats,
         }
-        yield from ((part, partial(_drawn, content, part)) for part, some in parts.items() if some)
+        for part in (part for part, some in parts.items() if some):
+            yield part, partial(_drawn, content, part)
 
 
 def _drawn(results: Results, part: str) -> "Canvas":
@@ -410,26 +412,16 @@ def _drawn(results: Results, part: str) -> "Canvas":
 def _batch_canvas(speeds: Mapping[Cell, Mapping[str, statistics.Estimate]]) -> "Canvas":
     """Draw one panel for each temperature and prompt length: each way's speed over plain's."""
     panels = []
-    for t, context in dict.fromkeys((cell.temperature, cell.context) for cell in speeds):
+    for (t, context), cells in grouped(speeds, lambda c: (c.temperature, c.context)).items():
         points: dict[str, list[tuple[float, statistics.Estimate]]] = {}
-        for cell, ways in speeds.items():
-            if (cell.temperature, cell.context) == (t, context):
-                for way, speed in ways.items():
-                    points.setdefault(way, []).append((cell.batch, speed))
+        for cell in cells:
+            for way, speed in speeds[cell].items():
+                points.setdefault(way, []).append((cell.batch, speed))
         lines = [plots.Line(way, sorted(own)) for way, own in points.items()]
         prompt = f"{context} tokens" if context else "questions as they are"
-        title = f"temperature {t:g}, {prompt}"
-        ticks = sorted({x for own in points.values() for x, _ in own})
-        panels.append(
-            plots.Panel(
-                lines=lines,
-                x="batch",
-                title=title,
-                ticks=ticks,
-                doubling=True,
-                legend="upper right",
-            )
-        )
+        title, ticks = f"temperature {t:g}, {prompt}", sorted({float(c.batch) for c in cells})
+        panel = plots.Panel(lines=lines, x="batch", title=title, ticks=ticks, doubling=True)
+        panels.append(replace(panel, legend="upper right"))
     return plots.draw_panels(
         panels, "speed over plain decoding (range over repeats)", columns=len(panels)
     )

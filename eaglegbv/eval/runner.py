@@ -46,10 +46,6 @@ class RunFolder(Folder[RunSettings, Record]):
         """The keys of all records that were measured."""
         return frozenset(record.key for record in self.records)
 
-    def has_all(self, settings: Sequence[Setting]) -> bool:
-        """Return whether all records that these settings should have were measured."""
-        return self.done.issuperset(self.settings.keys(settings))
-
     def results(self) -> Results:
         """Return all that was measured so far."""
         return Results(settings=self.settings, environment=self.environment, records=self.records)

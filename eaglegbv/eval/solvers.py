@@ -66,7 +66,6 @@ class Row(Setting, frozen=True, kw_only=True):
     # Median milliseconds of processor time from the two distributions and the drafts to the
     # selected draft.
     median_ms: float | None
-    mean_ms: float | None
     success: float  # share of the nodes solved in time and within the tolerance
     refused: int  # number of nodes that were too large for the solver; they count in `success`
     # Number of nodes at which the solver's loss of acceptance was above the tolerance, so that
@@ -227,7 +226,6 @@ def row(
         solver=str(solver),
         instances=len(given),
         median_ms=1e3 * median(seconds) if some else None,
-        mean_ms=1e3 * fmean(seconds) if some else None,
         success=len(solved) / len(given),
         refused=len(given) - len(answers),
         fallbacks=len(answers) - len(bounds),

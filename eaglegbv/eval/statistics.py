@@ -308,17 +308,10 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
         ratios = pairs[:, :, 0] / below
         if len(records) > 1:
             ratios[:, 0] /= np.where(ratios[:, 1] > 0, ratios[:, 1], np.nan)
-        return _median_of_known(ratios[:, 0])
+        unknown = np.isnan(ratios[:, 0])
+        return np.asarray(np.nanmedian(np.where(unknown.all(axis=0), 0.0, ratios[:, 0]), axis=0))
 
     return bootstrap(columns, median)
-
-
-def _median_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the median over the first axis without NaN; 0 if all are NaN."""
-    some = ~np.isnan(values).all(axis=0)
-    medians = np.zeros(values.shape[1:])
-    medians[some] = np.nanmedian(values[:, some], axis=0)
-    return medians
 
 
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:

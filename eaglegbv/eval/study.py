@@ -10,7 +10,6 @@ At temperature 0 all sampled paths coincide: a sampled tree is one path, whateve
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -279,16 +278,6 @@ def _best(group: Sequence[SampledCell]) -> SampledCell:
 
 def _equal(group: Sequence[SampledCell]) -> SampledCell:
     return next(cell for cell in group if cell.draft_temperature == 1.0)
-
-
-def draw_study(study: Study, folder: Path) -> list[Path]:
-    """Draw the results of the most paths into ``folder``, as PNG and SVG; return the paths.
-
-    Raises:
-        InvalidArgument: A file cannot be written.
-    """
-    with plots.picture_style():
-        return plots.save_pictures(study_canvas(study), folder, "study")
 
 
 def study_canvas(study: Study) -> "Canvas":

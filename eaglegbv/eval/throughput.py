@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -68,68 +68,51 @@ class Timing(Counts, frozen=True, kw_only=True):
 # Ways to generate: the engine with one planning, and transformers.
 
 
-class Way(Protocol):
-    """A way to generate: a name for tables, and most prompts at once (None for any number)."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def max_batch(self) -> int | None: ...  # noqa: D102
-
-    def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
-        """Answer all prompts of token ids with ``tokens`` tokens each."""
-
-
 @dataclass(frozen=True, slots=True)
-class EngineWay:
-    """The engine with one planning; see :class:`Way`."""
+class Way:
+    """A way to generate."""
 
-    name: str  # name of the way in tables
-    llm: LLM | PairEngine  # the engine, with its models
-    plan: Planning  # how all requests are planned
+    name: str  # name in tables
+    # Answers prompts with so many tokens each, at a temperature, with a seed.
+    run: Callable[[Prompts, int, float, int], Counts]
+    max_batch: int | None = None  # most prompts at once; None for any number
 
-    @property
-    def max_batch(self) -> None:
-        """None: the engine takes any number of prompts."""
 
-    def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
-        """See :meth:`Way.run`."""
-        usual = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-        seeds = (request_seed(seed, n) for n in range(len(prompts)))
-        params = [msgspec.structs.replace(usual, seed=own) for own in seeds]
-        # Ways share an engine and its counters.
-        before = [self._counted(metric) for metric in (FORWARDS, REASONS)]
-        answers = self.llm.generate(prompts, params, plan=self.plan)
-        for answer in answers:
-            if answer.error is not None:  # for example, a prompt longer than the model's context
-                raise EagleGBVError(str(answer.error))
-        return Counts(
-            tokens=sum(len(answer.token_ids) for answer in answers),
-            plans=dict(self._counted(FORWARDS) - before[0]),
-            reasons=dict(self._counted(REASONS) - before[1]),
-        )
+def run_engine(
+    llm: LLM | PairEngine,
+    plan: Planning,
+    prompts: Prompts,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> Counts:
+    """Answer by the engine, which plans all requests so; see :class:`Way`."""
 
-    def _counted(self, metric: Metric) -> Counter[str]:
-        values = self.llm.metrics.values.get(metric, {})
+    def counted(metric: Metric) -> Counter[str]:
+        values = llm.metrics.values.get(metric, {})
         return Counter({name: int(count) for name, count in values.items()})
 
+    usual = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    seeds = (request_seed(seed, n) for n in range(len(prompts)))
+    params = [msgspec.structs.replace(usual, seed=own) for own in seeds]
+    plans, reasons = counted(FORWARDS), counted(REASONS)  # ways share an engine and its counters
+    answers = llm.generate(prompts, params, plan=plan)
+    for answer in answers:
+        if answer.error is not None:  # for example, a prompt longer than the model's context
+            raise EagleGBVError(str(answer.error))
+    return Counts(
+        tokens=sum(len(answer.token_ids) for answer in answers),
+        plans=dict(counted(FORWARDS) - plans),
+        reasons=dict(counted(REASONS) - reasons),
+    )
 
-@dataclass(frozen=True, slots=True)
-class TransformersWay:
-    """transformers' ``generate``, plain or assisted, past ends of sequence; see :class:`Way`."""
 
-    name: str
-    generation: Generation
-
-    @property
-    def max_batch(self) -> int | None:
-        """See :class:`Way`."""
-        return self.generation.baseline.max_batch
-
-    def run(self, prompts: Prompts, tokens: int, *, temperature: float, seed: int) -> Counts:
-        """See :meth:`Way.run`."""
-        answers = self.generation(prompts, tokens, temperature=temperature, seed=seed)
-        return Counts(tokens=answers.numel())
+def run_library(
+    generation: Generation, prompts: Prompts, tokens: int, temperature: float, seed: int
+) -> Counts:
+    """Answer by transformers, past ends of sequence; see :class:`Way`."""
+    answers = generation(prompts, tokens, temperature=temperature, seed=seed)
+    return Counts(tokens=answers.numel())
 
 
 # Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
@@ -200,14 +183,14 @@ def _cell(
 ) -> Iterator[Timing]:
     for way in ways:
         tokens = min(grid.tokens, WARM_UP_TOKENS)
-        way.run(batches[0], tokens, temperature=temperature, seed=grid.seed)
+        way.run(batches[0], tokens, temperature, grid.seed)
     for repeat in range(grid.repeats):
         for number, asked in enumerate(batches):
             seed = request_seed(grid.seed, repeat * len(batches) + number)
             for place in range(len(ways)):
                 way = ways[(place + repeat + number) % len(ways)]
                 start = time.perf_counter()
-                counts = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
+                counts = way.run(asked, grid.tokens, temperature, seed)
                 yield Timing(
                     **msgspec.structs.asdict(counts),
                     way=way.name,

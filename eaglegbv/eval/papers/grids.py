@@ -6,7 +6,6 @@ from itertools import product
 from types import MappingProxyType
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.node_acceptance import RULES
 from eaglegbv.eval.paired_comparison import Figure
 from eaglegbv.eval.papers.cells import Way
@@ -355,14 +354,3 @@ PAPERS: Mapping[str, Paper] = MappingProxyType(
     {paper.name: paper for paper in (BV, GBV, GR_SOLVERS, GR_STEPS, MDSD, SPECTR_GBV)}
 )
 """Every comparison that ``eaglegbv bench paper`` makes."""
-
-
-def paper_named(name: str) -> Paper:
-    """Return a paper's comparison.
-
-    Raises:
-        InvalidArgument: There is none of that name.
-    """
-    if name not in PAPERS:
-        raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
-    return PAPERS[name]

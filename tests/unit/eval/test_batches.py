@@ -1,6 +1,6 @@
 """bench batch: ways take turns, and ratios are those of the same repeat."""
 
-from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,21 +16,21 @@ from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 
 
-@dataclass
-class Told:
-    """A way that notes how it was asked."""
+Call = tuple[str, int, int, int]
 
-    name: str
-    calls: list[tuple[str, int, int, int]]
-    max_batch: int | None = None
-    seeds: list[int] = field(default_factory=list)
 
-    def run(
-        self, prompts: throughput.Prompts, tokens: int, *, temperature: float, seed: int
-    ) -> throughput.Counts:
-        self.calls.append((self.name, len(prompts), len(prompts[0]), tokens))
-        self.seeds.append(seed)
+def told(
+    name: str, calls: list[Call], max_batch: int | None = None
+) -> tuple[throughput.Way, list[int]]:
+    """A way that notes how it was asked, and its seeds."""
+    seeds: list[int] = []
+
+    def run(prompts: throughput.Prompts, tokens: int, _: float, seed: int) -> throughput.Counts:
+        calls.append((name, len(prompts), len(prompts[0]), tokens))
+        seeds.append(seed)
         return throughput.Counts(tokens=tokens * len(prompts))
+
+    return throughput.Way(name, run, max_batch), seeds
 
 
 def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.Timing:
@@ -40,8 +40,12 @@ def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.
 
 
 def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
-    calls: list[tuple[str, int, int, int]] = []
-    first, second, single = Told("a", calls), Told("b", calls), Told("c", calls, max_batch=1)
+    calls: list[Call] = []
+    (first, seeds), (second, others), (single, _) = (
+        told("a", calls),
+        told("b", calls),
+        told("c", calls, 1),
+    )
     grid = throughput.Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
     timings = list(throughput.measure([first, second, single], QUESTIONS.take, grid))
     order = [name for name, batch, _, tokens in calls if tokens == 40 and batch == 1]
@@ -49,14 +53,14 @@ def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     assert [name for name, batch, _, tokens in calls if tokens == 24] == list("abcab")
     assert {length for _, _, length, _ in calls} == {5}
     assert all(batch == 1 for name, batch, _, _ in calls if name == "c")
-    assert first.seeds == second.seeds
+    assert seeds == others
     assert len(timings) == 3 * 2 + 2 * 2
     assert timings[0].tokens == 40
 
 
 def test_small_batches_are_measured_on_several_prompts() -> None:
-    calls: list[tuple[str, int, int, int]] = []
-    first, second = Told("a", calls), Told("b", calls)
+    calls: list[Call] = []
+    (first, seeds), (second, _) = told("a", calls), told("b", calls)
     grid = throughput.Grid(
         batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3
     )
@@ -65,7 +69,7 @@ def test_small_batches_are_measured_on_several_prompts() -> None:
     alone = [("a", 1, 3), ("b", 1, 3), ("b", 1, 2), ("a", 1, 2), ("a", 1, 4), ("b", 1, 4)]
     assert order == [*alone, ("a", 2, 3), ("b", 2, 3), ("b", 2, 4), ("a", 2, 4)]
     assert [t.first for t in timings if t.way == "a"] == [0, 1, 2, 0, 2]
-    assert len(set(first.seeds)) == 3 + 1
+    assert len(set(seeds)) == 3 + 1
 
 
 def speeds(*timings: throughput.Timing) -> dict[str, throughput.Speeds]:
@@ -117,7 +121,10 @@ class Counting:
 
 def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     engine = cast("LLM", Counting())
-    ways = [throughput.EngineWay(name, engine, AUTO) for name in ("auto", "3x4")]
+    ways = [
+        throughput.Way(name, partial(throughput.run_engine, engine, AUTO))
+        for name in ("auto", "3x4")
+    ]
     grid = throughput.Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
     timings = list(throughput.measure(ways, lambda count, _: asked[count], grid))

@@ -263,20 +263,22 @@ def test_the_hash_tells_questions_apart(isolated: Path) -> None:
     assert other.sha256 != one.sha256
 
 
+COUNTS = {
+    "mt-bench": 80,
+    "spec-bench": 480,
+    "gsm8k": 1319,
+    "humaneval": 164,
+    "math-500": 500,
+    "mgsm": 2750,
+    "mbpp": 500,
+    "eagle-gsm8k": 80,
+    "eagle-humaneval": 80,
+}
+
+
 @pytest.mark.parametrize("name", sorted(set(SUITES) - {"builtin"}))
 def test_reads_the_real_sets(name: str) -> None:
     path = data_file(f"prompts/{SUITES[name].file}")
     if path is None:
         pytest.skip("the data folder is not on this machine")
-    counts = {
-        "mt-bench": 80,
-        "spec-bench": 480,
-        "gsm8k": 1319,
-        "humaneval": 164,
-        "math-500": 500,
-        "mgsm": 2750,
-        "mbpp": 500,
-        "eagle-gsm8k": 80,
-        "eagle-humaneval": 80,
-    }
-    assert len(load_questions(name, path.parents[1]).questions) == counts[name]
+    assert len(load_questions(name, path.parents[1]).questions) == COUNTS[name]
