@@ -22,7 +22,7 @@ from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
 from eaglegbv.devices import dtype_name, named_dtype, place_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
-from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
+from eaglegbv.eval.baselines import Library, baseline, chat, streamed
 from eaglegbv.eval.plots import check_matplotlib, draw_all
 from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
@@ -276,7 +276,7 @@ class Sitting:
     # Returns a context with the function that answers by plans.
     open: Callable[[], AbstractContextManager[Generate]]
     # What answers in settings of a baseline, by name.
-    baselines: Mapping[str, ChatBaseline] = field(default_factory=dict)
+    baselines: Mapping[str, Generate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,12 +352,12 @@ def _sglang_engine(
         named["device"] = models.device
     llm = SGLangLLM(models.model, models.drafter, plan=plan, **named)
     try:
-        yield Streamed(llm)
+        yield partial(streamed, llm.stream)
     finally:
         llm.shutdown()
 
 
-def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, ChatBaseline]:
+def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Generate]:
     names = dict.fromkeys(s.baseline for s in settings if s.baseline is not None)
     if not names:
         return {}
@@ -366,7 +366,11 @@ def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Ch
     device, dtype = place_of(models.device, models.dtype)
     target = str(models.named.target)
     library = Library(target, dtype=dtype, device=device)
-    return {name: ChatBaseline.of(library, target, baseline(name)) for name in names}
+    tokenizer = load_tokenizer(target)
+    return {
+        name: partial(chat, library.generation(baseline(name), ends=True), tokenizer)
+        for name in names
+    }
 
 
 # Through SGLang's OpenAI endpoint.

@@ -24,7 +24,7 @@ from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.plots import check_matplotlib, picture_style, save_pictures
 from eaglegbv.eval.questions import load_questions
-from eaglegbv.eval.records import Record, Setting, describe_environment, name_of_model
+from eaglegbv.eval.records import Record, Setting, describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.solvers import STANDARD, settings_of
@@ -158,7 +158,7 @@ def study(
     }
     first = next(iter(llms.values()))
     result = Study(
-        model=name_of_model(first.model_name),
+        model=opts.Models(model=model).named.name,
         drafters=tuple(llms),
         questions=tuple(question.id for question in chosen.questions),
         suite=chosen.suite,

@@ -16,7 +16,6 @@ import torch
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import processor_name
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -248,11 +247,6 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     )
-
-
-def name_of_model(model: str) -> str:
-    """Return ``tiny`` for the packaged target, wherever it is; other names unchanged."""
-    return "tiny" if Path(model) == TINY_TARGET else model
 
 
 # The folder of a run, in which it is resumed.

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import TypeAlias
 
 import msgspec
 
-from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import (
@@ -30,7 +29,7 @@ from eaglegbv.eval.records import (
 from eaglegbv.eval.statistics import FIGURES
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Completion, Message
+from eaglegbv.text import Completion
 from eaglegbv.utils import write_whole
 
 
@@ -125,13 +124,8 @@ def _journal(folder: Path) -> Journal[Record]:
 WARM_UP_TOKENS = 16
 
 
-class Generate(Protocol):
-    """Answers chat messages, as :meth:`eaglegbv.llm.LLM.generate` does."""
-
-    def __call__(
-        self, prompts: list[Message], sampling_params: SamplingParams, *, plan: Plan
-    ) -> Completion:
-        """Return the answer to one conversation."""
+Generate: TypeAlias = Callable[..., Completion]
+"""Answers chat messages as :meth:`eaglegbv.llm.LLM.generate` does: prompts, params, ``plan=``."""
 
 
 def run(

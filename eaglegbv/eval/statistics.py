@@ -99,14 +99,9 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         return cls(forwards=sum(m.target_forwards for m in metrics), by_depth=tuple(accepted))
 
     @property
-    def accepted(self) -> int:
-        """Tokens accepted."""
-        return sum(self.by_depth)
-
-    @property
     def length(self) -> float:
         """Acceptance length: accepted tokens per forward."""
-        return self.accepted / max(1, self.forwards)
+        return sum(self.by_depth) / max(1, self.forwards)
 
     @property
     def shares(self) -> tuple[float, ...]:
