@@ -221,14 +221,11 @@ def paper(
     chosen = PAPERS[name]
     folder = out or Path("runs") / f"paper-{name}"
     models = opts.made_of(given, opts.Models)
-    site = Site(
-        folder,
-        load_questions(questions_set, data).first(questions),
-        opts.made_of(given, Options),
-        # Every setting answers the same prompts, and must read them itself.
-        lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
-        lambda what, steps: opts.progress(steps, "text", what),
-    )
+    asked = load_questions(questions_set, data).first(questions)
+    options = opts.made_of(given, Options)
+    # Every setting answers the same prompts, and must read them itself.
+    llm = models.load(Plan(), EngineConfig(prefix_cache=False))
+    site = Site(folder, asked, options, llm, lambda what, steps: opts.progress(steps, "text", what))
     typer.echo(chosen.title)
     found = chosen.measure(site)
     text = report_text(found.report)

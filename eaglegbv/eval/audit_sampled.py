@@ -1,11 +1,10 @@
 """The sampled audit: the output distribution of a batched verifier on random tiny problems."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
-from time import perf_counter
 from typing import TypeAlias
 
 import numpy as np
@@ -15,10 +14,10 @@ from torch import Tensor
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject, instance
+from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
 from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms, StatefulVerifier
@@ -334,21 +333,16 @@ class SampledResult(Result, frozen=True, kw_only=True):
 def _sample(
     write: Writer,
     samples: int,
-    rule: Rule,
-    draft_sampling: DraftSampling,
+    problems: Iterator[Sequence[Problem]],
     sizes: Sizes,
     on_instance: OnInstance,
-) -> SampledResult:
+) -> Callable[..., Result]:
     """Compare each problem's texts with the target's joint distribution by a G-test."""
-    start = perf_counter()
     generator = torch.Generator().manual_seed(sizes.seed)
     smallest, blindest, committed = 1.0, 0.0, 0
-    for number in range(sizes.instances):
-        problems = instance(
-            draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
-        )
-        cells, tokens = write(problems, samples, generator)
-        joint = target_joint(problems[0].target_probs, sizes.depth + 1)
+    for steps in problems:
+        cells, tokens = write(steps, samples, generator)
+        joint = target_joint(steps[0].target_probs, sizes.depth + 1)
         test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
         smallest = min(smallest, test.p_value)
         if test.cells > 1:
@@ -356,17 +350,13 @@ def _sample(
             blindest = max(blindest, shift)
         committed += tokens
         on_instance(test.p_value)
-    return SampledResult(
-        verifier=rule.name,
-        draft_sampling=str(draft_sampling),
-        paths=sizes.paths,
-        instances=sizes.instances,
+    return partial(
+        SampledResult,
         samples=samples,
         min_p_value=smallest,
         level=LEVEL,
         detectable_shift=blindest,
         block_efficiency=committed / (sizes.instances * samples),
-        seconds=perf_counter() - start,
     )
 
 
@@ -378,9 +368,9 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Subj
     """
     if samples < 1:
         raise InvalidArgument("samples", samples, "an integer of at least 1")
-    write: Writer
-    if isinstance(verifier, StatefulVerifier):
-        write = partial(write_runs, verifier)
-    else:
-        write = partial(write_steps, verifier)
+    write: Writer = (
+        partial(write_runs, verifier)
+        if isinstance(verifier, StatefulVerifier)
+        else partial(write_steps, verifier)
+    )
     return Subject(rule=verifier, run=partial(_sample, write, samples))

@@ -122,10 +122,8 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
             raise InvalidArgument("questions-set", suite_name, expected)
         if data is not None:
             raise InvalidArgument("data", str(data), "nothing where --questions-set is a file")
-        try:
-            return _read(path, path.name.partition(".")[0])
-        except InvalidArgument as error:
-            raise InvalidArgument("questions-set", error.value, error.expected) from error
+        name = path.name.partition(".")[0]
+        return QuestionSet(name, str(path), read_questions(path, name, "questions-set"))
     if data is not None:
         inside = (data / "prompts" / suite.file, data / suite.file) if data.is_dir() else (data,)
         found = next((path for path in inside if path.is_file() or path == data), None)
@@ -148,24 +146,25 @@ def _read(path: Path, name: str, origin: str | None = None) -> QuestionSet:
     return QuestionSet(name, origin or str(path), read_questions(path, name))
 
 
-def read_questions(path: Path, source: str) -> tuple[Question, ...]:
+def read_questions(path: Path, source: str, argument: str = "data") -> tuple[Question, ...]:
     """Read JSON lines, gzipped where the name ends in ``.gz``.
 
     A row has ``turns``, or the name a suite's authors use for its single turn: ``prompt`` (a string
     or a list of strings), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its
     id is ``id``, ``question_id``, ``prompt_id``, ``task_id`` or ``unique_id``, otherwise its line
     number. Its category is ``category`` or ``subject``; it may be missing, as may ``source``.
+    Messages call the file ``argument``.
 
     Raises:
         InvalidArgument: The file cannot be read, a row is malformed, or an id occurs twice.
     """
-    rows = read_json_lines(path, dict[str, Any])
-    questions = tuple(_question(row, place, source) for place, row in rows)
+    rows = read_json_lines(path, dict[str, Any], argument=argument)
+    questions = tuple(_question(row, place, source, argument) for place, row in rows)
     if not questions:
-        raise InvalidArgument("data", str(path), "at least one question")
+        raise InvalidArgument(argument, str(path), "at least one question")
     twice = [name for name, count in Counter(q.id for q in questions).items() if count > 1]
     if twice:
-        raise InvalidArgument("data", str(path), f"unique ids; {twice[0]!r} occurs twice")
+        raise InvalidArgument(argument, str(path), f"unique ids; {twice[0]!r} occurs twice")
     return questions
 
 
@@ -173,7 +172,7 @@ _IDS = ("id", "question_id", "prompt_id", "task_id", "unique_id")
 _ASKED = ("turns", "prompt", "question", "problem", "text")
 
 
-def _question(row: dict[str, Any], place: str, source: str) -> Question:
+def _question(row: dict[str, Any], place: str, source: str, argument: str) -> Question:
     asked: Any = next((row[name] for name in _ASKED if row.get(name) is not None), [])
     turns = [asked] if isinstance(asked, str) else asked
     if asked and asked is row.get("text") and "test_list" in row:
@@ -192,9 +191,9 @@ def _question(row: dict[str, Any], place: str, source: str) -> Question:
     try:
         question = msgspec.convert(content, Question)
     except msgspec.ValidationError as error:
-        raise InvalidArgument("data", place, f"a question ({error})") from error
+        raise InvalidArgument(argument, place, f"a question ({error})") from error
     if not turns or not all(turn.strip() for turn in turns):
-        raise InvalidArgument("data", place, "'turns': a list of non-empty strings")
+        raise InvalidArgument(argument, place, "'turns': a list of non-empty strings")
     return question
 
 

@@ -140,24 +140,27 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(parts)
 
 
-class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings that determine what a run does; it is resumed only with equal ones."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Which questions are asked of which models."""
 
     suite: str
     origin: str  # where the questions of the suite were read from
     question_ids: tuple[str, ...]  # the questions asked, in order
+    questions_sha256: str = ""  # hash of the questions; missing in results that did not record it
     model: str  # name or folder of the target
     drafter: str | None  # name or folder of the drafter, or None
+    dtype: str = ""  # dtype in which the target computes; likewise
+
+
+class RunSettings(Asked, frozen=True, kw_only=True):
+    """All settings that determine what a run does; it is resumed only with equal ones."""
+
     system: str | None  # system prompt before every conversation, or None
     settings: tuple[Setting, ...]
     max_tokens: int  # most tokens of an answer
     seed: int  # seed from which every request's seed is derived
     repeats: int
-    # The whole chat template. Like the three that follow, it is missing in results that did not
-    # record it.
-    template: str | None = None
-    questions_sha256: str = ""  # hash of the questions
-    dtype: str = ""  # dtype in which the target computes
+    template: str | None = None  # the whole chat template; likewise
     # What runs the plans: `local` or `sglang`; `transformers` if there are only baselines.
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}

@@ -11,6 +11,7 @@ the acceptance that its own distribution b prescribes, and the residual.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, median
 from time import process_time
 from typing import TypeAlias
@@ -157,13 +158,31 @@ def compare(
     if not time_limit > 0:
         raise InvalidArgument("time_limit", time_limit, "a positive number")
     rows = []
-    for setting in settings:
-        for solver in solvers:
-            [warm] = nodes(setting, 1, seed + 1)
-            given = list(nodes(setting, instances, seed))
-            answers = solve_all(solver, given, warm=warm, tolerance=tolerance)
-            rows.append(row(setting, solver, given, answers, time_limit=time_limit))
-            on_row(rows[-1])
+    for setting, solver in product(settings, solvers):
+        [warm] = nodes(setting, 1, seed + 1)
+        given = list(nodes(setting, instances, seed))
+        answered = solve_all(solver, given, warm=warm, tolerance=tolerance)
+        answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
+        bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
+        solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
+        seconds = [a.seconds for _, a in answers]
+        some = bool(answers)
+        row = Row(
+            **msgspec.structs.asdict(setting),
+            solver=str(solver),
+            instances=instances,
+            median_ms=1e3 * median(seconds) if some else None,
+            success=len(solved) / instances,
+            refused=instances - len(answers),
+            fallbacks=len(answers) - len(bounds),
+            late=sum(one > time_limit for one in seconds),
+            deviation=max(a.deviation(node) for node, a in answers) if some else None,
+            acceptance=fmean(a.acceptance for _, a in answers) if some else None,
+            optimum=fmean(optimal_acceptance(node) for node, _ in answers) if some else None,
+            shortfall=max(bounds, default=None),
+        )
+        rows.append(row)
+        on_row(row)
     return Report(seed=seed, time_limit_ms=1e3 * time_limit, tolerance=tolerance, rows=tuple(rows))
 
 
@@ -202,39 +221,6 @@ def solve_all(
         return [planned(node, solver, tolerance) for node in given]
     exact(warm)
     return [exact(node) for node in given]
-
-
-def row(
-    setting: Setting,
-    solver: Solver,
-    given: Sequence[Node],
-    answered: Sequence[Answer | None],
-    *,
-    time_limit: float,
-) -> Row:
-    """Summarise the answers of :func:`solve_all` for nodes of one size.
-
-    A node that took more than ``time_limit`` seconds of processor time counts as not solved.
-    """
-    answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
-    bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
-    solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
-    seconds = [a.seconds for _, a in answers]
-    some = bool(answers)
-    return Row(
-        **msgspec.structs.asdict(setting),
-        solver=str(solver),
-        instances=len(given),
-        median_ms=1e3 * median(seconds) if some else None,
-        success=len(solved) / len(given),
-        refused=len(given) - len(answers),
-        fallbacks=len(answers) - len(bounds),
-        late=sum(one > time_limit for one in seconds),
-        deviation=max(a.deviation(node) for node, a in answers) if some else None,
-        acceptance=fmean(a.acceptance for _, a in answers) if some else None,
-        optimum=fmean(optimal_acceptance(node) for node, _ in answers) if some else None,
-        shortfall=max(bounds, default=None),
-    )
 
 
 def optimal_acceptance(node: Node) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,35 +56,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     engine: bool = False  # measure in the engine as well what the same drafts tell
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Site:
     """Where a paper's comparison is measured: models, questions, a folder."""
 
     folder: Path  # where results are kept as they are measured; made if it is not there
     questions: QuestionSet  # what the models answer
     options: Options  # how much is measured
-    load: Callable[[], LLM]  # loads target and drafter
+    llm: LLM  # target and drafter
     # Shows a bar, given what is measured and how many steps it takes.
     progress: Callable[[str, int], AbstractContextManager[Any]]
 
-    @cached_property
-    def llm(self) -> LLM:
-        """Target and drafter, loaded when they are first wanted."""
-        return self.load()
 
-
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Run(records.Asked, frozen=True, kw_only=True):
     """What a folder's parts were measured with."""
 
     paper: str
     options: Options
-    model: str
-    drafter: str | None
-    dtype: str
-    suite: str
-    origin: str
-    question_ids: tuple[str, ...]
-    questions_sha256: str
 
     @property
     def summary(self) -> str:

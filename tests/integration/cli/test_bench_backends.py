@@ -131,7 +131,6 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
     assert len(results.records) == 3 * 2 * 2
     for record in results.records:
         if record.setting.startswith("gbv"):
-            assert record.error is not None
             assert "too long for SGLang" in record.error
             continue
         assert [turn.text for turn in record.turns] == ["abcde"] * 2

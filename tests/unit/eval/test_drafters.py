@@ -53,7 +53,6 @@ def test_two_drafters_of_the_same_questions(
         assert printed.status == 0, printed.err
         found = msgspec.json.decode(printed.out, type=DrafterResults)
         assert found.origin == str(data)
-        assert found.environment is not None
         assert found.environment.device == "cpu"
         return found.drafters
 
@@ -73,7 +72,6 @@ def test_two_drafters_of_the_same_questions(
         assert report.length.low <= report.length.value <= report.length.high
     for first, second in zip(found[:2], found[2:], strict=True):
         assert first.ratio is None
-        assert second.ratio is not None
         # The target itself drafts best: nearly every token is accepted.
         assert second.ratio.value == pytest.approx(second.length.value / first.length.value)
         assert second.acceptance.shares[0] > 0.9

@@ -82,9 +82,8 @@ class FakeLLM:
         ]
 
 
-def site(folder: Path, llm: FakeLLM, **options: Any) -> Site:
-    load: Any = lambda: llm  # noqa: E731
-    return Site(folder, QUESTIONS, Options(**options), load, counted)
+def site(folder: Path, llm: Any, **options: Any) -> Site:
+    return Site(folder, QUESTIONS, Options(**options), llm, counted)
 
 
 @pytest.fixture
@@ -431,7 +430,6 @@ def test_the_draft_distributions_paper_end_to_end(table_site: Site) -> None:
     assert verdicts["optimum w/o K3 L1 W8 T0.7 at least optimum K3 L1 W8 T0.7"] == AGREES
     means = {c.setting.name: c.mean for c in found["a"]}
     [leads] = [f for f in report.findings if f.source == "notes"]
-    assert leads.ratio is not None
     assert leads.ratio.value == pytest.approx(
         (means["greedy K3 L1 W8 T0.4"] / means["optimum K3 L1 W8 T0.4"])
         / (means["greedy K3 L1 W8 T0.7"] / means["optimum K3 L1 W8 T0.7"])
