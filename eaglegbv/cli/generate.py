@@ -243,14 +243,13 @@ def serve(
     dry_run: Annotated[bool, opt("Print the command and stop.", "--dry-run")] = False,
 ) -> None:
     """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
+    given = locals()
     from eaglegbv.backends.sglang.launch import check_ready, launch
     from eaglegbv.backends.sglang.settings import Settings
 
     if not dry_run:
         check_ready(context.args)
-    settings = Settings(
-        verifier=verifier, draft_width=draft_width, draft_temperature=draft_temperature, seed=seed
-    )
+    settings = opts.made_of(given, Settings)
     start = launch(model, drafter, paths=paths, depth=depth, settings=settings, others=context.args)
     if dry_run:
         variables = (f"{name}='{value}'" for name, value in start.environment.items())

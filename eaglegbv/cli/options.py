@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from inspect import signature
 from pathlib import Path
@@ -157,19 +157,10 @@ class Models:
 
         from eaglegbv.llm import LLM
 
-        drafter = self.or_lookup(plan).drafter
+        models = self.or_lookup(plan)
         disable_progress_bar()
         with _telling("eaglegbv.calibration"):
-            return LLM(
-                self.model,
-                drafter,
-                plan=plan,
-                device=self.device,
-                dtype=self.dtype,
-                engine=engine,
-                compile_backend=self.compile_backend,
-                trust_remote_code=self.trust_remote_code,
-            )
+            return LLM(**asdict(models), plan=plan, engine=engine)
 
 
 @contextmanager

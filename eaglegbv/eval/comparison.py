@@ -77,19 +77,18 @@ def compare(a: Sequence[Record], b: Sequence[Record]) -> Comparison:
         expected = "two with questions that both answered to the end"
         raise InvalidArgument("settings", names, expected)
     theirs, ours = ([one for one in whole(own) if one.question_id in shared] for own in (a, b))
-    differences = []
-    for figure in FIGURES.values():
-        base = figure.of(theirs)
-        differences.append(
-            Difference(
-                figure=figure.name,
-                a=base,
-                b=figure.of(ours),
-                ratio=paired_ratio(figure, ours, theirs) if base else None,
-                questions=len(shared),
-            )
+    differences = tuple(
+        Difference(
+            figure=figure.name,
+            a=base,
+            b=figure.of(ours),
+            ratio=paired_ratio(figure, ours, theirs) if base else None,
+            questions=len(shared),
         )
-    return Comparison(a=names[0], b=names[1], differences=tuple(differences))
+        for figure in FIGURES.values()
+        for base in (figure.of(theirs),)
+    )
+    return Comparison(a=names[0], b=names[1], differences=differences)
 
 
 def compare_runs(a: Results, b: Results) -> list[Comparison]:

@@ -282,14 +282,10 @@ def same_drafts(
                 for number, found in bench.judge(requests, part, verifiers).items():
                     tokens[number, here] += found
                     nodes[number, here] += part.tree.num_nodes.cpu().numpy() - 1
+    steps, both = tuple(places.tolist()), zip(tokens.tolist(), nodes.tolist(), strict=True)
     return [
-        Cell(
-            setting=setting,
-            tokens=tuple(own.tolist()),
-            steps=tuple(places.tolist()),
-            nodes=tuple(sizes.tolist()),
-        )
-        for setting, own, sizes in zip(settings, tokens, nodes, strict=True)
+        Cell(setting=setting, tokens=tuple(own), steps=steps, nodes=tuple(sizes))
+        for setting, (own, sizes) in zip(settings, both, strict=True)
     ]
 
 

@@ -20,7 +20,7 @@ from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
 from eaglegbv.eval.records import Environment, Results, Turn, read_json
 from eaglegbv.eval.report import acceptance_text, facts, markdown_table, pivot, table, with_interval
-from eaglegbv.eval.runner import load_results, read_results
+from eaglegbv.eval.runner import load_results
 from eaglegbv.eval.study import (
     Study,
     study_canvas,
@@ -83,6 +83,10 @@ KINDS: Mapping[str, type[Evidence]] = {
 """Kind of a file, by how its name begins: ``batch-inductor.json`` is a run by batch too."""
 
 
+FILES: Mapping[type[Evidence], str] = {PaperResults: "report.json", Study: "study.json"}
+"""Files of the folders that ``bench paper`` and ``bench study`` write."""
+
+
 def read_evidence(folder: Path) -> dict[str, Evidence]:
     """Return the content of every file of a folder, by name without suffix, in order of names.
 
@@ -113,7 +117,13 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
     kind = _beginning(name, KINDS)
     if kind is None:
         raise InvalidArgument("name", name, f"one that begins with {', '.join(sorted(KINDS))}")
-    content = msgspec.to_builtins(_from(KINDS[kind], source))
+    file = FILES.get(KINDS[kind]) if source.is_dir() else None
+    found = _read(source if file is None else source / file, KINDS[kind])
+    if isinstance(found, Results):
+        found = compact(found)
+    if isinstance(found, DrafterResults):
+        found = msgspec.structs.replace(found, origin=Path(found.origin).name)
+    content = msgspec.to_builtins(found)
     for turn in (turn for record in content.get("records", ()) for turn in record["turns"]):
         # Counts of zero are what is read where there is none.
         turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
@@ -164,22 +174,9 @@ def _sum(turns: Sequence[Turn]) -> Turn:
     )
 
 
-FILES: Mapping[type[Evidence], str] = {PaperResults: "report.json", Study: "study.json"}
-"""Files of the folders that ``bench paper`` and ``bench study`` write."""
-
-
-def _from(kind: type[Evidence], source: Path) -> Evidence:
-    if kind is Results:
-        return compact(load_results(source))
-    found = _read(source / FILES[kind] if kind in FILES and source.is_dir() else source, kind)
-    if isinstance(found, DrafterResults):
-        return msgspec.structs.replace(found, origin=Path(found.origin).name)
-    return found
-
-
 def _read(path: Path, kind: type[Evidence]) -> Evidence:
     if kind is Results:
-        return read_results(path)
+        return load_results(path)
     expected = f"a readable file of {kind.__name__}"
     return read_json(path, kind, argument="file", expected=expected)
 

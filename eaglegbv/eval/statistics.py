@@ -273,11 +273,10 @@ def _acceptance_by_depth(metrics: Sequence[RequestMetrics]) -> list[float]:
 
 
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
-    ours, theirs = ({(r.repeat, r.question_id): r for r in whole(own)} for own in (records, plain))
-    shared = sorted(ours.keys() & theirs.keys())
-    if not shared:
-        return None
-    return _median_over_repeats(figure, *([own[key] for key in shared] for own in (ours, theirs)))
+    both = [{(r.repeat, r.question_id): r for r in whole(own)} for own in (records, plain)]
+    shared = sorted(both[0].keys() & both[1].keys())
+    paired = ([own[key] for key in shared] for own in both)
+    return _median_over_repeats(figure, *paired) if shared else None
 
 
 def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate:

@@ -9,7 +9,7 @@ At temperature 0 all sampled paths coincide: a sampled tree is one path, whateve
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +19,7 @@ from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
 from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, same_drafts
-from eaglegbv.eval.records import Environment, Setting
+from eaglegbv.eval.records import Environment, Setting, grid
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.loading import Pair
@@ -84,19 +84,10 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         ladder = [fixed(FIXED, self.beam, size) for size in self.sizes]
         if temperature == 0:
             return [fixed(FIXED, 1, self.depth)], ladder
-        plans = [
-            Plan(
-                verifier=SAMPLED,
-                paths=k,
-                depth=self.depth,
-                draft_sampling=DraftSampling.IID,
-                draft_width=self.draft_width,
-                draft_temperature=hotter,
-            )
-            for k, hotter in product(self.paths, self.draft_temperatures)
-        ]
-        sampled = [Setting(plan=plan, temperature=temperature) for plan in plans]
-        return sampled, [*ladder, fixed(SAMPLED, self.beam, self.sizes[-1])]
+        base = Plan(draft_sampling=DraftSampling.IID, draft_width=self.draft_width)
+        lists = (SAMPLED,), self.paths, (self.depth,), (temperature,)
+        sampled = grid(*lists, base=base, draft_temperatures=self.draft_temperatures).settings
+        return list(sampled), [*ladder, fixed(SAMPLED, self.beam, self.sizes[-1])]
 
 
 class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
