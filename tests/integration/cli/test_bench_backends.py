@@ -91,14 +91,8 @@ class FakeSGLang:
         yield Delta(text="a", token_ids=[97])
         time.sleep(0.01)
         yield Delta(text="bcde", token_ids=[98, 99, 100, 101])
-        whole = Completion(
-            text="abcde",
-            token_ids=[97, 98, 99, 100, 101],
-            prompt_token_ids=[1] * 9,
-            finish_reason=FinishReason.LENGTH,
-            error=None,
-            metrics=metrics,
-        )
+        how = {"finish_reason": FinishReason.LENGTH, "metrics": metrics}
+        whole = Completion(text="abcde", token_ids=[*range(97, 102)], **how)
         yield Delta(text="", token_ids=[], completion=whole)
 
     def shutdown(self) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,25 +32,12 @@ for arguments in json.loads(sys.argv[1]):
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a repository of the hub is here."""
-
-    target: str
-    head: str
-
-
 STAND_INS = {
-    ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"): Published(
-        "llama3", "eagle3_llama31"
-    ),
-    ("Qwen/Qwen2-7B-Instruct", "yuhuili/EAGLE-Qwen2-7B-Instruct"): Published(
-        "qwen2", "eagle1_qwen2"
-    ),
-    ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"): Published(
-        "qwen3", "speculators_qwen3"
-    ),
+    ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"): "eagle3_llama31",
+    ("Qwen/Qwen2-7B-Instruct", "yuhuili/EAGLE-Qwen2-7B-Instruct"): "eagle1_qwen2",
+    ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"): "speculators_qwen3",
 }
+"""Heads in the layouts of these repositories, by target and drafter."""
 
 
 def commands() -> list[list[str]]:
@@ -90,12 +76,10 @@ def test_every_documented_pair_has_a_stand_in() -> None:
 
 def test_they_run_as_documented(tmp_path: Path) -> None:
     home, prompts = tmp_path / "home", tmp_path / "data" / "prompts"
-    for (model, drafter), published in STAND_INS.items():
-        target = snapshot(home, model)
-        make_target(published.target).save_pretrained(target)
+    for (model, drafter), name in STAND_INS.items():
+        target, head = snapshot(home, model), PUBLISHED[name]()
+        make_target(head.target).save_pretrained(target)
         save_tokenizer(target)
-        head = PUBLISHED[published.head]()
-        assert head.target == published.target
         head.write(snapshot(home, drafter))
     prompts.mkdir(parents=True)
     for name in ("mt_bench", "humaneval", "spec_bench"):

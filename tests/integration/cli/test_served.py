@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from support.cli import documented_commands
 from support.fake_llm import answer
 
 from eaglegbv.backends.sglang.launch import Launch
-from eaglegbv.config import Plan
 from eaglegbv.eval.runner import load_results
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import RequestMetrics
@@ -20,14 +18,9 @@ from eaglegbv.text import Completion
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--paths", "2"]
 
 
-@dataclass(frozen=True)
-class FakeEndpoint:
-    url: str
-    shape: Plan
-
-    def __call__(self, *arguments: object, **named: object) -> Completion:
-        metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
-        return answer("yes", [*range(6)], metrics)
+def fake_answer(*_: object, **__: object) -> Completion:
+    metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
+    return answer("yes", [*range(6)], metrics)
 
 
 @pytest.fixture
@@ -43,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     home = "eaglegbv.backends.sglang"
     monkeypatch.setattr(f"{home}.launch.check_ready", lambda _: None)
     monkeypatch.setattr(f"{home}.launch.running", running)
-    monkeypatch.setattr(f"{home}.llm.Endpoint", FakeEndpoint)
+    monkeypatch.setattr(f"{home}.llm.Endpoint", lambda *_: fake_answer)
     monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")
     return commands
 

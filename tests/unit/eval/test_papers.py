@@ -69,17 +69,9 @@ class FakeLLM:
             target_forwards=2,
             seconds={Phase.PREFILL: 5.0, Phase.VERIFY: 0.25, Phase.FORWARD: 1.0},
         )
-        return [
-            Completion(
-                text="",
-                token_ids=[],
-                prompt_token_ids=[],
-                finish_reason=FinishReason.ERROR if self.fails else FinishReason.LENGTH,
-                error="too long" if self.fails else None,
-                metrics=metrics,
-            )
-            for _ in prompts
-        ]
+        reason = FinishReason.ERROR if self.fails else FinishReason.LENGTH
+        error = "too long" if self.fails else None
+        return [Completion(finish_reason=reason, error=error, metrics=metrics) for _ in prompts]
 
 
 def site(folder: Path, llm: Any, **options: Any) -> Site:
@@ -205,7 +197,6 @@ RUN = Run(
     suite="mt-bench",
     origin="here",
     question_ids=("a", "b"),
-    questions_sha256="",
 )
 SHEETS = [(name, sheet) for name, paper in PAPERS.items() for sheet in paper.sheets]
 

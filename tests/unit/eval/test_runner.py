@@ -8,7 +8,7 @@ from support.runs import NONE, QUESTIONS, run_settings
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Record, RunSettings, Setting
+from eaglegbv.eval.records import Record, Setting
 from eaglegbv.eval.report import served_table
 from eaglegbv.eval.runner import WARM_UP_TOKENS, run
 from eaglegbv.metrics import RequestMetrics
@@ -76,13 +76,8 @@ def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> N
 ASKED = tuple(Question(str(i), "none", (f"ask {i}", "go on"), "test") for i in range(5))
 SETTING = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
 OTHER = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))
-SERVED = RunSettings(
-    suite="test",
-    origin="test",
+SERVED = run_settings(
     question_ids=tuple(question.id for question in ASKED),
-    model="m",
-    drafter="d",
-    system=None,
     settings=(SETTING, OTHER),
     max_tokens=6,
     seed=3,

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support.grown_trees import Candidates, Prefix, grown
+from support.runs import ENVIRONMENT
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
 from support.tabular_target import TabularTarget
@@ -34,7 +35,7 @@ from eaglegbv.eval.paired_comparison import (
     same_drafts,
 )
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Setting, describe_environment, grid
+from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.eval.study import (
     SampledCell,
@@ -133,10 +134,9 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
     seen: list[Any] = []
     for rule in (OtbvVerifier, TraversalVerifier, BlockVerifier):
         _watch(monkeypatch, rule, seen)
-    target, table = tables(VOCAB)
+    pair = table_pair(VOCAB)
     settings = grid(("otbv", "traversal", "block"), (1, 3), (2, 4), (1.0,), base=Plan()).settings
-    texts = texts_of(target, count=2, length=6)
-    pair = Pair(target, TabularDrafter(table))
+    texts = texts_of(pair.target, count=2, length=6)
     same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
     by_size: dict[tuple[int, int], list[Any]] = {}
     for one in seen:
@@ -179,10 +179,9 @@ def _watch(monkeypatch: pytest.MonkeyPatch, rule: type[Verifier], seen: list[Any
 
 
 def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> None:
-    target, table = tables(VOCAB)
-    texts = texts_of(target, count=5, length=9)
+    pair = table_pair(VOCAB)
+    texts = texts_of(pair.target, count=5, length=9)
     settings = grid(("block", "gbv", "otbv", "traversal"), (1, 2), (3,), (1.0,), base=Plan())
-    pair = Pair(target, TabularDrafter(table))
     tallies = {
         batch: same_drafts(pair, texts, settings.settings, Sampling(places=3, batch=batch))
         for batch in (2, 5)
@@ -192,13 +191,12 @@ def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> Non
     assert len(alone) == 4
     assert len({t.tokens for t in alone}) == 1
     assert alone[1].over(alone[0]) == Estimate(1.0, 1.0, 1.0)
-    assert target.allocator.num_free == target.allocator.num_slots
+    assert pair.target.allocator.num_free == pair.target.allocator.num_slots
 
 
 def test_other_distributions_and_temperature_zero() -> None:
-    target, table = tables(VOCAB)
-    pair = Pair(target, TabularDrafter(table))
-    texts = texts_of(target, count=3, length=9)
+    pair = table_pair(VOCAB)
+    texts = texts_of(pair.target, count=3, length=9)
     draft_samplings = (DraftSampling.FIXED, DraftSampling.WOR, DraftSampling.GREEDY)
     settings = [
         Setting(plan=Plan(verifier=name, paths=2, depth=3, draft_sampling=draft_sampling))
@@ -217,12 +215,12 @@ def test_other_distributions_and_temperature_zero() -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    target, table = tables(VOCAB)
-    pair, texts = Pair(target, TabularDrafter(table)), texts_of(target, count=1, length=4)
+    pair = table_pair(VOCAB)
+    texts = texts_of(pair.target, count=1, length=4)
     for own, read, plan, name in (
         (pair, texts, Plan(verifier="spectr_gbv"), "verifier"),
         (pair, texts, PLAIN, "settings"),
-        (Pair(target, None), texts, Plan(), "drafter"),
+        (Pair(pair.target, None), texts, Plan(), "drafter"),
         (pair, [text_of(0, (1,))], Plan(), "texts"),
     ):
         with pytest.raises(InvalidArgument, match=name):
@@ -235,9 +233,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_a_text_of_one_token_has_no_place() -> None:
-    target, table = tables(VOCAB)
-    pair = Pair(target, TabularDrafter(table))
-    texts = [text_of(7, (1,)), *texts_of(target, count=1, length=3)]
+    pair = table_pair(VOCAB)
+    texts = [text_of(7, (1,)), *texts_of(pair.target, count=1, length=3)]
     [tally] = same_drafts(pair, texts, [Setting(plan=Plan())], Sampling(places=9))
     assert tally.steps == (0, 2)
     assert tally.tokens[0] == 0
@@ -449,17 +446,16 @@ def test_cells_of_a_pair_of_tables() -> None:
 
 
 def a_cell(temperature: float, hotter: float, tokens: float, **ratios: Estimate) -> SampledCell:
-    one = Estimate(1.0, 1.0, 1.0)
+    one = Estimate.exactly(1.0)
     return SampledCell(
         drafter="head",
         temperature=temperature,
         paths=2,
         draft_temperature=hotter,
         nodes=6.0,
-        tokens=Estimate(tokens, tokens, tokens),
+        tokens=Estimate.exactly(tokens),
         fixed=2.0,
-        over_fixed=ratios.get("over_fixed", one),
-        over_equal=ratios.get("over_equal", one),
+        **{"over_fixed": one, "over_equal": one, **ratios},
     )
 
 
@@ -477,7 +473,7 @@ def test_findings_follow_the_intervals() -> None:
         questions=("1",),
         suite="builtin",
         settings=StudySettings(),
-        environment=describe_environment("cpu"),
+        environment=ENVIRONMENT,
         sampled=cells,
         fixed=(),
     )

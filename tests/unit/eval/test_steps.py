@@ -109,22 +109,16 @@ def test_what_ran_eagerly_is_listed_with_its_reason() -> None:
 def test_a_profile_is_read() -> None:
     """As torch has it: operations of the host carry their kernels' time a second time."""
 
-    def event(key: str, count: int, seconds: float, kind: DeviceType) -> SimpleNamespace:
-        total = 1e6 * seconds
-        return SimpleNamespace(
-            key=key,
-            count=count,
-            self_device_time_total=total,
-            device_type=kind,
-            is_user_annotation=False,
-        )
-
+    names = ("key", "count", "self_device_time_total", "device_type", "is_user_annotation")
     events = [
-        event("aten::mm", 3, 0.5, DeviceType.CPU),
-        event("cudaLaunchKernel", 5, 0, DeviceType.CPU),
-        event("cudaGraphLaunch", 2, 0, DeviceType.CPU),
-        event("sort", 3, 0.2, DeviceType.CUDA),
-        event("gemm", 3, 0.5, DeviceType.CUDA),
+        SimpleNamespace(**dict(zip(names, (*own, False), strict=True)))
+        for own in (
+            ("aten::mm", 3, 5e5, DeviceType.CPU),
+            ("cudaLaunchKernel", 5, 0, DeviceType.CPU),
+            ("cudaGraphLaunch", 2, 0, DeviceType.CPU),
+            ("sort", 3, 2e5, DeviceType.CUDA),
+            ("gemm", 3, 5e5, DeviceType.CUDA),
+        )
     ]
     assert step_bench.launches_and_busy(events) == (7, pytest.approx(0.7))
 
