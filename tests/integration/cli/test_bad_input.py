@@ -158,8 +158,7 @@ def test_bad_input_is_one_clear_line(
 ) -> None:
     usual = {"generate": pair, "bench mt-bench": [*pair, *QUICK, "--out", str(tmp_path)]}
     usual["bench batch"] = [*pair, "--questions-set", "builtin", "--repeats", "1", "--prompts", "1"]
-    result = cli(*command.split(), *usual.get(command, ()), *shlex.split(arguments))
-    assert result.status == 2
+    result = cli(*command.split(), *usual.get(command, ()), *shlex.split(arguments), status=2)
     assert result.out == ""
     assert message in result.err
     assert result.err.startswith("eaglegbv: ")

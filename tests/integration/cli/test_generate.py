@@ -17,8 +17,8 @@ from eaglegbv.utils import CACHE_FOLDER
 FULL = Path("/dev/full")
 
 
-def generate(cli, pair, *arguments: str):
-    return cli("generate", *pair, "--max-tokens", "12", "--seed", "3", *arguments)
+def generate(cli, pair, *arguments: str, **ends: int):
+    return cli("generate", *pair, "--max-tokens", "12", "--seed", "3", *arguments, **ends)
 
 
 def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
@@ -27,7 +27,6 @@ def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
     text = json.loads(generate(cli, pair, *options, "--json").out)["text"]
     for stream in ("--stream", "--no-stream"):
         result = generate(cli, pair, *options, stream)
-        assert result.status == 0, result.err
         assert result.out == text + "\n"
         assert re.match(
             r"\[12 tokens: 1 from the prompt, 11 in (\d+) target forwards? \(\d\.\d\d each\), \d+ "
@@ -59,8 +58,7 @@ def test_prompt_comes_from_a_file_or_standard_input(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello"), encoding="utf-8"))
     assert generate(cli, pair, "--prompt-file", "-", *fixed).out == expected
     file.write_bytes("café".encode("latin-1"))
-    refused = generate(cli, pair, "--prompt-file", str(file))
-    assert refused.status == 2
+    refused = generate(cli, pair, "--prompt-file", str(file), status=2)
     assert "expected a readable file" in refused.err
 
 
@@ -111,7 +109,7 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
     (folder / "own.py").write_text(code + f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a prompt on the terminal"))
     options = ("--prompt", "Hello", "--verifier", "none", "--max-tokens", "3")
-    refused = cli("generate", "--model", str(folder), *options)
+    refused = cli("generate", "--model", str(folder), *options, status=2)
     assert refused.err.startswith("eaglegbv: --trust-remote-code=False: expected True for")
     assert not (tmp_path / "ran").exists()
     cli("generate", "--model", str(folder), *options, "--trust-remote-code")
@@ -120,7 +118,6 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
 
 def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
     result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
-    assert result.status == 0, result.err
     answer = json.loads(result.out)
     assert len(answer["token_ids"]) == 12
     assert answer["finish_reason"] == "length"
@@ -146,7 +143,6 @@ def test_measuring_costs_is_announced_and_done_once(
 def test_a_trace_holds_every_step(cli, pair, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     result = generate(cli, pair, "--prompt", "Hello", "--json", "--trace", str(path))
-    assert result.status == 0, result.err
     forwards = json.loads(result.out)["metrics"]["target_forwards"]
     steps = [event for event in json.loads(path.read_text()) if event["name"] == "step"]
     # The first step reads the prompt.
@@ -168,8 +164,7 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "stream", interrupted)
-    cut = generate(cli, pair, *fixed, how)
-    assert cut.status == 130
+    cut = generate(cli, pair, *fixed, how, status=130)
     if how == "--json":
         told = json.loads(cut.out)
         assert (told["finish_reason"], len(told["token_ids"])) == ("cancelled", 5)
@@ -189,8 +184,7 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
 @pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
 def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
     fixed = ("--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
-    result = generate(cli, pair, *fixed, "--trace", str(FULL))
-    assert result.status == 2
+    result = generate(cli, pair, *fixed, "--trace", str(FULL), status=2)
     assert result.out.strip()  # the answer is not lost
     footer, error = result.err.splitlines()
     assert footer.startswith("[12 tokens")
@@ -198,8 +192,7 @@ def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
     assert error == f"eaglegbv: --trace='/dev/full': expected a file to write {why}"
     trace = tmp_path / "trace.json"
     generate(cli, pair, *fixed, "--trace", str(trace))
-    page = cli("view", str(trace), "--out", str(FULL))
-    assert page.status == 2
+    page = cli("view", str(trace), "--out", str(FULL), status=2)
     assert page.err.startswith("eaglegbv: --out='/dev/full': expected a file to write")
     assert page.err.count("\n") == 1
 
@@ -212,6 +205,5 @@ def test_an_error_of_the_disk_is_one_line(
 
     monkeypatch.setattr(Journal, "add", full)
     short = ("--questions-set", "builtin", "--questions", "1", "--max-tokens", "4")
-    result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"))
-    assert result.status == 2
+    result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"), status=2)
     assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'records.jsonl'\n"
