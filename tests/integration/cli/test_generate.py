@@ -93,7 +93,7 @@ def test_the_drafter_is_told_how_to_draft(cli, pair) -> None:
 def test_without_a_drafter_drafts_are_looked_up_and_a_line_says_so(cli, pair) -> None:
     said = "no --drafter: drafts are looked up in the text itself (ngram)\n"
     result = generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
-    assert (result.status, result.err.startswith(said)) == (0, True)
+    assert result.err.startswith(said)
     assert said not in generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "none").err
 
 
@@ -112,7 +112,8 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
     refused = cli("generate", "--model", str(folder), *options, status=2)
     assert refused.err.startswith("eaglegbv: --trust-remote-code=False: expected True for")
     assert not (tmp_path / "ran").exists()
-    cli("generate", "--model", str(folder), *options, "--trust-remote-code")
+    # It is no causal model, but its code ran.
+    cli("generate", "--model", str(folder), *options, "--trust-remote-code", status=2)
     assert (tmp_path / "ran").exists()
 
 
