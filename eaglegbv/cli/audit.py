@@ -113,7 +113,7 @@ def audit(
         jobs = [_job(_choose(subjects, verifier), chosen, sizes, clip=paths is None)]
     results = _run(jobs, as_json=as_json)
     if not as_json:
-        opts.print_rows(results, COLUMNS)
+        opts.print_rows([result.facts for result in results], COLUMNS)
     if not all(result.passed for result in results):
         raise typer.Exit(FAILED)
 
@@ -230,7 +230,7 @@ def pair(
         if as_json:
             opts.print_json(result)
         else:
-            opts.print_rows([result], COLUMNS)
+            opts.print_rows([result.facts], COLUMNS)
     if not as_json:
         typer.echo(PAIR_LEGEND)
     if not passed:
@@ -277,7 +277,7 @@ def picture(
         for figure in figures:
             opts.print_json(figure)
     else:
-        opts.print_rows(figures, COLUMNS)
+        opts.print_rows([msgspec.structs.asdict(one) for one in figures], COLUMNS)
     if out is not None:
         target, drafter = settings.sharpness, settings.noise
         caption = (

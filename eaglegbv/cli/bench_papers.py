@@ -298,7 +298,7 @@ def solvers(
     if as_json:
         opts.print_json(report)
         return
-    opts.print_rows(report.rows, SOLVER_COLUMNS)
+    opts.print_rows([msgspec.structs.asdict(row) for row in report.rows], SOLVER_COLUMNS)
 
 
 SOLVER_COLUMNS = {

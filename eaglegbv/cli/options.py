@@ -296,18 +296,16 @@ def print_json(content: object) -> None:
     typer.echo(msgspec.json.encode(content).decode())
 
 
-def print_rows(rows: Sequence[object], columns: Mapping[str, tuple[str, str]]) -> None:
-    """Print a table: under each heading an attribute that rows have, in a format; "-" for none."""
+def print_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> None:
+    """Print a table: under each heading an entry that rows have, in a format; "-" for none."""
     from eaglegbv.eval.report import plain_text
 
-    def cell(row: object, name: str, layout: str) -> str:
-        value = getattr(row, name) if name in dir(row) else None
+    def cell(value: object, layout: str) -> str:
         return "-" if value is None else format(value, layout)
 
-    shown = {key: how for key, how in columns.items() if any(how[0] in dir(row) for row in rows)}
-    typer.echo(
-        plain_text([list(shown), *([cell(row, *how) for how in shown.values()] for row in rows)])
-    )
+    shown = {key: how for key, how in columns.items() if any(how[0] in row for row in rows)}
+    lines = ([cell(row.get(name), layout) for name, layout in shown.values()] for row in rows)
+    typer.echo(plain_text([list(shown), *lines]))
 
 
 class Progress:

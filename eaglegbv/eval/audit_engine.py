@@ -46,20 +46,15 @@ class PairResult(Judged, frozen=True, kw_only=True):
     cells: int  # cells compared: texts, with rare ones merged with others that begin alike
     statistic: float  # G
     p_value: float  # probability of a G at least as large if the engine is right
-    level: float  # probability with which a right engine is rejected
+    rejects_below: float  # the probability with which a right engine is rejected
     # Total variation between the two distributions that is noticed with probability 0.9, if it is
     # spread in the way that is hardest to see.
     detectable_shift: float
 
     @property
-    def rejects_below(self) -> float:
-        """The p-value below which the engine is rejected."""
-        return self.level
-
-    @property
     def passed(self) -> bool:
         """Whether the test did not reject the engine."""
-        return self.p_value >= self.level
+        return self.p_value >= self.rejects_below
 
 
 def audit_pair(
@@ -127,7 +122,7 @@ def audit_pair(
             cells=test.cells,
             statistic=test.statistic,
             p_value=test.p_value,
-            level=g_test.LEVEL,
+            rejects_below=g_test.LEVEL,
             detectable_shift=g_test.detectable_shift(test.samples, test.cells, level=g_test.LEVEL),
             block_efficiency=sum(c.metrics.committed_tokens for c in found) / max(1, forwards),
             seconds=perf_counter() - start,

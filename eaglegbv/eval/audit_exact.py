@@ -194,9 +194,10 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
-    def verdict(self) -> str:
-        """Whether it passed, in words."""
-        return "lossless" if self.passed else "NOT LOSSLESS"
+    def facts(self) -> dict[str, object]:
+        """Everything by name, with a verdict in words."""
+        verdict = "lossless" if self.passed else "NOT LOSSLESS"
+        return {**msgspec.structs.asdict(self), "verdict": verdict}
 
 
 class Result(Judged, frozen=True, kw_only=True):

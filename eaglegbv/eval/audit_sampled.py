@@ -311,17 +311,11 @@ class SampledResult(Result, frozen=True, kw_only=True):
 
     samples: int  # number of steps sampled for each problem
     min_p_value: float  # smallest p-value of the problems' G-tests
-    # The smallest p-value of a right verifier is below `level / instances` with probability at most
-    # `level`.
-    level: float
+    # The smallest p-value of a right verifier is below this with probability at most `LEVEL`.
+    rejects_below: float
     # Total variation from the target that the test of one problem notices with probability 0.9, if
     # it is spread in the way that is hardest to see; the largest of all problems.
     detectable_shift: float
-
-    @property
-    def rejects_below(self) -> float:
-        """The p-value of a problem below which the verifier is rejected."""
-        return self.level / self.instances
 
     @property
     def passed(self) -> bool:
@@ -339,22 +333,21 @@ def _sample(
 ) -> Callable[..., Result]:
     """Compare each problem's texts with the target's joint distribution by a G-test."""
     generator = torch.Generator().manual_seed(sizes.seed)
-    smallest, blindest, committed = 1.0, 0.0, 0
+    smallest, blindest, committed, level = 1.0, 0.0, 0, LEVEL / sizes.instances
     for steps in problems:
         cells, tokens = write(steps, samples, generator)
         joint = target_joint(steps[0].target_probs, sizes.depth + 1)
         test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
         smallest = min(smallest, test.p_value)
         if test.cells > 1:
-            shift = detectable_shift(samples, test.cells, level=LEVEL / sizes.instances)
-            blindest = max(blindest, shift)
+            blindest = max(blindest, detectable_shift(samples, test.cells, level=level))
         committed += tokens
         on_instance(test.p_value)
     return partial(
         SampledResult,
         samples=samples,
         min_p_value=smallest,
-        level=LEVEL,
+        rejects_below=level,
         detectable_shift=blindest,
         block_efficiency=committed / (sizes.instances * samples),
     )

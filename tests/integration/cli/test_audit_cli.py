@@ -106,7 +106,7 @@ def test_pair(cli, pair: list[str]) -> None:
     found = json.loads(result.out)
     assert found["samples"] == 60
     assert found["cells"] > 1
-    assert found["p_value"] >= found["level"]
+    assert found["p_value"] >= found["rejects_below"]
     assert result.err.splitlines() == ["60 texts of 2 tokens, against their exact distribution"]
     table = cli("audit", "pair", *pair, *options[:-1]).out
     assert "detects: how far" in table
