@@ -5,7 +5,7 @@ import os
 import zlib
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Lock, get_ident
@@ -14,6 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
+
+Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 def require_integer(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -49,6 +52,14 @@ def require_number(
     if isinstance(value, bool) or not inside or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Kind]) -> dict[Kind, list[Item]]:
+    """Return the items of each key, keys and items in order of appearance."""
+    groups: dict[Kind, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 # Reading JSON lines: questions, training rows, and what a run has measured.

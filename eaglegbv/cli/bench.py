@@ -22,9 +22,9 @@ from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
 from eaglegbv.devices import dtype_name, named_dtype, place_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
-from eaglegbv.eval.baselines import ChatBaseline, Library, Streamed, baseline
+from eaglegbv.eval.baselines import Library, baseline, chat, streamed
 from eaglegbv.eval.plots import check_matplotlib, draw_all
-from eaglegbv.eval.questions import Question, QuestionSet, load_questions
+from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
 from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
@@ -32,7 +32,7 @@ from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import DRAFT_WIDTH, decode_json, require_integer
+from eaglegbv.utils import DRAFT_WIDTH, decode_json, grouped, require_integer
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.launch import Launch
@@ -135,14 +135,30 @@ def mt_bench(
         draft_temperatures=opts.entries("draft-temperature", draft_temperature, float),
         baselines=_baseline_names(kind, baselines),
     )
-    arguments = _arguments(backend_arguments)
-    settings = _settings(given, chosen, models, wanted.settings, backend_arguments=arguments)
+    arguments: dict[str, Scalar] = {}
+    if backend_arguments is not None:
+        arguments = decode_json(
+            backend_arguments.encode(),
+            dict[str, Scalar],
+            argument="backend-arguments",
+            place=backend_arguments,
+            expected="a JSON object of strings and numbers",
+        )
+    settings = opts.run_settings(
+        given, chosen, models, wanted.settings, backend_arguments=arguments
+    )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
     serving = _serving(kind, models, settings)
+    template = serving.tokenizer.chat_template
+    if template is None:
+        expected = "a model whose tokenizer has a chat template"
+        raise InvalidArgument("model", settings.model, expected)
+    # Some tokenizers have several templates, by name.
+    template = template if isinstance(template, str) else template["default"]
     folder = RunFolder(
         out or Path("runs") / chosen.suite,
-        _as_served(settings, serving),
+        msgspec.structs.replace(settings, template=template, dtype=serving.dtype),
         describe_environment(serving.device, serving.packages),
     )
     _hold(serving.sittings, chosen.questions, folder)
@@ -165,42 +181,6 @@ def _baseline_names(backend: BackendName, text: str | None) -> list[str]:
     for name in found:
         baseline(name)  # raises an error if there is no baseline with this name
     return found
-
-
-def _arguments(text: str | None) -> dict[str, Scalar]:
-    if text is None:
-        return {}
-    return decode_json(
-        text.encode(),
-        dict[str, Scalar],
-        argument="backend-arguments",
-        place=text,
-        expected="a JSON object of strings and numbers",
-    )
-
-
-def _settings(
-    given: Mapping[str, Any],
-    questions: QuestionSet,
-    models: opts.Models,
-    settings: tuple[Setting, ...],
-    **more: object,
-) -> RunSettings:
-    """Return the settings of a run by a command's options, of one repeat unless they say more."""
-    named = models.named
-    return opts.made_of(
-        {"system": None, "repeats": 1, **given},
-        RunSettings,
-        suite=questions.suite,
-        origin=questions.origin,
-        question_ids=tuple(question.id for question in questions.questions),
-        questions_sha256=questions.sha256,
-        model=named.name,
-        drafter=named.drafter_name,
-        settings=settings,
-        compile_backend=given.get("compile_backend") or "",
-        **more,
-    )
 
 
 # Holding the conversations of a run, and reporting.
@@ -252,7 +232,7 @@ def _hold(
     timed = at_once is None
     with _watched(folder.settings, folder.add, folder.records, timed=timed) as keep:
         for sitting in sittings:
-            if folder.has_all(sitting.settings):
+            if folder.done.issuperset(folder.settings.keys(sitting.settings)):
                 continue
             with sitting.open() as generate:
                 run(
@@ -296,7 +276,7 @@ class Sitting:
     # Returns a context with the function that answers by plans.
     open: Callable[[], AbstractContextManager[Generate]]
     # What answers in settings of a baseline, by name.
-    baselines: Mapping[str, ChatBaseline] = field(default_factory=dict)
+    baselines: Mapping[str, Generate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +300,27 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> B
     if models.compile_backend is not None:
         expected = f"none: --backend {kind} compiles its own way"
         raise InvalidArgument("compile", models.compile_backend, expected)
+    target = str(models.named.target)
     if kind is BackendName.SGLANG:
-        return _sglang(models, settings.settings, arguments)
-    return _transformers(models, settings.settings)
+        if any(setting.baseline is not None for setting in settings.settings):
+            expected = "none with --backend sglang: its engines run one at a time"
+            given = [s.name for s in settings.settings if s.baseline]
+            raise InvalidArgument("baselines", given, expected)
+        check_model(target)
+        # One engine for each plan, one after another.
+        sittings = tuple(
+            Sitting(own, partial(_sglang_engine, models, own[0].plan, arguments))
+            for own in _by_plan(settings.settings)
+        )
+        device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
+        return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
+    check_model(target)
+    baselines = _baselines(models, settings.settings)
+    place, precision = place_of(models.device, models.dtype)
+    # No setting answers by a plan.
+    first = next(iter(baselines.values()))
+    sitting = Sitting(settings.settings, lambda: nullcontext(first), baselines)
+    return Backend((sitting,), load_tokenizer(target), dtype_name(precision), str(place))
 
 
 def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
@@ -335,40 +333,9 @@ def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
     return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device))
 
 
-def _transformers(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
-    device, dtype = place_of(models.device, models.dtype)
-    target = str(models.named.target)
-    check_model(target)
-    baselines = _baselines(models, settings)
-    # No setting answers by a plan.
-    sitting = Sitting(settings, lambda: nullcontext(next(iter(baselines.values()))), baselines)
-    return Backend((sitting,), load_tokenizer(target), dtype_name(dtype), str(device))
-
-
-def _sglang(
-    models: opts.Models, settings: tuple[Setting, ...], arguments: Mapping[str, Scalar]
-) -> Backend:
-    """Let SGLang answer, with one engine for each plan, one after another."""
-    if any(setting.baseline is not None for setting in settings):
-        expected = "none with --backend sglang: its engines run one at a time"
-        raise InvalidArgument("baselines", [s.name for s in settings if s.baseline], expected)
-
-    def sitting(own: tuple[Setting, ...]) -> Sitting:
-        return Sitting(own, lambda: _sglang_engine(models, own[0].plan, arguments))
-
-    target = str(models.named.target)
-    check_model(target)
-    sittings = tuple(map(sitting, _by_plan(settings)))
-    device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
-    return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
-
-
 def _by_plan(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
     """Group the settings that one engine answers: those of one plan, at all temperatures."""
-    groups: dict[tuple[str | None, Plan], list[Setting]] = {}
-    for setting in settings:
-        groups.setdefault((setting.baseline, setting.plan), []).append(setting)
-    return list(map(tuple, groups.values()))
+    return list(map(tuple, grouped(settings, lambda one: (one.baseline, one.plan)).values()))
 
 
 @contextmanager
@@ -385,12 +352,12 @@ def _sglang_engine(
         named["device"] = models.device
     llm = SGLangLLM(models.model, models.drafter, plan=plan, **named)
     try:
-        yield Streamed(llm)
+        yield partial(streamed, llm.stream)
     finally:
         llm.shutdown()
 
 
-def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, ChatBaseline]:
+def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Generate]:
     names = dict.fromkeys(s.baseline for s in settings if s.baseline is not None)
     if not names:
         return {}
@@ -399,21 +366,11 @@ def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Ch
     device, dtype = place_of(models.device, models.dtype)
     target = str(models.named.target)
     library = Library(target, dtype=dtype, device=device)
-    return {name: ChatBaseline.of(library, target, baseline(name)) for name in names}
-
-
-def _as_served(settings: RunSettings, serving: Backend) -> RunSettings:
-    """Return the settings of a run with what is known about its models once they are loaded."""
-    template = serving.tokenizer.chat_template
-    if template is None:
-        expected = "a model whose tokenizer has a chat template"
-        raise InvalidArgument("model", settings.model, expected)
-    return msgspec.structs.replace(
-        settings,
-        # Some tokenizers have several templates, by name.
-        template=template if isinstance(template, str) else template["default"],
-        dtype=serving.dtype,
-    )
+    tokenizer = load_tokenizer(target)
+    return {
+        name: partial(chat, library.generation(baseline(name), ends=True), tokenizer)
+        for name in names
+    }
 
 
 # Through SGLang's OpenAI endpoint.
@@ -472,7 +429,7 @@ def served(
     models = opts.Models(model=model, drafter=drafter)
     arguments = {"arguments": " ".join(context.args), "at_once": at_once}
     told = {"backend": "sglang server", "backend_arguments": arguments}
-    settings = _settings(given, chosen, models, sampled + own, **told)
+    settings = opts.run_settings(given, chosen, models, sampled + own, **told)
     folder = RunFolder(
         out or Path("runs") / f"served-{chosen.suite}",
         settings,
@@ -535,7 +492,7 @@ def demo(
     chosen = load_questions("builtin").first(questions)
     verifiers = ("none", "token", "block", "gbv", "otbv")
     wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
-    settings = _settings(given, chosen, models, wanted)
+    settings = opts.run_settings(given, chosen, models, wanted)
     llm = models.load(plan)
     typer.echo(f"> {prompt}")
     params = SamplingParams(temperature=0.7, max_tokens=3 * max_tokens, seed=seed)

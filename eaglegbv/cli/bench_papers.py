@@ -1,6 +1,6 @@
 """``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +10,9 @@ import typer
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.drafters import (
-    NamedReport,
+from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.eval.comparison import (
+    DrafterReport,
     category_table,
     converse,
     depth_table,
@@ -20,18 +20,24 @@ from eaglegbv.eval.drafters import (
 )
 from eaglegbv.eval.paired_comparison import collect
 from eaglegbv.eval.papers.cells import Options, Site
-from eaglegbv.eval.papers.grids import paper_named
+from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
-from eaglegbv.eval.plots import check_matplotlib
-from eaglegbv.eval.questions import Question, load_questions
-from eaglegbv.eval.records import Record, describe_environment, name_of_model
+from eaglegbv.eval.plots import check_matplotlib, picture_style, save_pictures
+from eaglegbv.eval.questions import load_questions
+from eaglegbv.eval.records import Record, Setting, describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
-from eaglegbv.eval.study import Study, StudySettings, draw_study, findings, study_cells, study_table
-from eaglegbv.llm import LLM
-from eaglegbv.sampling import SamplingParams
+from eaglegbv.eval.study import (
+    Study,
+    StudySettings,
+    study_canvas,
+    study_cells,
+    study_table,
+    temperature_findings,
+    tree_findings,
+)
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -72,25 +78,27 @@ def drafters(
     """
     given = locals()
     plans = [
-        opts.made_of(given, opts.fixed_plan, paths=count)
+        opts.made_of(given, opts.plan_choices, paths=count).plan()
         for count in opts.entries("paths", paths, int)
     ]
     chosen = load_questions(questions_set, data).first(questions)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
-    found: list[NamedReport] = []
+    found: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
-            llm = opts.made_of(given, opts.Models, drafter=where).load(plans[0], engine)
+            models = opts.made_of(given, opts.Models, drafter=where)
+            llm = models.load(plans[0], engine)
             for plan in plans:
-                held = converse(llm, plan, chosen, params, batch, lambda _: bar.update())
-                own = drafter_report(llm.drafter_name or "none", plan, held, first.get(plan))
+                own = (Setting(plan=plan, temperature=temperature),)
+                settings = opts.run_settings(given, chosen, models, own)
+                held = converse(llm, chosen.questions, settings, batch, lambda _: bar.update())
+                drafted = llm.drafter_name or "none"
+                found.append(drafter_report(name, drafted, plan, held, first.get(plan)))
                 first.setdefault(plan, held)
-                found.append(NamedReport(name=name, report=own))
     if as_json:
         where_and_when = describe_environment(str(llm.device))
         opts.print_json(
@@ -98,7 +106,7 @@ def drafters(
         )
         return
     typer.echo("\n\n".join(map(plain_text, (depth_table(found), category_table(found)))))
-    broken = sum(one.report.errors for one in found)
+    broken = sum(one.errors for one in found)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
@@ -150,7 +158,7 @@ def study(
     }
     first = next(iter(llms.values()))
     result = Study(
-        model=name_of_model(first.model_name),
+        model=opts.Models(model=model).named.name,
         drafters=tuple(llms),
         questions=tuple(question.id for question in chosen.questions),
         suite=chosen.suite,
@@ -161,36 +169,25 @@ def study(
     )
     out.mkdir(parents=True, exist_ok=True)
     path = out / "study.json"
-    result = _measure(result, llms, chosen.questions, path)
-    typer.echo(plain_text(study_table(result)))
-    typer.echo("\n".join(f"- {finding}" for finding in findings(result)))
-    typer.echo("\n".join(f"wrote {one}" for one in [*draw_study(result, out), path]), err=True)
-
-
-def _measure(
-    study: Study, llms: Mapping[str, LLM], questions: Sequence[Question], path: Path
-) -> Study:
-    """Return the study with the drafters' results, which are saved after every temperature."""
-    settings = study.settings
-    first = next(iter(llms.values()))
-    with opts.progress(len(settings.temperatures) * len(llms) * len(questions), "text") as bar:
-        for temperature in settings.temperatures:
-            texts = collect(
-                first,
-                questions,
-                temperature=temperature,
-                max_tokens=settings.max_tokens,
-                seed=settings.seed,
-            )
+    total = len(settings.temperatures) * len(llms) * len(chosen.questions)
+    with opts.progress(total, "text") as bar:
+        for heat in settings.temperatures:
+            asked = chosen.questions
+            texts = collect(first, asked, temperature=heat, max_tokens=max_tokens, seed=seed)
             for name, llm in llms.items():
                 sampled, fixed = study_cells(
-                    name, llm.pair, texts, temperature, settings, on_texts=bar.update
+                    name, llm.pair, texts, heat, settings, on_texts=bar.update
                 )
-                study = msgspec.structs.replace(
-                    study, sampled=(*study.sampled, *sampled), fixed=(*study.fixed, *fixed)
+                result = msgspec.structs.replace(
+                    result, sampled=(*result.sampled, *sampled), fixed=(*result.fixed, *fixed)
                 )
-            path.write_bytes(msgspec.json.encode(study) + b"\n")
-    return study
+            path.write_bytes(msgspec.json.encode(result) + b"\n")
+    typer.echo(plain_text(study_table(result)))
+    found = [*tree_findings(result), *temperature_findings(result)]
+    typer.echo("\n".join(f"- {finding}" for finding in found))
+    with picture_style():
+        pictures = save_pictures(study_canvas(result), out, "study")
+    typer.echo("\n".join(f"wrote {one}" for one in [*pictures, path]), err=True)
 
 
 def paper(
@@ -218,17 +215,17 @@ def paper(
     of a ratio tests each of them. Measurements are saved as they come: the same command continues
     where an earlier one stopped.
     """
-    given, chosen = locals(), paper_named(name)
+    given = locals()
+    if name not in PAPERS:
+        raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
+    chosen = PAPERS[name]
     folder = out or Path("runs") / f"paper-{name}"
     models = opts.made_of(given, opts.Models)
-    site = Site(
-        folder,
-        load_questions(questions_set, data).first(questions),
-        opts.made_of(given, Options),
-        # Every setting answers the same prompts, and must read them itself.
-        lambda: models.load(Plan(), EngineConfig(prefix_cache=False)),
-        lambda what, steps: opts.progress(steps, "text", what),
-    )
+    asked = load_questions(questions_set, data).first(questions)
+    options = opts.made_of(given, Options)
+    # Every setting answers the same prompts, and must read them itself.
+    llm = models.load(Plan(), EngineConfig(prefix_cache=False))
+    site = Site(folder, asked, options, llm, lambda what, steps: opts.progress(steps, "text", what))
     typer.echo(chosen.title)
     found = chosen.measure(site)
     text = report_text(found.report)
@@ -301,13 +298,7 @@ def solvers(
     if as_json:
         opts.print_json(report)
         return
-    opts.print_rows(
-        {
-            name: "-" if (value := getattr(row, field)) is None else format(value, layout)
-            for name, (field, layout) in SOLVER_COLUMNS.items()
-        }
-        for row in report.rows
-    )
+    opts.print_rows([msgspec.structs.asdict(row) for row in report.rows], SOLVER_COLUMNS)
 
 
 SOLVER_COLUMNS = {

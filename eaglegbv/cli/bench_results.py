@@ -87,7 +87,6 @@ def results(
             "or drafters."
         ),
     ] = None,
-    pictures: Annotated[bool, opt("Also draw the pictures.")] = True,
 ) -> None:
     """Write a page of results from measured files: tables, pictures, and which verifier when.
 
@@ -95,8 +94,7 @@ def results(
     folder), bench study (its folder), bench batch --out, bench drafters --json. Missing files are
     left out and named. The same files give the same page.
     """
-    if pictures:
-        check_matplotlib()
+    check_matplotlib()
     for entry in add or ():
         name, equals, path = entry.partition("=")
         if not equals:
@@ -105,7 +103,7 @@ def results(
     if not folder.is_dir():
         raise InvalidArgument("folder", str(folder), "a folder of measured files")
     evidence = read_evidence(folder)
-    written = draw(evidence, folder) if pictures else []
+    written = draw(evidence, folder)
     target = to or folder.with_name(folder.name + ".md")
     target.write_text(page(evidence, folder=folder.name), encoding="utf-8")
     typer.echo("\n".join(f"wrote {path}" for path in [*written, target]), err=True)

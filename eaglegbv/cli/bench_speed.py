@@ -2,16 +2,17 @@
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from eaglegbv.calibration import calibrate
 from eaglegbv.cli import options as opts
+from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import opt
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, plan_name
 from eaglegbv.cuda_graphs import GraphMode
@@ -90,24 +91,22 @@ def batch(
         questions = known.first(min(most, len(known.questions))).questions
         engines = _loaded(models, names, verifier)
         assert isinstance(engines.plain, LLM)
-        source = PromptSource.of(engines.plain, [question.turns[0] for question in questions])
+        asked = [messages(question.turns[0]) for question in questions]
+        source = PromptSource([engines.plain.encode(own) for own in asked])
     else:
         engines = _made(shape, names, verifier, efficiency, grid, models)
         vocab = _shape(shape, None).draft_vocab
         source = PromptSource(random_models.random_prompts(vocab, most, MADE_PROMPT))
     chosen = [_way(engines, name, verifier) for name in names]
-    watched = [way for way in chosen if isinstance(way, throughput.EngineWay) and way.plan is AUTO]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
     with opts.progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
         for timing in throughput.measure(chosen, source.take, grid):
             timings.append(timing)
-            for way in watched:
-                way.note(timing)
             rate = f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s"
             bar.update(note=rate)
     typer.echo(plain_text(throughput.rate_table(timings)))
-    lines = [line for way in watched for line in throughput.choice_lines(way)]
+    lines = throughput.choice_lines(timings)
     lines += throughput.paired_lines(timings) if lines else []
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
@@ -124,7 +123,8 @@ def batch(
             compile_backend=compile_backend or "",
             dtype=dtype_name(precision),
         )
-        opts.write_json(out, results)
+        out.write_bytes(msgspec.json.encode(results) + b"\n")
+        typer.echo(f"wrote {out}", err=True)
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,13 @@ def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:
     if plan is not None:
         llm = engines.plain if plan == PLAIN else engines.drafting
         assert llm is not None
-        return throughput.EngineWay(name, llm, plan)
+        return throughput.Way(name, partial(throughput.run_engine, llm, plan))
     try:
         chosen = baseline(name, argument="ways")
     except InvalidArgument:
         raise InvalidArgument("ways", name, f"auto, none, PATHSxDEPTH, {EXPECTED}") from None
-    return throughput.TransformersWay(name, engines.library.generation(chosen, ends=False))
+    generation = engines.library.generation(chosen, ends=False)
+    return throughput.Way(name, partial(throughput.run_library, generation), chosen.max_batch)
 
 
 def step(
@@ -287,31 +288,20 @@ def step(
             )
         )
     where, precision = place_of(device, dtype)
-    slots = max(setting.slots for setting in settings)
     graphs = opts.member("cuda-graphs", cuda_graphs, GraphMode)
+    how: dict[str, Any] = {
+        "slots": max(setting.slots for setting in settings),
+        "dtype": precision,
+        "device": where,
+        "compile_backend": compile_backend,
+        "graphs": graphs,
+    }
     if model is None:
-        pair = Pair(
-            *random_models.random_pair(
-                made,
-                slots=slots,
-                max_context=max(setting.max_context for setting in settings),
-                dtype=precision,
-                device=where,
-                compile_backend=compile_backend,
-                graphs=graphs,
-            )
-        )
+        longest = max(setting.max_context for setting in settings)
+        pair = Pair(*random_models.random_pair(made, max_context=longest, **how))
     else:
         named = opts.Models(model=model, drafter=drafter).named
-        pair = load_pair(
-            named.target,
-            named.drafter,
-            slots=slots,
-            dtype=precision,
-            device=where,
-            compile_backend=compile_backend,
-            graphs=graphs,
-        )
+        pair = load_pair(named.target, named.drafter, **how)
     floors = step_bench.Floors(pair)
     _note(
         out,

@@ -1,5 +1,7 @@
-"""``eaglegbv generate``: answer one prompt."""
+"""``eaglegbv generate``: answer one prompt; ``serve``: SGLang's server with our drafts."""
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,17 +89,17 @@ def generate(
     if trace_trees and trace is None:
         raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
     opts.check_out(trace, "trace")
-    from eaglegbv.config import AutoPlan, EngineConfig, Planning
+    from eaglegbv.config import EngineConfig, Plan
     from eaglegbv.cuda_graphs import GraphMode
     from eaglegbv.rng import request_seed
     from eaglegbv.sampling import SamplingParams
 
     params = opts.made_of(given, SamplingParams, stop=tuple(stop or ()))
-    plan: Planning = opts.made_of(given, opts.fixed_plan)
+    plan = opts.made_of(given, opts.plan_choices).planning()
     config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
-    if all(choice is None for choice in (verifier, paths, depth, draft_sampling)):
-        plan = AutoPlan(draft_width=draft_width, draft_temperature=draft_temperature)
-    elif seed is None:  # the seed that the engine would derive, so that it can be printed
+    if seed is None and isinstance(
+        plan, Plan
+    ):  # the seed that the engine would derive, so that it can be printed
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
     llm = opts.made_of(given, opts.Models).load(plan, config)
     request = message if raw else messages(message, system)
@@ -179,7 +181,6 @@ def answer(
         token_ids=token_ids,
         prompt_token_ids=llm.encode(request),
         finish_reason=FinishReason.CANCELLED,
-        error=None,
         metrics=counter.metrics,
     )
 
@@ -207,22 +208,10 @@ def _read(path: Path) -> str:
 
 
 def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, object]:
-    metrics = completion.metrics
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "prompt_token_ids": completion.prompt_token_ids,
-        "plan": llm.plan,
-        "seconds": seconds,
-        "metrics": {
-            **msgspec.structs.asdict(metrics),
-            "block_efficiency": metrics.block_efficiency,
-            "acceptance_length": metrics.acceptance_length,
-            "acceptance_by_depth": metrics.acceptance_by_depth,
-            "decode_seconds": metrics.decode_seconds,
-        },
-    }
+    facts, metrics = completion.to_dict(), completion.metrics
+    for name in ("block_efficiency", "acceptance_length", "acceptance_by_depth", "decode_seconds"):
+        facts["metrics"][name] = getattr(metrics, name)
+    return {**facts, "plan": llm.plan, "seconds": seconds}
 
 
 def _footer(completion: "Completion", repeats: str) -> str:
@@ -237,3 +226,34 @@ def _footer(completion: "Completion", repeats: str) -> str:
     )
     told = steps if forwards else ""
     return f"[{len(completion.token_ids)} tokens{told}{rate}, {completion.finish_reason}{repeats}]"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or hub name of the target.")],
+    drafter: Annotated[
+        str | None, opt("Folder or hub name of an EAGLE head.", shown="none: plain decoding")
+    ] = None,
+    verifier: Annotated[str, opt("Verifier of independently drawn paths, such as gbv.")] = "otbv",
+    paths: Annotated[int, opt("Drafted paths, K.")] = 3,
+    depth: opts.Depth = 4,
+    draft_width: opts.DraftWidth = DRAFT_WIDTH,
+    draft_temperature: opts.DraftTemperature = 1.0,
+    seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
+    dry_run: Annotated[bool, opt("Print the command and stop.", "--dry-run")] = False,
+) -> None:
+    """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
+    given = locals()
+    from eaglegbv.backends.sglang.launch import check_ready, launch
+    from eaglegbv.backends.sglang.settings import Settings
+
+    if not dry_run:
+        check_ready(context.args)
+    settings = opts.made_of(given, Settings)
+    start = launch(model, drafter, paths=paths, depth=depth, settings=settings, others=context.args)
+    if dry_run:
+        variables = (f"{name}='{value}'" for name, value in start.environment.items())
+        typer.echo(" ".join([*variables, *start.command]))
+        return
+    sys.stdout.flush()
+    os.execve(start.command[0], start.command, os.environ | start.environment)

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import eaglegbv
-from eaglegbv.cli import generate, heads, serve
+from eaglegbv.cli import generate, heads
 from eaglegbv.cli.options import make_app
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 
@@ -25,7 +25,7 @@ app.command()(heads.export)
 app.command(short_help="Write the model in a GGUF file as a transformers folder.")(heads.convert)
 app.command(
     short_help="Serve a model by SGLang, with our drafts and verifiers.", context_settings=PASSED_ON
-)(serve.serve)
+)(generate.serve)
 
 
 def _add(name: str, place: str, text: str) -> None:

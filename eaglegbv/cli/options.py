@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from inspect import signature
 from pathlib import Path
@@ -23,7 +23,9 @@ from typer.models import OptionInfo
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
-    from eaglegbv.config import EngineConfig, Plan, Planning
+    from eaglegbv.config import EngineConfig, PlanChoices, Planning
+    from eaglegbv.eval.questions import QuestionSet
+    from eaglegbv.eval.records import RunSettings, Setting
     from eaglegbv.llm import LLM
     from eaglegbv.loading import NamedModels
     from eaglegbv.tree import DraftSampling
@@ -155,19 +157,10 @@ class Models:
 
         from eaglegbv.llm import LLM
 
-        drafter = self.or_lookup(plan).drafter
+        models = self.or_lookup(plan)
         disable_progress_bar()
         with _telling("eaglegbv.calibration"):
-            return LLM(
-                self.model,
-                drafter,
-                plan=plan,
-                device=self.device,
-                dtype=self.dtype,
-                engine=engine,
-                compile_backend=self.compile_backend,
-                trust_remote_code=self.trust_remote_code,
-            )
+            return LLM(**asdict(models), plan=plan, engine=engine)
 
 
 @contextmanager
@@ -197,6 +190,32 @@ def made_of(given: Mapping[str, Any], make: Callable[..., Made], **more: object)
     """
     taken = signature(make).parameters
     return make(**{name: value for name, value in given.items() if name in taken} | more)
+
+
+def run_settings(
+    given: Mapping[str, Any],
+    questions: "QuestionSet",
+    models: Models,
+    settings: "tuple[Setting, ...]",
+    **more: object,
+) -> "RunSettings":
+    """Return the settings of a run by a command's options, of one repeat unless they say more."""
+    from eaglegbv.eval.records import RunSettings
+
+    named = models.named
+    return made_of(
+        {"system": None, "repeats": 1, **given},
+        RunSettings,
+        suite=questions.suite,
+        origin=questions.origin,
+        question_ids=tuple(question.id for question in questions.questions),
+        questions_sha256=questions.sha256,
+        model=named.name,
+        drafter=named.drafter_name,
+        settings=settings,
+        compile_backend=given.get("compile_backend") or "",
+        **more,
+    )
 
 
 def entries(option: str, text: str, kind: Callable[[str], Entry]) -> list[Entry]:
@@ -242,15 +261,7 @@ def draft_sampling_named(name: str | None) -> "DraftSampling | None":
     return None if name is None else member("draft_sampling", name, DraftSampling)
 
 
-def fitting_paths(verifier: str, paths: int) -> int:
-    """Return ``paths``, or the most that a verifier takes; plain decoding takes any number."""
-    from eaglegbv.verifiers.registry import make_any_verifier
-
-    check_verifier(verifier)
-    return paths if verifier == "none" else make_any_verifier(verifier).fitting_paths(paths)
-
-
-def fixed_plan(
+def plan_choices(
     verifier: str | None = None,
     paths: int | None = None,
     depth: int | None = None,
@@ -258,21 +269,17 @@ def fixed_plan(
     draft_sampling: str | None,
     draft_width: int,
     draft_temperature: float,
-) -> "Plan":
-    """Return a plan with these values; None is the default, or the paths that a verifier takes."""
-    from eaglegbv.config import Plan
+) -> "PlanChoices":
+    """Return these choices, with as many paths as a verifier takes where it alone is named."""
+    from eaglegbv.config import PLAIN, Plan, PlanChoices
+    from eaglegbv.verifiers.registry import make_any_verifier
 
-    default = Plan()
-    verifier = default.verifier if verifier is None else verifier
-    fitting = fitting_paths(verifier, default.paths)
-    return Plan(
-        verifier=verifier,
-        paths=fitting if paths is None else paths,
-        depth=default.depth if depth is None else depth,
-        draft_sampling=draft_sampling_named(draft_sampling),
-        draft_width=draft_width,
-        draft_temperature=draft_temperature,
-    )
+    if verifier is not None:
+        check_verifier(verifier)
+        if paths is None and verifier != PLAIN.verifier:
+            paths = make_any_verifier(verifier).fitting_paths(Plan().paths)
+    sampling = draft_sampling_named(draft_sampling)
+    return PlanChoices(verifier, paths, depth, sampling, draft_width, draft_temperature)
 
 
 def check_out(path: Path | None, option: str = "out") -> None:
@@ -289,18 +296,16 @@ def print_json(content: object) -> None:
     typer.echo(msgspec.json.encode(content).decode())
 
 
-def print_rows(rows: Iterable[Mapping[str, str]]) -> None:
-    """Print a table of rows by heading; "-" where a row has nothing under one."""
-    from eaglegbv.eval.report import pivot, plain_text
+def print_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> None:
+    """Print a table: under each heading an entry that rows have, in a format; "-" for none."""
+    from eaglegbv.eval.report import plain_text
 
-    cells = {(str(n), name): cell for n, row in enumerate(rows) for name, cell in row.items()}
-    typer.echo(plain_text([row[1:] for row in pivot("", cells)]))
+    def cell(value: object, layout: str) -> str:
+        return "-" if value is None else format(value, layout)
 
-
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file, and say so."""
-    path.write_bytes(msgspec.json.encode(content) + b"\n")
-    typer.echo(f"wrote {path}", err=True)
+    shown = {key: how for key, how in columns.items() if any(how[0] in row for row in rows)}
+    lines = ([cell(row.get(name), layout) for name, layout in shown.values()] for row in rows)
+    typer.echo(plain_text([list(shown), *lines]))
 
 
 class Progress:

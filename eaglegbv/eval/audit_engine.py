@@ -19,6 +19,7 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval import g_test
+from eaglegbv.eval.audit_exact import Judged
 from eaglegbv.llm import LLM
 from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
@@ -33,10 +34,9 @@ FEWEST_CELLS = 8
 ROWS = 64  # sequences of one forward of the plain model
 
 
-class PairResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the audit of a rule on a pair."""
+class PairResult(Judged, frozen=True, kw_only=True):
+    """Result of the audit of a rule on a pair; the first includes the time of what all share."""
 
-    verifier: str  # name of the verifier
     model: str  # the target
     drafter: str | None  # the drafter
     against: str  # `exact` or `plain`: what the texts are compared with
@@ -46,32 +46,15 @@ class PairResult(msgspec.Struct, frozen=True, kw_only=True):
     cells: int  # cells compared: texts, with rare ones merged with others that begin alike
     statistic: float  # G
     p_value: float  # probability of a G at least as large if the engine is right
-    level: float  # probability with which a right engine is rejected
+    rejects_below: float  # the probability with which a right engine is rejected
     # Total variation between the two distributions that is noticed with probability 0.9, if it is
     # spread in the way that is hardest to see.
     detectable_shift: float
-    block_efficiency: float  # tokens per target forward
-    seconds: float  # wall time; that of the first rule includes what all are compared with
 
     @property
     def passed(self) -> bool:
         """Whether the test did not reject the engine."""
-        return self.p_value >= self.level
-
-    def figures(self) -> dict[str, str]:
-        """Return the measured figures as text, by name."""
-        return {
-            "verifier": self.verifier,
-            "against": self.against,
-            "texts": str(self.samples),
-            "cells": str(self.cells),
-            "G": f"{self.statistic:.1f}",
-            "p-value": f"{self.p_value:.2e}",
-            "rejects below": f"{self.level:.0e}",
-            "detects": f"{self.detectable_shift:.3f}",
-            "block efficiency": f"{self.block_efficiency:.3f}",
-            "seconds": f"{self.seconds:.1f}",
-        }
+        return self.p_value >= self.rejects_below
 
 
 def audit_pair(
@@ -139,7 +122,7 @@ def audit_pair(
             cells=test.cells,
             statistic=test.statistic,
             p_value=test.p_value,
-            level=g_test.LEVEL,
+            rejects_below=g_test.LEVEL,
             detectable_shift=g_test.detectable_shift(test.samples, test.cells, level=g_test.LEVEL),
             block_efficiency=sum(c.metrics.committed_tokens for c in found) / max(1, forwards),
             seconds=perf_counter() - start,

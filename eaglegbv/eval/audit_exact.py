@@ -1,9 +1,10 @@
 """The exact audit: a verifier's output distribution on random tiny problems, by enumeration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import comb, perm
+from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
 from typing import TypeAlias
@@ -92,28 +93,24 @@ ROUND = ("random", "zeros", "random", "ties", "one_hot")
 """Order of target kinds in a round; two in five are positive everywhere."""
 
 
-def _random_target(vocab: int, kind: str, seed: tuple[int, ...]) -> ProbsAt:
-    """Return p(. | prefix), drawn on demand as a function of the arguments."""
+def _drawn(seed: tuple[int, ...], draw: Callable[[np.random.Generator, Prefix], Probs]) -> ProbsAt:
+    """Return distributions by prefix, each drawn on demand as a function of seed and prefix."""
 
     @lru_cache(maxsize=1 << 14)
     def probs(prefix: Prefix) -> Probs:
-        rng = np.random.default_rng([*seed, len(prefix), *prefix])
-        return as_probs(TARGETS[kind](rng, vocab))
+        return draw(np.random.default_rng([*seed, len(prefix), *prefix]), prefix)
 
     return probs
 
 
 def _random_draft(target: ProbsAt, kind: str, seed: tuple[int, ...]) -> ProbsAt:
-    """Return q(. | prefix) of a drafter for a target, drawn in the same way."""
-
-    @lru_cache(maxsize=1 << 14)
-    def probs(prefix: Prefix) -> Probs:
-        rng, p = np.random.default_rng([*seed, len(prefix), *prefix]), target(prefix)
+    def draw(rng: np.random.Generator, prefix: Prefix) -> Probs:
+        p = target(prefix)
         weights = np.array(p, dtype=np.float64)
         q = DRAFTS[kind](rng, weights)
         return p if q is weights else as_probs(q)  # a second division could break p = q
 
-    return probs
+    return _drawn(seed, draw)
 
 
 def as_probs(weights: Weights) -> Probs:
@@ -136,7 +133,8 @@ def instance(
         seed: Seed of the whole audit.
     """
     kinds = list(DRAFTS)
-    target = _random_target(shape.vocab, ROUND[number % len(ROUND)], (seed, number, 0))
+    kind = TARGETS[ROUND[number % len(ROUND)]]
+    target = _drawn((seed, number, 0), lambda rng, _: as_probs(kind(rng, shape.vocab)))
     drafts = (
         _random_draft(target, kinds[(number + step) % len(kinds)], (seed, number, 1 + step))
         for step in range(steps)
@@ -148,6 +146,7 @@ MOST_TREES = 20_000  # most draft trees of one problem that are listed
 MOST_LP_ENTRIES = 5_000_000
 """Most entries of the linear program's matrix; with more, the optimum is not computed."""
 
+TOLERANCE = 1e-12  # largest error of an exact audit that is rounding
 HUB_PATHS = 2  # number of paths of SpecHub, which drafts pairs
 
 
@@ -182,20 +181,31 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return Shape(self.vocab, self.depth, self.paths)
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an audit."""
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule and what an audit found of it."""
 
     verifier: str  # name of the verifier
+    block_efficiency: float  # mean number of tokens committed by a (first) step
+    seconds: float  # wall time
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found against it."""
+        raise NotImplementedError
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Everything by name, with a verdict in words."""
+        verdict = "lossless" if self.passed else "NOT LOSSLESS"
+        return {**msgspec.structs.asdict(self), "verdict": verdict}
+
+
+class Result(Judged, frozen=True, kw_only=True):
+    """Result of an audit on random tiny problems."""
+
     draft_sampling: str  # the draft distribution
+    paths: int  # see `Sizes`
     instances: int  # number of random problems
-
-    def passed(self, tolerance: float) -> bool:
-        """Return whether the verifier passed; ``tolerance`` limits the error of exact audits."""
-        raise NotImplementedError
-
-    def figures(self) -> dict[str, str]:
-        """Return the measured figures as text, by name."""
-        raise NotImplementedError
 
 
 OnInstance: TypeAlias = Callable[[float], object]
@@ -207,7 +217,8 @@ class Subject:
     """A verifier under audit."""
 
     rule: Rule  # its claims
-    run: "Callable[[Rule, DraftSampling, Sizes, OnInstance], Result]"  # audits it
+    # Audits it on problems, each for steps in a row; returns what makes the result of the rest.
+    run: "Callable[[Iterator[Sequence[Problem]], Sizes, OnInstance], Callable[..., Result]]"
 
     @property
     def default_sampling(self) -> DraftSampling:
@@ -247,34 +258,33 @@ class Subject:
             SamplingMismatch, InvalidArgument: See :meth:`check`.
         """
         self.check(draft_sampling, sizes.shape)
-        return self.run(self.rule, draft_sampling, sizes, on_instance)
+        start, how = perf_counter(), {"steps": sizes.iterations, "seed": sizes.seed}
+        problems = (instance(draft_sampling, sizes.shape, n, **how) for n in range(sizes.instances))
+        found = self.run(problems, sizes, on_instance)
+        return found(
+            verifier=self.rule.name,
+            draft_sampling=str(draft_sampling),
+            paths=sizes.paths,
+            instances=sizes.instances,
+            seconds=perf_counter() - start,
+        )
 
 
 class AuditResult(Result, frozen=True, kw_only=True):
-    """Result of an exact audit."""
+    """Result of an exact audit, whose block efficiency is the expected one."""
 
     # Largest deviation, over all problems and texts of `depth + 1` tokens, of the text's
     # probability from the target's.
     max_abs_error: float
-    block_efficiency: float  # mean over the problems of the expected tokens committed by one step
     # Mean of the largest block efficiency that a lossless step can have (GBV, Theorem 4.3); None
     # where the linear program is too large. A rule that leaves a modified target may exceed it,
     # because it borrows from later steps.
     lp_optimum: float | None
-    seconds: float  # wall time
 
-    def passed(self, tolerance: float) -> bool:
-        """Return whether the error is within ``tolerance``."""
-        return self.max_abs_error <= tolerance
-
-    def figures(self) -> dict[str, str]:
-        """See :meth:`Result.figures`."""
-        return {
-            "max error": f"{self.max_abs_error:.1e}",
-            "block efficiency": f"{self.block_efficiency:.4f}",
-            "LP optimum": "-" if self.lp_optimum is None else f"{self.lp_optimum:.4f}",
-            "seconds": f"{self.seconds:.1f}",
-        }
+    @property
+    def passed(self) -> bool:
+        """Whether the error is rounding."""
+        return self.max_abs_error <= TOLERANCE
 
 
 def exact_subject(rule: Rule, verify: VerifyWithState) -> Subject:
@@ -284,40 +294,31 @@ def exact_subject(rule: Rule, verify: VerifyWithState) -> Subject:
 
 def _enumerate(
     verify: VerifyWithState,
-    rule: Rule,
-    draft_sampling: DraftSampling,
+    problems: Iterator[Sequence[Problem]],
     sizes: Sizes,
     on_instance: OnInstance,
-) -> AuditResult:
+) -> Callable[..., Result]:
     """Enumerate the distribution of the texts that the verifier writes on random problems.
 
     The (modified) target completes the steps' texts. The distribution of the first ``depth + 1``
     tokens, within which every layer of a first step ends, is compared with the target's.
     """
-    start = perf_counter()
-    worst, efficiency, optimum = 0.0, 0.0, 0.0
-    with_optimum = _lp_entries(draft_sampling, sizes.shape) <= MOST_LP_ENTRIES
-    for number in range(sizes.instances):
-        problems = instance(
-            draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
-        )
-        total = sizes.depth + 1
-        first, *later = states_by_step(verify, problems, total)
-        error = deviation([first, *later][-1], problems[0].target_probs, total)
+    worst, efficiency, total = 0.0, 0.0, sizes.depth + 1
+    optima: list[float] = []
+    for steps in problems:
+        p = steps[0].target_probs
+        first, *later = states_by_step(verify, steps, total)
+        error = deviation([first, *later][-1], p, total)
         worst = max(worst, error)
         efficiency += float(sum(m * len(state.context) for state, m in first.items()))
-        if with_optimum:
-            trees = drafted_paths(problems[0])
-            optimum += 1 + lp_acceptance_length(problems[0].target_probs, sizes.vocab, trees)
+        if _lp_entries(steps[0].draft_sampling, sizes.shape) <= MOST_LP_ENTRIES:
+            optima.append(1 + lp_acceptance_length(p, sizes.vocab, drafted_paths(steps[0])))
         on_instance(error)
-    return AuditResult(
-        verifier=rule.name,
-        draft_sampling=str(draft_sampling),
-        instances=sizes.instances,
+    return partial(
+        AuditResult,
         max_abs_error=worst,
         block_efficiency=efficiency / sizes.instances,
-        lp_optimum=optimum / sizes.instances if with_optimum else None,
-        seconds=perf_counter() - start,
+        lp_optimum=fmean(optima) if optima else None,
     )
 
 

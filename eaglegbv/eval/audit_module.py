@@ -50,14 +50,8 @@ def load_verifiers(path: Path) -> list[Audited]:
     """
     module = _load(path)
     bases = (ReferenceVerifier, StatefulReferenceVerifier, Verifier, StatefulVerifier)
-    classes = [
-        value
-        for value in vars(module).values()
-        if isclass(value)
-        and issubclass(value, bases)
-        and value.__module__ == module.__name__
-        and not isabstract(value)
-    ]
+    own = [v for v in vars(module).values() if isclass(v) and v.__module__ == module.__name__]
+    classes = [one for one in own if issubclass(one, bases) and not isabstract(one)]
     if not classes:
         wanted = " or ".join(base.__name__ for base in bases)
         raise InvalidArgument("module", str(path), f"a file that defines a subclass of {wanted}")

@@ -1,11 +1,10 @@
 """The sampled audit: the output distribution of a batched verifier on random tiny problems."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
-from time import perf_counter
 from typing import TypeAlias
 
 import numpy as np
@@ -15,10 +14,10 @@ from torch import Tensor
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject, instance
+from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Rule, Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
 from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms, StatefulVerifier
@@ -312,67 +311,45 @@ class SampledResult(Result, frozen=True, kw_only=True):
 
     samples: int  # number of steps sampled for each problem
     min_p_value: float  # smallest p-value of the problems' G-tests
-    # The smallest p-value of a right verifier is below `level / instances` with probability at most
-    # `level`.
-    level: float
+    # The smallest p-value of a right verifier is below this with probability at most `LEVEL`.
+    rejects_below: float
     # Total variation from the target that the test of one problem notices with probability 0.9, if
     # it is spread in the way that is hardest to see; the largest of all problems.
     detectable_shift: float
-    block_efficiency: float  # mean number of tokens committed by a step
-    seconds: float  # wall time
 
-    def passed(self, tolerance: float) -> bool:
-        """Return whether no test rejects the verifier."""
-        del tolerance
-        return self.min_p_value >= self.level / self.instances
-
-    def figures(self) -> dict[str, str]:
-        """See :meth:`Result.figures`."""
-        return {
-            "least p-value": f"{self.min_p_value:.1e}",
-            "rejects below": f"{self.level / self.instances:.1e}",
-            "detects": f"{self.detectable_shift:.3f}",
-            "block efficiency": f"{self.block_efficiency:.3f}",
-            "seconds": f"{self.seconds:.1f}",
-        }
+    @property
+    def passed(self) -> bool:
+        """Whether no test rejects the verifier."""
+        return self.min_p_value >= self.rejects_below
 
 
 @torch.inference_mode()
 def _sample(
     write: Writer,
     samples: int,
-    rule: Rule,
-    draft_sampling: DraftSampling,
+    problems: Iterator[Sequence[Problem]],
     sizes: Sizes,
     on_instance: OnInstance,
-) -> SampledResult:
+) -> Callable[..., Result]:
     """Compare each problem's texts with the target's joint distribution by a G-test."""
-    start = perf_counter()
     generator = torch.Generator().manual_seed(sizes.seed)
-    smallest, blindest, committed = 1.0, 0.0, 0
-    for number in range(sizes.instances):
-        problems = instance(
-            draft_sampling, sizes.shape, number, steps=sizes.iterations, seed=sizes.seed
-        )
-        cells, tokens = write(problems, samples, generator)
-        joint = target_joint(problems[0].target_probs, sizes.depth + 1)
+    smallest, blindest, committed, level = 1.0, 0.0, 0, LEVEL / sizes.instances
+    for steps in problems:
+        cells, tokens = write(steps, samples, generator)
+        joint = target_joint(steps[0].target_probs, sizes.depth + 1)
         test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
         smallest = min(smallest, test.p_value)
         if test.cells > 1:
-            shift = detectable_shift(samples, test.cells, level=LEVEL / sizes.instances)
-            blindest = max(blindest, shift)
+            blindest = max(blindest, detectable_shift(samples, test.cells, level=level))
         committed += tokens
         on_instance(test.p_value)
-    return SampledResult(
-        verifier=rule.name,
-        draft_sampling=str(draft_sampling),
-        instances=sizes.instances,
+    return partial(
+        SampledResult,
         samples=samples,
         min_p_value=smallest,
-        level=LEVEL,
+        rejects_below=level,
         detectable_shift=blindest,
         block_efficiency=committed / (sizes.instances * samples),
-        seconds=perf_counter() - start,
     )
 
 
@@ -384,9 +361,9 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Subj
     """
     if samples < 1:
         raise InvalidArgument("samples", samples, "an integer of at least 1")
-    write: Writer
-    if isinstance(verifier, StatefulVerifier):
-        write = partial(write_runs, verifier)
-    else:
-        write = partial(write_steps, verifier)
+    write: Writer = (
+        partial(write_runs, verifier)
+        if isinstance(verifier, StatefulVerifier)
+        else partial(write_steps, verifier)
+    )
     return Subject(rule=verifier, run=partial(_sample, write, samples))

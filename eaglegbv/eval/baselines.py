@@ -2,10 +2,10 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,49 +15,43 @@ from transformers.generation.streamers import BaseStreamer
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
 from eaglegbv.metrics import Phase, RequestMetrics
-from eaglegbv.models.hf import load_model, load_tokenizer
+from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Completion, Delta, Prompt
+from eaglegbv.text import Completion, Delta
 
 
-class _Streams(Protocol):
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams, *, plan: Plan
-    ) -> Iterator[Delta]: ...
+def streamed(
+    stream: Callable[..., Iterator[Delta]],
+    prompts: list[dict[str, str]],
+    sampling_params: SamplingParams,
+    *,
+    plan: Plan,
+) -> Completion:
+    """Answer one conversation, and record the time until the first tokens as prefill.
 
+    ``stream`` is as that of `LLM`, of a backend that does not tell its phases.
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """Returns whole answers, and records the time until the first tokens as prefill."""
-
-    llm: _Streams  # a backend that streams as `LLM` does, but does not tell its phases
-
-    def __call__(
-        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> Completion:
-        """Answer one conversation.
-
-        Raises:
-            EagleGBVError: The prompt is invalid, or the backend could not answer it.
-        """
-        start = time.perf_counter()
-        prefill: float | None = None
-        completion: Completion | None = None
-        try:
-            for piece in self.llm.stream(prompts, sampling_params, plan=plan):
-                if prefill is None and piece.token_ids:
-                    prefill = time.perf_counter() - start
-                completion = piece.completion or completion
-        except EagleGBVError:
-            raise
-        except ValueError as error:  # SGLang raises it for requests it does not accept
-            raise InvalidArgument("prompt", f"{len(prompts)} messages", str(error)) from error
-        if completion is None or completion.error is not None or prefill is None:
-            cause = "no answer" if completion is None else completion.error or "no token"
-            raise StepFailed(0, cause)
-        completion.metrics.add_seconds(Phase.PREFILL, prefill)
-        return completion
+    Raises:
+        EagleGBVError: The prompt is invalid, or the backend could not answer it.
+    """
+    start = time.perf_counter()
+    prefill: float | None = None
+    completion: Completion | None = None
+    try:
+        for piece in stream(prompts, sampling_params, plan=plan):
+            if prefill is None and piece.token_ids:
+                prefill = time.perf_counter() - start
+            completion = piece.completion or completion
+    except EagleGBVError:
+        raise
+    except ValueError as error:  # SGLang raises it for requests it does not accept
+        raise InvalidArgument("prompt", f"{len(prompts)} messages", str(error)) from error
+    if completion is None or completion.error is not None or prefill is None:
+        cause = "no answer" if completion is None else completion.error or "no token"
+        raise StepFailed(0, cause)
+    completion.metrics.add_seconds(Phase.PREFILL, prefill)
+    return completion
 
 
 # Transformers decodes plainly, or drafts (assisted generation): by prompt lookup, with the target's
@@ -180,59 +174,52 @@ class Generation:
         return out[:, longest:]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatBaseline:
-    """A baseline that answers chat messages for the benchmark's runner."""
+def chat(
+    generation: Generation,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[dict[str, str]],
+    sampling_params: SamplingParams,
+    *,
+    plan: Plan,
+) -> Completion:
+    """Answer one conversation by a baseline, for the benchmark's runner.
 
-    generation: Generation  # the baseline's generation
-    tokenizer: PreTrainedTokenizerBase  # the target's tokenizer, with a chat template
+    The tokenizer is the target's, with a chat template. The first forward counts as prefill, with
+    all that belongs to it: assisted generation drafts before the prompt is read. Prefill is the
+    only phase whose time is known.
 
-    @classmethod
-    def of(cls, library: Library, model: str, chosen: Baseline) -> "ChatBaseline":
-        """Return the baseline with the tokenizer of ``model``."""
-        return cls(library.generation(chosen, ends=True), load_tokenizer(model))
-
-    def __call__(
-        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> Completion:
-        """Answer one conversation.
-
-        The first forward counts as prefill, with all that belongs to it: assisted generation drafts
-        before the prompt is read. Prefill is the only phase whose time is known.
-
-        Raises:
-            InvalidArgument: The plan is not plain, or the prompt fills the model's context.
-        """
-        if plan.speculative:
-            raise InvalidArgument("plan", plan, "plain decoding: a baseline drafts by itself")
-        encoded: Any = self.tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        prompt = list(encoded["input_ids"])
-        room = int(self.generation.model.config.max_position_embeddings) - len(prompt)
-        if room < 1:
-            expected = f"at most {room + len(prompt) - 1} tokens, by the model's context"
-            raise InvalidArgument("prompt", f"{len(prompt)} tokens", expected)
-        most = min(sampling_params.max_tokens or room, room)
-        watch = _Watch(self.generation.baseline.name, len(prompt))
-        with watch.watching(self.generation.model):
-            answer = self.generation(
-                [prompt],
-                most,
-                temperature=sampling_params.temperature,
-                seed=sampling_params.seed or 0,
-                streamer=watch,
-            )[0].tolist()
-        eos = self.generation.config.eos_token_id
-        ended = answer[-1:] and answer[-1] in ([eos] if isinstance(eos, int) else eos or [])
-        return Completion(
-            text=str(self.tokenizer.decode(answer, skip_special_tokens=True)),
-            token_ids=answer,
-            prompt_token_ids=prompt,
-            error=None,
-            finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
-            metrics=watch.metrics,
-        )
+    Raises:
+        InvalidArgument: The plan is not plain, or the prompt fills the model's context.
+    """
+    if plan.speculative:
+        raise InvalidArgument("plan", plan, "plain decoding: a baseline drafts by itself")
+    encoded: Any = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    prompt = list(encoded["input_ids"])
+    room = int(generation.model.config.max_position_embeddings) - len(prompt)
+    if room < 1:
+        expected = f"at most {room + len(prompt) - 1} tokens, by the model's context"
+        raise InvalidArgument("prompt", f"{len(prompt)} tokens", expected)
+    most = min(sampling_params.max_tokens or room, room)
+    watch = _Watch(generation.baseline.name, len(prompt))
+    with watch.watching(generation.model):
+        answer = generation(
+            [prompt],
+            most,
+            temperature=sampling_params.temperature,
+            seed=sampling_params.seed or 0,
+            streamer=watch,
+        )[0].tolist()
+    eos = generation.config.eos_token_id
+    ended = answer[-1:] and answer[-1] in ([eos] if isinstance(eos, int) else eos or [])
+    return Completion(
+        text=str(tokenizer.decode(answer, skip_special_tokens=True)),
+        token_ids=answer,
+        prompt_token_ids=prompt,
+        finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+        metrics=watch.metrics,
+    )
 
 
 class _Watch(BaseStreamer):

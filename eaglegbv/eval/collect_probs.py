@@ -10,9 +10,8 @@ from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs
-from eaglegbv.eval.paired_comparison import Sampling, Text, offers
+from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, offers
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import Node, solve_all
 from eaglegbv.loading import Pair
@@ -123,19 +122,14 @@ def solver_cells(
     places, cells = _widest(pair, texts, settings, sampling), []
     for setting in settings:
         plan = setting.plan
-        given = places.nodes(
-            width=plan.draft_width, drafts=plan.paths, count=NODES, seed=texts[0].seed
-        )
+        sizes = {"width": plan.draft_width, "drafts": plan.paths, "count": NODES}
+        given = places.nodes(**sizes, seed=texts[0].seed)
         found = solve_all(Solver(plan.verifier), given, warm=given[0])
         answers = [] if None in found else [answer for answer in found if answer is not None]
-        cells.append(
-            Cell(
-                setting=setting,
-                tokens=tuple(answer.acceptance for answer in answers),
-                steps=(1,) * len(answers),
-                seconds={Phase.VERIFY: tuple(answer.seconds for answer in answers)},
-            )
-        )
+        tokens = tuple(answer.acceptance for answer in answers)
+        seconds = {Phase.VERIFY: tuple(answer.seconds for answer in answers)}
+        steps = (1,) * len(answers)
+        cells.append(Cell(setting=setting, tokens=tokens, steps=steps, seconds=seconds))
     return cells
 
 

@@ -8,6 +8,7 @@ is weak. Verifiers that keep state from step to step are measured in the engine 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Self, TypeAlias
 
 import msgspec
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
+from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
+from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.rng import RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
@@ -31,12 +33,73 @@ from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import require_integers
 from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
 from eaglegbv.verifiers.registry import make_verifier
 
 _BELOW_ONE = np.nextafter(1.0, 0.0)
+
+
+class Figure(StrEnum):
+    """What of two cells is compared; more is better."""
+
+    TOKENS_A_STEP = "tokens a step"
+    TOKENS_A_SECOND = "tokens a second"
+    VERIFYING = "tokens a second of verifying"
+    STEPS_A_SECOND = "nodes a second"
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """What one setting came to; at a single node a token is an accepted draft, a place a step."""
+
+    setting: Setting  # which
+    tokens: tuple[float, ...]  # for each question, tokens committed in its steps
+    steps: tuple[int, ...]  # for each question, steps: places, or decoding forwards of the target
+    # For each question, nodes without roots that the target scored; nothing where an engine ran.
+    nodes: tuple[float, ...] = ()
+    # For each phase, seconds of each question; nothing where nothing was timed.
+    seconds: dict[Phase, tuple[float, ...]] = {}
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens a step."""
+        return sum(self.tokens) / sum(self.steps)
+
+    @property
+    def mean_nodes(self) -> float:
+        """Mean number of drafted nodes of a tree."""
+        return sum(self.nodes) / sum(self.steps)
+
+    def estimate(self) -> Estimate:
+        """Return tokens a step with its 95% bootstrap interval over questions."""
+        return bootstrap_ratio(self.tokens, self.steps)
+
+    def over(self, other: "Cell", figure: Figure = Figure.TOKENS_A_STEP) -> Estimate:
+        """Return the ratio of a figure to another cell's, paired by question."""
+        return bootstrap_ratio(*self.columns(figure), *other.columns(figure))
+
+    def columns(self, figure: Figure) -> tuple[Sequence[float], Sequence[float]]:
+        """Return what the figure divides by what, for each question."""
+        if figure is Figure.TOKENS_A_STEP:
+            return self.tokens, self.steps
+        if not self.seconds:
+            raise InvalidArgument("figure", str(figure), "a figure of steps: nothing was timed")
+        wanted = [Phase.VERIFY] if figure is Figure.VERIFYING else list(self.seconds)
+        totals = np.sum([self.seconds[phase] for phase in wanted], axis=0).tolist()
+        return self.steps if figure is Figure.STEPS_A_SECOND else self.tokens, totals
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Cell]") -> "Cell":
+        """Return the cell of all questions of ``parts``; it is empty where one of them is."""
+        first, own = parts[0], parts if all(part.steps for part in parts) else ()
+        return cls(
+            setting=first.setting,
+            tokens=tuple(x for part in own for x in part.tokens),
+            steps=tuple(x for part in own for x in part.steps),
+            nodes=tuple(x for part in own for x in part.nodes),
+            seconds={p: tuple(x for part in own for x in part.seconds[p]) for p in first.seconds},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +178,7 @@ class Sampling:
     batch: int = 16  # number of texts read together
 
     def __post_init__(self) -> None:
-        for name in ("places", "judgements", "batch"):
-            require_integer(name, getattr(self, name), 1)
+        require_integers(self, places=(1, None), judgements=(1, None), batch=(1, None))
 
 
 def collect(
@@ -220,14 +282,10 @@ def same_drafts(
                 for number, found in bench.judge(requests, part, verifiers).items():
                     tokens[number, here] += found
                     nodes[number, here] += part.tree.num_nodes.cpu().numpy() - 1
+    steps, both = tuple(places.tolist()), zip(tokens.tolist(), nodes.tolist(), strict=True)
     return [
-        Cell(
-            setting=setting,
-            tokens=tuple(own.tolist()),
-            steps=tuple(places.tolist()),
-            nodes=tuple(sizes.tolist()),
-        )
-        for setting, own, sizes in zip(settings, tokens, nodes, strict=True)
+        Cell(setting=setting, tokens=tuple(own), steps=steps, nodes=tuple(sizes))
+        for setting, (own, sizes) in zip(settings, both, strict=True)
     ]
 
 

@@ -14,8 +14,9 @@ import msgspec
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, NotInstalled
-from eaglegbv.eval.records import Results, Setting
+from eaglegbv.eval.records import Results
 from eaglegbv.eval.statistics import Estimate, Summary, summarise
+from eaglegbv.utils import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -195,19 +196,6 @@ PHASE_COLOURS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A setting and its figures."""
-
-    setting: Setting
-    summary: Summary
-
-    @property
-    def plan(self) -> Plan:
-        """How it speculates."""
-        return self.setting.plan
-
-
 def draw_all(results: Results, folder: Path) -> list[Path]:
     """Write every picture of a run into ``folder``, each as PNG and SVG; return their paths.
 
@@ -234,20 +222,19 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     return written
 
 
-def measured_of(results: Results) -> list[Measured]:
-    """Return the settings of a run that have figures.
+def measured_of(results: Results) -> list[Summary]:
+    """Return the figures of the settings of a run that have any.
 
     Raises:
         InvalidArgument: No setting has figures.
     """
-    settings = {setting.name: setting for setting in results.settings.settings}
-    found = [Measured(settings[s.setting], s) for s in summarise(results) if s.conversations]
+    found = [summary for summary in summarise(results) if summary.conversations]
     if not found:
         raise InvalidArgument("results", results.settings.suite, "a run with whole conversations")
     return found
 
 
-def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
+def block_efficiency_by_paths(measured: Sequence[Summary]) -> "Canvas":
     """Draw one panel for each temperature: block efficiency against the number of paths."""
     panels = []
     for temperature, here in _by_temperature(measured).items():
@@ -263,7 +250,7 @@ def block_efficiency_by_paths(measured: Sequence[Measured]) -> "Canvas":
     return draw_panels(panels, EFFICIENCY)
 
 
-def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
+def block_efficiency_by_temperature(measured: Sequence[Summary]) -> "Canvas":
     """Draw one panel for each number of paths: block efficiency against temperature.
 
     Verifiers that ran with a single path only are dashed lines in every panel.
@@ -276,7 +263,7 @@ def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
         here = [m for m in drafted if m.plan.paths == paths or m.plan.verifier in single]
         lines = _lines(
             here,
-            lambda one: one.setting.temperature,
+            lambda one: one.temperature,
             alike=lambda one: one.plan,
             dashed=single if paths > 1 else (),
         )
@@ -286,15 +273,15 @@ def block_efficiency_by_temperature(measured: Sequence[Measured]) -> "Canvas":
     return draw_panels(panels, EFFICIENCY)
 
 
-def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
+def acceptance_by_depth(measured: Sequence[Summary]) -> "Canvas":
     """Draw one panel for each temperature: share of forwards that accept a token, by depth."""
     panels = []
     for temperature, here in _by_temperature(measured).items():
         labels = _labels(here, "T")
         lines = []
         for one in here:
-            shares = enumerate(map(Estimate.exactly, one.summary.acceptance_by_depth), start=1)
-            lines.append(Line.of(labels[one.setting.name], one.plan.verifier, list(shares)))
+            shares = enumerate(map(Estimate.exactly, one.acceptance_by_depth), start=1)
+            lines.append(Line.of(labels[one.setting], one.plan.verifier, list(shares)))
         ticks = range(1, 1 + max(len(line.points) for line in lines))
         title = f"temperature {temperature:g}"
         panels.append(Panel(title=title, lines=lines, x="depth", ticks=ticks, legend="upper right"))
@@ -303,10 +290,10 @@ def acceptance_by_depth(measured: Sequence[Measured]) -> "Canvas":
     return canvas
 
 
-def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
+def tokens_per_second(measured: Sequence[Summary]) -> "Canvas":
     """Draw a bar for each setting: tokens per second of decoding, with intervals."""
     canvas, axes = _bars_canvas(measured)
-    rates = [one.summary.tokens_per_second for one in measured]
+    rates = [one.tokens_per_second for one in measured]
     axes.barh(
         range(len(measured)),
         [rate.value for rate in rates],
@@ -318,12 +305,12 @@ def tokens_per_second(measured: Sequence[Measured]) -> "Canvas":
     return canvas
 
 
-def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
+def seconds_by_phase(measured: Sequence[Summary]) -> "Canvas":
     """Draw a bar for each setting: milliseconds per token by phase, including prefill."""
     canvas, axes = _bars_canvas(measured)
     starts = [0.0] * len(measured)
     for phase, colour in PHASE_COLOURS.items():
-        widths = [one.summary.milliseconds_by_phase.get(phase, 0.0) for one in measured]
+        widths = [one.milliseconds_by_phase.get(phase, 0.0) for one in measured]
         axes.barh(range(len(measured)), widths, left=starts, color=colour, label=phase)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_xlabel("milliseconds per token of the answers, prefill counted")
@@ -333,41 +320,36 @@ def seconds_by_phase(measured: Sequence[Measured]) -> "Canvas":
 
 OF_DRAFTS = (block_efficiency_by_paths, block_efficiency_by_temperature, acceptance_by_depth)
 """Pictures that show only settings that draft, so that at least one is needed."""
-PICTURES: "Mapping[str, Callable[[Sequence[Measured]], Canvas]]" = {
+PICTURES: "Mapping[str, Callable[[Sequence[Summary]], Canvas]]" = {
     draw.__name__: draw for draw in (*OF_DRAFTS, tokens_per_second, seconds_by_phase)
 }
 """All pictures, by the name of their files without suffix, in the order of drawing."""
 
 
-def _drafted(measured: Sequence[Measured]) -> list[Measured]:
+def _drafted(measured: Sequence[Summary]) -> list[Summary]:
     return [one for one in measured if one.plan.speculative]
 
 
-def _by_temperature(measured: Sequence[Measured]) -> dict[float, list[Measured]]:
+def _by_temperature(measured: Sequence[Summary]) -> dict[float, list[Summary]]:
     """Return the settings that draft, by temperature in ascending order."""
-    heats: dict[float, list[Measured]] = {}
-    for one in sorted(_drafted(measured), key=lambda one: one.setting.temperature):
-        heats.setdefault(one.setting.temperature, []).append(one)
-    return heats
+    ascending = sorted(_drafted(measured), key=lambda one: one.temperature)
+    return grouped(ascending, lambda one: one.temperature)
 
 
 def _lines(
-    measured: Sequence[Measured],
-    x: Callable[[Measured], float],
+    measured: Sequence[Summary],
+    x: Callable[[Summary], float],
     *,
-    alike: Callable[[Measured], Plan],
+    alike: Callable[[Summary], Plan],
     dashed: Collection[str] = (),
 ) -> list[Line]:
     """Join settings that differ only in x; labels leave out paths and temperature."""
     labels = _labels(measured, "KT")
-    groups: dict[Plan, list[Measured]] = {}
-    for one in measured:
-        groups.setdefault(alike(one), []).append(one)
     lines = []
-    for group in groups.values():
+    for group in grouped(measured, alike).values():
         verifier = group[0].plan.verifier
-        points = sorted((x(one), one.summary.block_efficiency) for one in group)
-        line = Line.of(labels[group[0].setting.name], verifier, points)
+        points = sorted((x(one), one.block_efficiency) for one in group)
+        line = Line.of(labels[group[0].setting], verifier, points)
         lines.append(replace(line, style="--") if verifier in dashed else line)
     return lines
 
@@ -379,9 +361,9 @@ def _held(line: Line, widest: float) -> Line:
     return replace(line, points=[(first, figure), (widest, figure)], style="--")
 
 
-def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
+def _labels(measured: Sequence[Summary], dropped: str) -> dict[str, str]:
     """Return settings' names without the entries in ``dropped``, or the same in all of them."""
-    words = {one.setting.name: one.setting.name.split() for one in measured}
+    words = {one.setting: one.setting.split() for one in measured}
     common = set.intersection(*(set(entries[1:]) for entries in words.values()))
     if len(words) == 1:
         common = set()
@@ -393,12 +375,12 @@ def _labels(measured: Sequence[Measured], dropped: str) -> dict[str, str]:
     }
 
 
-def _bars_canvas(measured: Sequence[Measured]) -> "tuple[Canvas, Axes]":
+def _bars_canvas(measured: Sequence[Summary]) -> "tuple[Canvas, Axes]":
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7.5, 1.4 + 0.3 * len(measured)), layout="constrained")
     axes = canvas.subplots()
-    axes.set_yticks(range(len(measured)), [one.setting.name for one in measured])
+    axes.set_yticks(range(len(measured)), [one.setting for one in measured])
     axes.invert_yaxis()
     plain_axes(axes, "x")
     return canvas, axes

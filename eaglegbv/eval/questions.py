@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import huggingface_hub
 import msgspec
 from httpx import HTTPError
 
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.llm import LLM
 from eaglegbv.loading import ask_hub, hub_refusal
 from eaglegbv.utils import cache_folder, read_json_lines, require_integer, write_whole
 
@@ -123,12 +122,15 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
             raise InvalidArgument("questions-set", suite_name, expected)
         if data is not None:
             raise InvalidArgument("data", str(data), "nothing where --questions-set is a file")
-        try:
-            return _read(path, path.name.partition(".")[0])
-        except InvalidArgument as error:
-            raise InvalidArgument("questions-set", error.value, error.expected) from error
+        name = path.name.partition(".")[0]
+        return QuestionSet(name, str(path), read_questions(path, name, "questions-set"))
     if data is not None:
-        return _read(_inside(data, suite) if data.is_dir() else data, suite.name)
+        inside = (data / "prompts" / suite.file, data / suite.file) if data.is_dir() else (data,)
+        found = next((path for path in inside if path.is_file() or path == data), None)
+        if found is None:
+            expected = f"a folder with {suite.file} or prompts/ of it"
+            raise InvalidArgument("data", str(data), expected)
+        return _read(found, suite.name)
     if suite.packaged:
         packaged = resources.files("eaglegbv") / "assets" / "questions" / suite.file
         with resources.as_file(packaged) as path:
@@ -144,76 +146,55 @@ def _read(path: Path, name: str, origin: str | None = None) -> QuestionSet:
     return QuestionSet(name, origin or str(path), read_questions(path, name))
 
 
-def _inside(folder: Path, suite: Suite) -> Path:
-    candidates = (folder / "prompts" / suite.file, folder / suite.file)
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise InvalidArgument("data", str(folder), f"a folder with {suite.file} or prompts/ of it")
-    return found
-
-
-def read_questions(path: Path, source: str) -> tuple[Question, ...]:
+def read_questions(path: Path, source: str, argument: str = "data") -> tuple[Question, ...]:
     """Read JSON lines, gzipped where the name ends in ``.gz``.
 
     A row has ``turns``, or the name a suite's authors use for its single turn: ``prompt`` (a string
     or a list of strings), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its
     id is ``id``, ``question_id``, ``prompt_id``, ``task_id`` or ``unique_id``, otherwise its line
     number. Its category is ``category`` or ``subject``; it may be missing, as may ``source``.
+    Messages call the file ``argument``.
 
     Raises:
         InvalidArgument: The file cannot be read, a row is malformed, or an id occurs twice.
     """
-    questions = tuple(_question(row, place, source) for place, row in read_json_lines(path, _Row))
+    rows = read_json_lines(path, dict[str, Any], argument=argument)
+    questions = tuple(_question(row, place, source, argument) for place, row in rows)
     if not questions:
-        raise InvalidArgument("data", str(path), "at least one question")
+        raise InvalidArgument(argument, str(path), "at least one question")
     twice = [name for name, count in Counter(q.id for q in questions).items() if count > 1]
     if twice:
-        raise InvalidArgument("data", str(path), f"unique ids; {twice[0]!r} occurs twice")
+        raise InvalidArgument(argument, str(path), f"unique ids; {twice[0]!r} occurs twice")
     return questions
 
 
-class _Row(msgspec.Struct):
-    """A row in the format of this project, FastChat, the hub or a suite's authors."""
-
-    id: str | int | None = None
-    question_id: str | int | None = None
-    prompt_id: str | int | None = None
-    task_id: str | int | None = None
-    unique_id: str | int | None = None
-    category: str | None = None
-    subject: str | None = None
-    turns: list[str] | None = None
-    prompt: str | list[str] | None = None
-    question: str | None = None
-    problem: str | None = None
-    text: str | None = None
-    test_list: list[str] | None = None
-    source: str | None = None
-
-    def user_turns(self) -> list[str]:
-        """Return the user's messages; none if the row has no known field for them."""
-        if self.turns is not None:
-            return self.turns
-        if isinstance(self.prompt, list):
-            return self.prompt
-        if self.text is not None and self.test_list is not None:
-            tests = "\n".join(self.test_list)
-            return [f"{self.text}\nYour code should pass these tests:\n\n{tests}"]
-        single = (self.prompt, self.question, self.problem, self.text)
-        return [turn for turn in single if turn is not None][:1]
+_IDS = ("id", "question_id", "prompt_id", "task_id", "unique_id")
+_ASKED = ("turns", "prompt", "question", "problem", "text")
 
 
-def _question(row: _Row, place: str, source: str) -> Question:
-    turns = row.user_turns()
+def _question(row: dict[str, Any], place: str, source: str, argument: str) -> Question:
+    asked: Any = next((row[name] for name in _ASKED if row.get(name) is not None), [])
+    turns = [asked] if isinstance(asked, str) else asked
+    if asked and asked is row.get("text") and "test_list" in row:
+        tests = "\n".join(map(str, row["test_list"]))
+        turns = [f"{asked}\nYour code should pass these tests:\n\n{tests}"]
+    content = {
+        "id": str(
+            next(
+                (row[name] for name in _IDS if row.get(name) is not None), place.rpartition(":")[2]
+            )
+        ),
+        "category": row.get("category") or row.get("subject") or "none",
+        "turns": turns,
+        "source": row.get("source") or source,
+    }
+    try:
+        question = msgspec.convert(content, Question)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(argument, place, f"a question ({error})") from error
     if not turns or not all(turn.strip() for turn in turns):
-        raise InvalidArgument("data", place, "'turns': a list of non-empty strings")
-    ids = (row.id, row.question_id, row.prompt_id, row.task_id, row.unique_id)
-    return Question(
-        id=str(next((i for i in ids if i is not None), place.rpartition(":")[2])),
-        category=row.category or row.subject or "none",
-        turns=tuple(turns),
-        source=row.source or source,
-    )
+        raise InvalidArgument(argument, place, "'turns': a list of non-empty strings")
+    return question
 
 
 def _from_hub(suite: Suite) -> QuestionSet:
@@ -253,13 +234,6 @@ class PromptSource:
     """Prompts of any length, made of questions as the model reads them, with the chat template."""
 
     questions: Sequence[Sequence[int]]
-
-    @classmethod
-    def of(cls, llm: LLM, texts: Sequence[str]) -> Self:
-        """Encode user messages."""
-        if not texts:
-            raise InvalidArgument("questions", 0, "at least one question")
-        return cls([llm.encode([{"role": "user", "content": text}]) for text in texts])
 
     def take(self, count: int, length: int) -> list[list[int]]:
         """Return ``count`` prompts of ``length`` tokens, or as long as the questions if that is 0.

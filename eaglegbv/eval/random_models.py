@@ -33,6 +33,7 @@ from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FINAL
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import require_integer
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +49,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, value in msgspec.structs.asdict(self).items():
-            if value < 1:
-                raise InvalidArgument(name, value, "an integer of at least 1")
+            require_integer(name, value, 1)
         if self.layers < 4:
             raise InvalidArgument("layers", self.layers, "at least 4, of which a head reads three")
         if self.hidden % self.heads or self.heads % self.kv_heads:
@@ -291,12 +291,8 @@ def block_efficiency(
     own[:, :width].add_(drawn, alpha=scale)
     engine = PairEngine(Engine(target, drafter, EngineConfig(prefix_cache=False)))
     prompts = random_prompts(config.draft_vocab_size, _TUNED_REQUESTS, _TUNED_PROMPT)
-    params = [
-        SamplingParams(
-            temperature=temperature, max_tokens=_TUNED_TOKENS, ignore_eos=True, seed=seed
-        )
-        for seed in range(len(prompts))
-    ]
+    usual = SamplingParams(temperature=temperature, max_tokens=_TUNED_TOKENS, ignore_eos=True)
+    params = [msgspec.structs.replace(usual, seed=seed) for seed in range(len(prompts))]
     requests = engine.generate(prompts, params, plan=plan)
     forwards = sum(request.metrics.target_forwards for request in requests)
     return sum(request.metrics.committed_tokens for request in requests) / forwards

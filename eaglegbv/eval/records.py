@@ -16,7 +16,6 @@ import torch
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import processor_name
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -64,15 +63,10 @@ class Journal(Generic[Entry]):
             InvalidArgument: The file cannot be read, or a line is not an entry; the message names
                 the folder as the user does, by ``argument``.
         """
+        lines, what = self._whole_lines().split(b"\n")[:-1], self.content
         return [
-            decode_json(
-                line,
-                self.kind,
-                argument=argument,
-                place=f"{self.path}:{number}",
-                expected=self.content,
-            )
-            for number, line in enumerate(self._whole_lines().split(b"\n")[:-1], start=1)
+            decode_json(line, self.kind, argument=argument, place=f"{self.path}:{n}", expected=what)
+            for n, line in enumerate(lines, start=1)
         ]
 
     def resume(self) -> list[Entry]:
@@ -146,24 +140,27 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(parts)
 
 
-class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings that determine what a run does; it is resumed only with equal ones."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Which questions are asked of which models."""
 
     suite: str
     origin: str  # where the questions of the suite were read from
     question_ids: tuple[str, ...]  # the questions asked, in order
+    questions_sha256: str = ""  # hash of the questions; missing in results that did not record it
     model: str  # name or folder of the target
     drafter: str | None  # name or folder of the drafter, or None
+    dtype: str = ""  # dtype in which the target computes; likewise
+
+
+class RunSettings(Asked, frozen=True, kw_only=True):
+    """All settings that determine what a run does; it is resumed only with equal ones."""
+
     system: str | None  # system prompt before every conversation, or None
     settings: tuple[Setting, ...]
     max_tokens: int  # most tokens of an answer
     seed: int  # seed from which every request's seed is derived
     repeats: int
-    # The whole chat template. Like the three that follow, it is missing in results that did not
-    # record it.
-    template: str | None = None
-    questions_sha256: str = ""  # hash of the questions
-    dtype: str = ""  # dtype in which the target computes
+    template: str | None = None  # the whole chat template; likewise
     # What runs the plans: `local` or `sglang`; `transformers` if there are only baselines.
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}
@@ -253,11 +250,6 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     )
-
-
-def name_of_model(model: str) -> str:
-    """Return ``tiny`` for the packaged target, wherever it is; other names unchanged."""
-    return "tiny" if Path(model) == TINY_TARGET else model
 
 
 # The folder of a run, in which it is resumed.

@@ -12,9 +12,9 @@ def table(summaries: Sequence[statistics.Summary], *, intervals: bool = True) ->
     """Return the main table, headings first: one row per setting, with or without intervals."""
 
     def figure(estimate: statistics.Estimate | None, digits: int = 2) -> str:
-        if estimate is None:
-            return "-"
-        return with_interval(estimate, digits) if intervals else f"{estimate.value:.{digits}f}"
+        if estimate is not None and not intervals:
+            estimate = statistics.Estimate.exactly(estimate.value)
+        return with_interval(estimate, digits)
 
     rows = [["setting", "block efficiency", "tokens/s", "speed-up", "with prefill"]]
     for s in summaries:
@@ -23,11 +23,13 @@ def table(summaries: Sequence[statistics.Summary], *, intervals: bool = True) ->
     return rows
 
 
-def with_interval(estimate: statistics.Estimate, digits: int = 2) -> str:
-    """Return a figure and its interval; the figure alone if the interval is a point.
+def with_interval(estimate: statistics.Estimate | None, digits: int = 2) -> str:
+    """Return a figure and its interval, "-" for None; the figure alone if the interval is a point.
 
     That is so if only one unit (a question) was measured: its noise is not known.
     """
+    if estimate is None:
+        return "-"
     if isclose(estimate.low, estimate.high, rel_tol=1e-12):
         return f"{estimate.value:.{digits}f}"
     low, high = f"{estimate.low:.{digits}f}", f"{estimate.high:.{digits}f}"
@@ -72,6 +74,11 @@ def markdown(results: Results, summaries: Sequence[statistics.Summary]) -> str:
         for r in results.records
         if r.error is not None
     ]
+    phases = {
+        (s.setting, phase): f"{milliseconds:.2f}"
+        for s in summaries
+        for phase, milliseconds in s.milliseconds_by_phase.items()
+    }
     sections = [
         f"# {results.settings.suite}",
         "\n".join(lines),
@@ -81,7 +88,7 @@ def markdown(results: Results, summaries: Sequence[statistics.Summary]) -> str:
         "## Acceptance by depth",
         acceptance_text(summaries),
         "## Milliseconds per token of the answers, by phase (prefill counted)",
-        _phases(summaries),
+        markdown_table(pivot("setting", phases)),
     ]
     if broken:
         heading = "## Conversations that broke off (counted in no figure)"
@@ -118,7 +125,10 @@ def _definitions(settings: RunSettings) -> str:
 
 def facts(results: Results) -> dict[str, str]:
     """Return what was run and where, by heading."""
-    settings, where = results.settings, results.environment
+    settings, where, template = results.settings, results.environment, "not recorded"
+    if settings.template is not None:
+        digest = hashlib.sha256(settings.template.encode()).hexdigest()[:16]
+        template = f"{len(settings.template)} characters, SHA-256 {digest}; whole in results.json"
     compiled = f" (compiled by {settings.compile_backend})" if settings.compile_backend else ""
     arguments = "".join(f", {name}={value}" for name, value in settings.backend_arguments.items())
     return {
@@ -126,7 +136,7 @@ def facts(results: Results) -> dict[str, str]:
         "Target": f"{settings.model} ({settings.dtype})" if settings.dtype else settings.model,
         "Drafter": settings.drafter or "none",
         "Backend": f"{settings.backend}{compiled}{arguments}",
-        "Chat template": _template(settings.template),
+        "Chat template": template,
         "System prompt": settings.system or "none",
         "Most tokens an answer": str(settings.max_tokens),
         "Repeats, seed": f"{settings.repeats}, {settings.seed}",
@@ -135,13 +145,6 @@ def facts(results: Results) -> dict[str, str]:
         "Versions": ", ".join(f"{package} {own}" for package, own in where.versions.items()),
         "Started": where.started,
     }
-
-
-def _template(template: str | None) -> str:
-    if template is None:
-        return "not recorded"
-    digest = hashlib.sha256(template.encode()).hexdigest()
-    return f"{len(template)} characters, SHA-256 {digest[:16]}; whole in results.json"
 
 
 def acceptance_text(summaries: Sequence[statistics.Summary]) -> str:
@@ -155,15 +158,6 @@ def acceptance_text(summaries: Sequence[statistics.Summary]) -> str:
         shares = [f"{share:.3f}" for share in s.acceptance_by_depth]
         rows.append([s.setting, *shares, *[""] * (deepest - len(shares))])
     return markdown_table(rows)
-
-
-def _phases(summaries: Sequence[statistics.Summary]) -> str:
-    told = {
-        (s.setting, phase): f"{milliseconds:.2f}"
-        for s in summaries
-        for phase, milliseconds in s.milliseconds_by_phase.items()
-    }
-    return markdown_table(pivot("setting", told))
 
 
 def pivot(corner: str, cells: Mapping[tuple[str, str], str]) -> list[list[str]]:

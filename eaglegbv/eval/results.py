@@ -6,6 +6,7 @@ latest run; full tables of a paper's comparison stay in its file.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,12 +15,12 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots, statistics
-from eaglegbv.eval.drafters import NamedReport, category_table, depth_table
+from eaglegbv.eval.comparison import DrafterReport, category_table, depth_table
 from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, PaperResults, Table, findings_table
-from eaglegbv.eval.records import Environment, Record, Results, Turn, read_json
+from eaglegbv.eval.records import Environment, Results, Turn, read_json
 from eaglegbv.eval.report import acceptance_text, facts, markdown_table, pivot, table, with_interval
-from eaglegbv.eval.runner import load_results, read_results
+from eaglegbv.eval.runner import load_results
 from eaglegbv.eval.study import (
     Study,
     study_canvas,
@@ -29,6 +30,7 @@ from eaglegbv.eval.study import (
 )
 from eaglegbv.eval.throughput import Cell, Timing, over_plain, rate_table
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.utils import grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -62,7 +64,7 @@ class DrafterResults(msgspec.Struct, frozen=True, kw_only=True):
     """Results that ``bench drafters --json`` printed."""
 
     origin: str  # where the questions come from
-    drafters: tuple[NamedReport, ...]  # drafters and plans, in order
+    drafters: tuple[DrafterReport, ...]  # drafters and plans, in order
     environment: Environment | None = None  # where and when they were measured, if it was recorded
 
 
@@ -79,6 +81,10 @@ KINDS: Mapping[str, type[Evidence]] = {
     "drafters": DrafterResults,
 }
 """Kind of a file, by how its name begins: ``batch-inductor.json`` is a run by batch too."""
+
+
+FILES: Mapping[type[Evidence], str] = {PaperResults: "report.json", Study: "study.json"}
+"""Files of the folders that ``bench paper`` and ``bench study`` write."""
 
 
 def read_evidence(folder: Path) -> dict[str, Evidence]:
@@ -111,10 +117,19 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
     kind = _beginning(name, KINDS)
     if kind is None:
         raise InvalidArgument("name", name, f"one that begins with {', '.join(sorted(KINDS))}")
-    content = _encoded(_from(KINDS[kind], source))
+    file = FILES.get(KINDS[kind]) if source.is_dir() else None
+    found = _read(source if file is None else source / file, KINDS[kind])
+    if isinstance(found, Results):
+        found = compact(found)
+    if isinstance(found, DrafterResults):
+        found = msgspec.structs.replace(found, origin=Path(found.origin).name)
+    content = msgspec.to_builtins(found)
+    for turn in (turn for record in content.get("records", ()) for turn in record["turns"]):
+        # Counts of zero are what is read where there is none.
+        turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_bytes(content + b"\n")
+    path.write_bytes(msgspec.json.encode(content) + b"\n")
     return path
 
 
@@ -139,58 +154,31 @@ def compact(results: Results) -> Results:
 
 
 def _sum(turns: Sequence[Turn]) -> Turn:
-    """Add up turns; no figure needs plans, cached tokens or pre-emptions."""
+    """Add up turns; no figure needs plans."""
     metrics = [turn.metrics for turn in turns]
+    sums: dict[str, Any] = {}
+    for name in RequestMetrics.__struct_fields__:
+        columns = [getattr(m, name) for m in metrics]
+        if isinstance(columns[0], int):
+            sums[name] = sum(columns)
+        elif isinstance(columns[0], list):
+            sums[name] = statistics.added(*columns)
     timed = {phase: [m.seconds[phase] for m in metrics if phase in m.seconds] for phase in Phase}
-
+    seconds = {phase: round(sum(own), DIGITS) for phase, own in timed.items() if own}
     return Turn(
         text="",
         completion_tokens=sum(turn.completion_tokens for turn in turns),
         finish_reason="",
         wall_seconds=round(sum(turn.wall_seconds for turn in turns), DIGITS),
-        metrics=RequestMetrics(
-            prompt_tokens=sum(m.prompt_tokens for m in metrics),
-            target_forwards=sum(m.target_forwards for m in metrics),
-            committed_tokens=sum(m.committed_tokens for m in metrics),
-            accepted_tokens=sum(m.accepted_tokens for m in metrics),
-            drafted_nodes=sum(m.drafted_nodes for m in metrics),
-            offered_by_depth=statistics.added(*(m.offered_by_depth for m in metrics)),
-            accepted_by_depth=statistics.added(*(m.accepted_by_depth for m in metrics)),
-            seconds={phase: round(sum(own), DIGITS) for phase, own in timed.items() if own},
-        ),
+        metrics=RequestMetrics(**sums, seconds=seconds),
     )
-
-
-FILES: Mapping[type[Evidence], str] = {PaperResults: "report.json", Study: "study.json"}
-"""Files of the folders that ``bench paper`` and ``bench study`` write."""
-
-
-def _from(kind: type[Evidence], source: Path) -> Evidence:
-    if kind is Results:
-        return compact(load_results(source))
-    found = _read(source / FILES[kind] if kind in FILES and source.is_dir() else source, kind)
-    if isinstance(found, DrafterResults):
-        return msgspec.structs.replace(found, origin=Path(found.origin).name)
-    return found
 
 
 def _read(path: Path, kind: type[Evidence]) -> Evidence:
     if kind is Results:
-        return read_results(path)
+        return load_results(path)
     expected = f"a readable file of {kind.__name__}"
     return read_json(path, kind, argument="file", expected=expected)
-
-
-def _encoded(evidence: Evidence) -> bytes:
-    """Encode with one record a line, leaving out counts of a run that are zero."""
-    content = msgspec.to_builtins(evidence)
-    if not isinstance(evidence, Results):
-        return msgspec.json.encode(content)
-    for record in content["records"]:
-        for turn in record["turns"]:
-            turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
-    records = b",\n".join(map(msgspec.json.encode, content.pop("records")))
-    return msgspec.json.encode(content)[:-1] + b',"records":[\n' + records + b"\n]}"
 
 
 # The sections of the page, each for one measured file, as Markdown: figures first.
@@ -240,9 +228,7 @@ def _run_section(name: str, results: Results, pictures: str) -> str:
 
 
 def _by_category(results: Results) -> list[list[str]]:
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in statistics.whole(results.records):
-        groups.setdefault((record.setting, record.category), []).append(record)
+    groups = grouped(statistics.whole(results.records), lambda r: (r.setting, r.category))
     figure = statistics.BLOCK_EFFICIENCY
     return pivot("setting", {key: f"{figure.of(own):.2f}" for key, own in groups.items()})
 
@@ -412,7 +398,8 @@ def _pictures(content: Evidence) -> "Iterator[tuple[str, Callable[[], Canvas]]]"
             "block_efficiency_by_paths": several,
             "block_efficiency_by_temperature": heats,
         }
-        yield from ((part, partial(_drawn, content, part)) for part, some in parts.items() if some)
+        for part in (part for part, some in parts.items() if some):
+            yield part, partial(_drawn, content, part)
 
 
 def _drawn(results: Results, part: str) -> "Canvas":
@@ -422,26 +409,16 @@ def _drawn(results: Results, part: str) -> "Canvas":
 def _batch_canvas(speeds: Mapping[Cell, Mapping[str, statistics.Estimate]]) -> "Canvas":
     """Draw one panel for each temperature and prompt length: each way's speed over plain's."""
     panels = []
-    for t, context in dict.fromkeys((cell.temperature, cell.context) for cell in speeds):
+    for (t, context), cells in grouped(speeds, lambda c: (c.temperature, c.context)).items():
         points: dict[str, list[tuple[float, statistics.Estimate]]] = {}
-        for cell, ways in speeds.items():
-            if (cell.temperature, cell.context) == (t, context):
-                for way, speed in ways.items():
-                    points.setdefault(way, []).append((cell.batch, speed))
+        for cell in cells:
+            for way, speed in speeds[cell].items():
+                points.setdefault(way, []).append((cell.batch, speed))
         lines = [plots.Line(way, sorted(own)) for way, own in points.items()]
         prompt = f"{context} tokens" if context else "questions as they are"
-        title = f"temperature {t:g}, {prompt}"
-        ticks = sorted({x for own in points.values() for x, _ in own})
-        panels.append(
-            plots.Panel(
-                lines=lines,
-                x="batch",
-                title=title,
-                ticks=ticks,
-                doubling=True,
-                legend="upper right",
-            )
-        )
+        title, ticks = f"temperature {t:g}, {prompt}", sorted({float(c.batch) for c in cells})
+        panel = plots.Panel(lines=lines, x="batch", title=title, ticks=ticks, doubling=True)
+        panels.append(replace(panel, legend="upper right"))
     return plots.draw_panels(
         panels, "speed over plain decoding (range over repeats)", columns=len(panels)
     )

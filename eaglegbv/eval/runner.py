@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import TypeAlias
 
 import msgspec
 
-from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import (
@@ -28,10 +27,9 @@ from eaglegbv.eval.records import (
     read_json,
 )
 from eaglegbv.eval.statistics import FIGURES
-from eaglegbv.metrics import RequestMetrics
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Message
+from eaglegbv.text import Completion
 from eaglegbv.utils import write_whole
 
 
@@ -46,10 +44,6 @@ class RunFolder(Folder[RunSettings, Record]):
     def done(self) -> frozenset[Key]:
         """The keys of all records that were measured."""
         return frozenset(record.key for record in self.records)
-
-    def has_all(self, settings: Sequence[Setting]) -> bool:
-        """Return whether all records that these settings should have were measured."""
-        return self.done.issuperset(self.settings.keys(settings))
 
     def results(self) -> Results:
         """Return all that was measured so far."""
@@ -130,26 +124,8 @@ def _journal(folder: Path) -> Journal[Record]:
 WARM_UP_TOKENS = 16
 
 
-class _Answer(Protocol):
-    """The parts of a completion that the runner needs; see :class:`eaglegbv.text.Completion`."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def metrics(self) -> RequestMetrics: ...
-
-
-class Generate(Protocol):
-    """Answers chat messages, as :meth:`eaglegbv.llm.LLM.generate` does."""
-
-    def __call__(
-        self, prompts: list[Message], sampling_params: SamplingParams, *, plan: Plan
-    ) -> _Answer:
-        """Return the answer to one conversation."""
+Generate: TypeAlias = Callable[..., Completion]
+"""Answers chat messages as :meth:`eaglegbv.llm.LLM.generate` does: prompts, params, ``plan=``."""
 
 
 def run(

@@ -1,11 +1,8 @@
 """Comparison of the solvers of optimal transport at a node of independent drafts.
 
-Distributions are random: target logits are normal with standard deviation 0.85 sqrt(2 ln V), so
-that a distribution is about equally peaked for every V, and draft logits are the target's plus
-normal noise of standard deviation 0.8. A draft distribution keeps all tokens or its most likely
-ones. Every solver gets the two distributions on the draft's support and n drafts, and selects one
-of the drafts. The measured time is the process's processor time, so that other users of the machine
-do not count.
+Distributions are random (docs/solvers.md). Every solver gets the two distributions on the draft's
+support and n drafts, and selects one of the drafts. The measured time is the process's processor
+time, so that other users of the machine do not count.
 
 The distribution of what a node commits is computed from what the solver does, not from what it aims
 at: from the distribution of its selection (for the exact solver, from its relabelling of drafts),
@@ -14,6 +11,7 @@ the acceptance that its own distribution b prescribes, and the residual.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, median
 from time import process_time
 from typing import TypeAlias
@@ -69,7 +67,6 @@ class Row(Setting, frozen=True, kw_only=True):
     # Median milliseconds of processor time from the two distributions and the drafts to the
     # selected draft.
     median_ms: float | None
-    mean_ms: float | None
     success: float  # share of the nodes solved in time and within the tolerance
     refused: int  # number of nodes that were too large for the solver; they count in `success`
     # Number of nodes at which the solver's loss of acceptance was above the tolerance, so that
@@ -161,13 +158,31 @@ def compare(
     if not time_limit > 0:
         raise InvalidArgument("time_limit", time_limit, "a positive number")
     rows = []
-    for setting in settings:
-        for solver in solvers:
-            [warm] = nodes(setting, 1, seed + 1)
-            given = list(nodes(setting, instances, seed))
-            answers = solve_all(solver, given, warm=warm, tolerance=tolerance)
-            rows.append(row(setting, solver, given, answers, time_limit=time_limit))
-            on_row(rows[-1])
+    for setting, solver in product(settings, solvers):
+        [warm] = nodes(setting, 1, seed + 1)
+        given = list(nodes(setting, instances, seed))
+        answered = solve_all(solver, given, warm=warm, tolerance=tolerance)
+        answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
+        bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
+        solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
+        seconds = [a.seconds for _, a in answers]
+        some = bool(answers)
+        row = Row(
+            **msgspec.structs.asdict(setting),
+            solver=str(solver),
+            instances=instances,
+            median_ms=1e3 * median(seconds) if some else None,
+            success=len(solved) / instances,
+            refused=instances - len(answers),
+            fallbacks=len(answers) - len(bounds),
+            late=sum(one > time_limit for one in seconds),
+            deviation=max(a.deviation(node) for node, a in answers) if some else None,
+            acceptance=fmean(a.acceptance for _, a in answers) if some else None,
+            optimum=fmean(optimal_acceptance(node) for node, _ in answers) if some else None,
+            shortfall=max(bounds, default=None),
+        )
+        rows.append(row)
+        on_row(row)
     return Report(seed=seed, time_limit_ms=1e3 * time_limit, tolerance=tolerance, rows=tuple(rows))
 
 
@@ -206,40 +221,6 @@ def solve_all(
         return [planned(node, solver, tolerance) for node in given]
     exact(warm)
     return [exact(node) for node in given]
-
-
-def row(
-    setting: Setting,
-    solver: Solver,
-    given: Sequence[Node],
-    answered: Sequence[Answer | None],
-    *,
-    time_limit: float,
-) -> Row:
-    """Summarise the answers of :func:`solve_all` for nodes of one size.
-
-    A node that took more than ``time_limit`` seconds of processor time counts as not solved.
-    """
-    answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
-    bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
-    solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
-    seconds = [a.seconds for _, a in answers]
-    some = bool(answers)
-    return Row(
-        **msgspec.structs.asdict(setting),
-        solver=str(solver),
-        instances=len(given),
-        median_ms=1e3 * median(seconds) if some else None,
-        mean_ms=1e3 * fmean(seconds) if some else None,
-        success=len(solved) / len(given),
-        refused=len(given) - len(answers),
-        fallbacks=len(answers) - len(bounds),
-        late=sum(one > time_limit for one in seconds),
-        deviation=max(a.deviation(node) for node, a in answers) if some else None,
-        acceptance=fmean(a.acceptance for _, a in answers) if some else None,
-        optimum=fmean(optimal_acceptance(node) for node, _ in answers) if some else None,
-        shortfall=max(bounds, default=None),
-    )
 
 
 def optimal_acceptance(node: Node) -> float:

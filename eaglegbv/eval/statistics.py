@@ -1,6 +1,5 @@
 """Estimates from a few noisy runs: medians, ratios of sums, and intervals for them."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -10,8 +9,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from eaglegbv.config import Plan
 from eaglegbv.eval.records import Record, Results, Setting, Turn
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.utils import grouped
 
 RESAMPLES = 2000
 COVERAGE = 0.95
@@ -98,14 +99,9 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         return cls(forwards=sum(m.target_forwards for m in metrics), by_depth=tuple(accepted))
 
     @property
-    def accepted(self) -> int:
-        """Tokens accepted."""
-        return sum(self.by_depth)
-
-    @property
     def length(self) -> float:
         """Acceptance length: accepted tokens per forward."""
-        return self.accepted / max(1, self.forwards)
+        return sum(self.by_depth) / max(1, self.forwards)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -142,10 +138,9 @@ class Figure:
         self, records: Iterable[Record], questions: Iterable[str] | None = None
     ) -> tuple[list[float], list[float]]:
         """Return the numerators and denominators of questions (all by default) over repeats."""
-        turns: defaultdict[str, list[Turn]] = defaultdict(list)
-        for record in whole(records):
-            turns[record.question_id] += record.turns
-        own = list(turns.values()) if questions is None else [turns[q] for q in questions]
+        held = grouped(whole(records), lambda record: record.question_id)
+        asked = held if questions is None else questions
+        own = [[turn for record in held.get(q, ()) for turn in record.turns] for q in asked]
         return [sum(map(self.above, t)) for t in own], [sum(map(self.below, t)) for t in own]
 
     def pooled(self, records: Iterable[Record]) -> Estimate:
@@ -214,6 +209,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     setting: str
+    plan: Plan
+    temperature: float
     conversations: int  # number of conversations measured to their end
     errors: int  # number of conversations that broke off; they count in no figure
     committed_tokens: int
@@ -234,21 +231,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(results: Results) -> list[Summary]:
     """Return the figures of every setting with a record, in the run's order."""
-    by_setting = _by_setting(results)
+    by_setting = grouped(results.records, lambda record: record.setting)
     # What others are compared with: plain decoding at the same temperature.
-    plain = {s.temperature: by_setting[s.name] for s in results.settings.settings if s.plain}
+    plain = {
+        s.temperature: by_setting.get(s.name, []) for s in results.settings.settings if s.plain
+    }
     return [
         _summarise(setting, by_setting[setting.name], plain.get(setting.temperature, []))
         for setting in results.settings.settings
-        if by_setting[setting.name]
+        if setting.name in by_setting
     ]
-
-
-def _by_setting(results: Results) -> defaultdict[str, list[Record]]:
-    found: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in results.records:
-        found[record.setting].append(record)
-    return found
 
 
 def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Record]) -> Summary:
@@ -257,6 +249,8 @@ def _summarise(setting: Setting, records: Sequence[Record], plain: Sequence[Reco
     metrics = [turn.metrics for turn in turns]
     return Summary(
         setting=setting.name,
+        plan=setting.plan,
+        temperature=setting.temperature,
         conversations=len(counted),
         errors=len(records) - len(counted),
         committed_tokens=sum(m.committed_tokens for m in metrics),
@@ -279,11 +273,10 @@ def _acceptance_by_depth(metrics: Sequence[RequestMetrics]) -> list[float]:
 
 
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
-    ours, theirs = ({(r.repeat, r.question_id): r for r in whole(own)} for own in (records, plain))
-    shared = sorted(ours.keys() & theirs.keys())
-    if not shared:
-        return None
-    return _median_over_repeats(figure, *([own[key] for key in shared] for own in (ours, theirs)))
+    both = [{(r.repeat, r.question_id): r for r in whole(own)} for own in (records, plain)]
+    shared = sorted(both[0].keys() & both[1].keys())
+    paired = ([own[key] for key in shared] for own in both)
+    return _median_over_repeats(figure, *paired) if shared else None
 
 
 def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate:
@@ -309,17 +302,10 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
         ratios = pairs[:, :, 0] / below
         if len(records) > 1:
             ratios[:, 0] /= np.where(ratios[:, 1] > 0, ratios[:, 1], np.nan)
-        return _median_of_known(ratios[:, 0])
+        unknown = np.isnan(ratios[:, 0])
+        return np.asarray(np.nanmedian(np.where(unknown.all(axis=0), 0.0, ratios[:, 0]), axis=0))
 
     return bootstrap(columns, median)
-
-
-def _median_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the median over the first axis without NaN; 0 if all are NaN."""
-    some = ~np.isnan(values).all(axis=0)
-    medians = np.zeros(values.shape[1:])
-    medians[some] = np.nanmedian(values[:, some], axis=0)
-    return medians
 
 
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
@@ -334,13 +320,13 @@ def _milliseconds_by_phase(turns: Sequence[Turn]) -> dict[str, float]:
     if not tokens:
         return {}
     told = {phase for turn in turns for phase in turn.metrics.seconds}
-    seconds = {
-        str(phase): sum(turn.metrics.seconds.get(phase, 0.0) for turn in turns)
+    found = {
+        str(phase): sum(1000 * turn.metrics.seconds.get(phase, 0.0) for turn in turns) / tokens
         for phase in Phase
         if phase in told
     }
-    seconds[OTHER] = sum(turn.wall_seconds for turn in turns) - sum(seconds.values())
-    return {phase: 1000 * value / tokens for phase, value in seconds.items()}
+    wall = sum(1000 * turn.wall_seconds for turn in turns) / tokens
+    return {**found, OTHER: wall - sum(found.values())}
 
 
 # The best setting, and those that cannot be told apart from it, judged by intervals.
@@ -364,12 +350,12 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
     A setting is behind if the whole 95% interval of its ratio to the leader, paired by question,
     lies below 1.
     """
-    by_setting = _by_setting(results)
-    heats: dict[float, dict[str, list[Record]]] = {}
-    for setting in results.settings.settings:
-        if own := whole(by_setting[setting.name]):
-            heats.setdefault(setting.temperature, {})[setting.name] = own
-    return {temperature: _rank(own, figure) for temperature, own in heats.items()}
+    by_setting = grouped(whole(results.records), lambda record: record.setting)
+    measured = [s for s in results.settings.settings if s.name in by_setting]
+    return {
+        temperature: _rank({s.name: by_setting[s.name] for s in own}, figure)
+        for temperature, own in grouped(measured, lambda s: s.temperature).items()
+    }
 
 
 def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:

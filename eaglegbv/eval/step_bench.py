@@ -36,7 +36,7 @@ from eaglegbv.utils import require_integers
 
 STEP = "step"  # name of the whole step beside those of its phases
 PHASES = (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
-_FLOOR_RUNS, _KERNELS = 8, 12
+_FLOOR_RUNS = 8
 
 
 class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     # busy with the one before; None if the device does not run asynchronously.
     overlapping: float | None
     busy: float | None  # seconds of a step in which kernels run on a CUDA device; None on others
-    kernels: dict[str, float]  # seconds of those that take most of them, by name
     # Kernels, copies and graphs that a step launches on a CUDA device; None on others.
     launches: int | None
     operations: int  # tensor operations a step dispatches, without those within a CUDA graph
@@ -141,11 +140,9 @@ class Floors:
             return tuple(product(inputs[width]) for width, product in products)
 
         cuda = self._like.is_cuda
-        recorder = (
-            cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
-            or cuda_graphs.Recorder()
-        )
-        run, wait = recorder.record(work), barrier_of(self._like.device) or (lambda: None)
+        auto = cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
+        run = (auto or cuda_graphs.Recorder()).record(work)
+        wait = barrier_of(self._like.device) or (lambda: None)
         times = []
         for _ in range(_FLOOR_RUNS):
             wait()
@@ -159,10 +156,8 @@ class Floors:
 
 def _linears(model: nn.Module, besides: str = "") -> list[tuple[int, nn.Linear]]:
     """Return the linear layers of a model, without the one of a name."""
-    modules = model.named_modules()
-    return [
-        (m.in_features, m) for name, m in modules if isinstance(m, nn.Linear) and name != besides
-    ]
+    layers = (m for name, m in model.named_modules() if name != besides)
+    return [(m.in_features, m) for m in layers if isinstance(m, nn.Linear)]
 
 
 # Times of steps, and what a device runs.
@@ -171,27 +166,21 @@ def _linears(model: nn.Module, besides: str = "") -> list[tuple[int, nn.Linear]]
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
-def _profiled(engine: Engine, device: torch.device) -> tuple[int | None, dict[str, float]]:
-    """Run a step; return its launches, and the seconds of each kernel, as the profiler has them."""
+def _profiled(engine: Engine, device: torch.device) -> tuple[int | None, float | None]:
+    """Run a step; return its launches, and the seconds of its kernels, as the profiler has them."""
     if device.type != "cuda":
-        return None, {}
+        return None, None
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         _step(engine)
         torch.cuda.synchronize()
-    events = profiled.key_averages()
-    return launches_of(events), kernel_seconds(events)
+    return launches_and_busy(profiled.key_averages())
 
 
-def launches_of(events: Any) -> int:  # noqa: ANN401  the profiler's own list
-    """Return how often the host launched anything, by a profiler's averages."""
-    return sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
-
-
-def kernel_seconds(events: Any) -> dict[str, float]:  # noqa: ANN401  the profiler's own list
-    """Return the seconds of each kernel and copy on the device, the longest first."""
-    own = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    own.sort(key=lambda e: -e.self_device_time_total)
-    return {e.key: e.self_device_time_total / 1e6 for e in own}
+def launches_and_busy(events: Any) -> tuple[int, float]:  # noqa: ANN401  the profiler's own list
+    """Return how often the host launched anything, and seconds of kernels and copies."""
+    launches = sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
+    own = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+    return launches, sum(e.self_device_time_total for e in own) / 1e6
 
 
 @dataclass(slots=True)
@@ -234,7 +223,7 @@ def time_steps(
         _timed(engine, setting)
         with cuda_graphs.OperationWatch() as watched:
             _step(engine)
-        launches, kernels = _profiled(engine, pair.target.device)
+        launches, busy = _profiled(engine, pair.target.device)
     before = _eager(pair)
     with _decoding(make(barrier=barrier), pair, setting) as engine:
         timed = _timed(engine, setting)
@@ -248,8 +237,7 @@ def time_steps(
         seconds={**seconds, STEP: median(record.seconds for record in timed)},
         floors=floors.of(setting),
         overlapping=overlapping,
-        busy=None if launches is None else sum(kernels.values()),
-        kernels=dict(list(kernels.items())[:_KERNELS]),
+        busy=busy,
         launches=launches,
         operations=watched.count,
         # Without graphs there are no counts.
@@ -262,16 +250,13 @@ def time_steps(
 def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engine]:
     """Let the engine answer the setting's requests, with random prompts, within this context."""
     requests = []
+    usual = SamplingParams(
+        temperature=setting.temperature, max_tokens=setting.max_tokens, ignore_eos=True
+    )
+    prompts = random_prompts(pair.target.vocab_size, setting.batch, setting.context)
     try:
-        for seed, prompt in enumerate(
-            random_prompts(pair.target.vocab_size, setting.batch, setting.context)
-        ):
-            params = SamplingParams(
-                temperature=setting.temperature,
-                max_tokens=setting.max_tokens,
-                ignore_eos=True,
-                seed=seed,
-            )
+        for seed, prompt in enumerate(prompts):
+            params = msgspec.structs.replace(usual, seed=seed)
             requests.append(engine.add(prompt, params, setting.plan))
         yield engine
     finally:

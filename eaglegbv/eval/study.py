@@ -9,9 +9,8 @@ At temperature 0 all sampled paths coincide: a sampled tree is one path, whateve
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, product
-from pathlib import Path
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,14 +18,13 @@ import numpy as np
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
-from eaglegbv.eval.cells import Cell
-from eaglegbv.eval.paired_comparison import Sampling, Text, same_drafts
-from eaglegbv.eval.records import Environment, Setting
+from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, same_drafts
+from eaglegbv.eval.records import Environment, Setting, grid
 from eaglegbv.eval.report import with_interval
 from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.utils import DRAFT_WIDTH, grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -86,19 +84,10 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         ladder = [fixed(FIXED, self.beam, size) for size in self.sizes]
         if temperature == 0:
             return [fixed(FIXED, 1, self.depth)], ladder
-        plans = [
-            Plan(
-                verifier=SAMPLED,
-                paths=k,
-                depth=self.depth,
-                draft_sampling=DraftSampling.IID,
-                draft_width=self.draft_width,
-                draft_temperature=hotter,
-            )
-            for k, hotter in product(self.paths, self.draft_temperatures)
-        ]
-        sampled = [Setting(plan=plan, temperature=temperature) for plan in plans]
-        return sampled, [*ladder, fixed(SAMPLED, self.beam, self.sizes[-1])]
+        base = Plan(draft_sampling=DraftSampling.IID, draft_width=self.draft_width)
+        lists = (SAMPLED,), self.paths, (self.depth,), (temperature,)
+        sampled = grid(*lists, base=base, draft_temperatures=self.draft_temperatures).settings
+        return list(sampled), [*ladder, fixed(SAMPLED, self.beam, self.sizes[-1])]
 
 
 class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,20 +95,16 @@ class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
 
     drafter: str
     temperature: float
-    verifier: str
     nodes: float
     tokens: Estimate
+    verifier: str = SAMPLED
 
 
-class SampledCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a sampled tree, beside those of :class:`FixedCell`."""
+class SampledCell(FixedCell, frozen=True, kw_only=True):
+    """Results of a sampled tree."""
 
-    drafter: str
-    temperature: float
     paths: int  # number of paths, K; 1 at temperature 0
     draft_temperature: float  # draft temperature as a multiple of `temperature`
-    nodes: float
-    tokens: Estimate
     fixed: float  # tokens a step of fixed trees with as many nodes
     over_fixed: Estimate  # ratio of `tokens` to `fixed`
     over_equal: Estimate  # ratio to the same tree drafted at the target's own temperature
@@ -157,34 +142,26 @@ def study_cells(
     drawn, sizes = tallies[: len(sampled)], tallies[len(sampled) :]
     ladder = [tally for tally in sizes if tally.setting.plan.verifier == FIXED]
     equal = {t.setting.plan.paths: t for t in drawn if t.setting.plan.draft_temperature == 1.0}
+
+    def known(tally: Cell) -> dict[str, Any]:
+        own = {"drafter": name, "temperature": temperature, "nodes": tally.mean_nodes}
+        return {**own, "tokens": tally.estimate(), "verifier": tally.setting.plan.verifier}
+
     cells = []
     for tally in drawn:
         plan, places = tally.setting.plan, tally.steps
         tokens = of_size(ladder, tally.mean_nodes)
         cells.append(
             SampledCell(
-                drafter=name,
-                temperature=temperature,
+                **known(tally),
                 paths=plan.paths if temperature > 0 else 1,
                 draft_temperature=plan.draft_temperature,
-                nodes=tally.mean_nodes,
-                tokens=tally.estimate(),
                 fixed=sum(tokens) / sum(places),
                 over_fixed=bootstrap_ratio(tally.tokens, places, tokens, places),
                 over_equal=tally.over(equal[plan.paths]),
             )
         )
-    judged = [
-        FixedCell(
-            drafter=name,
-            temperature=temperature,
-            verifier=tally.setting.plan.verifier,
-            nodes=tally.mean_nodes,
-            tokens=tally.estimate(),
-        )
-        for tally in sizes
-    ]
-    return tuple(cells), tuple(judged)
+    return tuple(cells), tuple(FixedCell(**known(tally)) for tally in sizes)
 
 
 def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
@@ -232,11 +209,6 @@ def study_table(study: Study) -> list[list[str]]:
     return rows
 
 
-def findings(study: Study) -> list[str]:
-    """Return sentences on where sampled trees win, and which draft temperatures pay."""
-    return [*tree_findings(study), *temperature_findings(study)]
-
-
 def tree_findings(study: Study) -> list[str]:
     """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
     return [
@@ -273,8 +245,8 @@ def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]
     """Yield the groups of each drafter and number of paths, without temperature 0."""
     for drafter in study.drafters:
         own = [g for g in _groups(study) if g[0].drafter == drafter and g[0].temperature > 0]
-        for k in sorted({group[0].paths for group in own}):
-            yield drafter, k, [group for group in own if group[0].paths == k]
+        for k, groups in sorted(grouped(own, lambda group: group[0].paths).items()):
+            yield drafter, k, groups
 
 
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
@@ -287,10 +259,8 @@ def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
 
 
 def _groups(study: Study) -> list[list[SampledCell]]:
-    groups: dict[tuple[str, float, int], list[SampledCell]] = {}
-    for cell in study.sampled:
-        groups.setdefault((cell.drafter, cell.temperature, cell.paths), []).append(cell)
-    return list(groups.values())
+    cells = grouped(study.sampled, lambda cell: (cell.drafter, cell.temperature, cell.paths))
+    return list(cells.values())
 
 
 def _best(group: Sequence[SampledCell]) -> SampledCell:
@@ -299,16 +269,6 @@ def _best(group: Sequence[SampledCell]) -> SampledCell:
 
 def _equal(group: Sequence[SampledCell]) -> SampledCell:
     return next(cell for cell in group if cell.draft_temperature == 1.0)
-
-
-def draw_study(study: Study, folder: Path) -> list[Path]:
-    """Draw the results of the most paths into ``folder``, as PNG and SVG; return the paths.
-
-    Raises:
-        InvalidArgument: A file cannot be written.
-    """
-    with plots.picture_style():
-        return plots.save_pictures(study_canvas(study), folder, "study")
 
 
 def study_canvas(study: Study) -> "Canvas":

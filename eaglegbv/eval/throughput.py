@@ -1,14 +1,15 @@
 """Tokens a second of several ways to generate, which take turns, by batch and context."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import mean, median, stdev
-from typing import Protocol
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeAlias
 
 import msgspec
+import numpy as np
+from scipy import stats
 
 from eaglegbv.config import Planning
 from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -20,6 +21,10 @@ from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import grouped
+
+Prompts: TypeAlias = list[list[int]]
+"""Token ids of each prompt."""
 
 
 class Cell(msgspec.Struct, frozen=True, order=True):
@@ -30,7 +35,15 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     batch: int  # number of prompts
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call made: tokens, and an engine's decoding forwards, once for each request."""
+
+    tokens: int  # number of tokens generated
+    plans: dict[str, int] = {}  # forwards by plan
+    reasons: dict[str, int] = {}  # forwards by the reason for the choice of their plan
+
+
+class Timing(Counts, frozen=True, kw_only=True):
     """One timed call, prompts included."""
 
     way: str  # name of the way
@@ -38,7 +51,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     context: int  # tokens of each prompt; 0 for the questions as they are
     temperature: float  # sampling temperature
     repeat: int  # number of the repeat
-    tokens: int  # number of tokens generated
     seconds: float  # wall time
     first: int = 0  # number of the first prompt
 
@@ -56,85 +68,51 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 # Ways to generate: the engine with one planning, and transformers.
 
 
-_CHOICES = (FORWARDS, REASONS)
-
-
-class Way(Protocol):
-    """A way to generate: a name for tables, and most prompts at once (None for any number)."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def max_batch(self) -> int | None: ...  # noqa: D102
-
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        """Answer all prompts of token ids with ``tokens`` tokens each; return their number."""
-
-
-@dataclass(slots=True)
-class EngineWay:
-    """The engine with one planning, and the plans it chose in each cell; see :class:`Way`.
-
-    Ways share an engine and its counters, so what was counted before a call is subtracted.
-    """
-
-    name: str  # name of the way in tables
-    llm: LLM | PairEngine  # the engine, with its models
-    plan: Planning  # how all requests are planned
-    # Decoding forwards, counted once per request, by plan and by reason in each cell.
-    chosen: dict[Cell, dict[Metric, Counter[str]]] = field(default_factory=dict)
-    _last: dict[Metric, Counter[str]] = field(default_factory=dict, init=False)
-
-    @property
-    def max_batch(self) -> None:
-        """None: the engine takes any number of prompts."""
-
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        """See :meth:`Way.run`."""
-        params = [
-            SamplingParams(
-                temperature=temperature,
-                max_tokens=tokens,
-                ignore_eos=True,
-                seed=request_seed(seed, n),
-            )
-            for n in range(len(prompts))
-        ]
-        before = self._counted()
-        answers = self.llm.generate(prompts, params, plan=self.plan)
-        for answer in answers:
-            if answer.error is not None:  # for example, a prompt longer than the model's context
-                raise EagleGBVError(str(answer.error))
-        self._last = {m: counts - before[m] for m, counts in self._counted().items()}
-        return sum(len(answer.token_ids) for answer in answers)
-
-    def note(self, timing: Timing) -> None:
-        """Count the last call if the timing is of this way; calls without one only warmed up."""
-        if timing.way == self.name:
-            chosen = self.chosen.setdefault(timing.cell, {})
-            for metric, counts in self._last.items():
-                chosen.setdefault(metric, Counter()).update(counts)
-
-    def _counted(self) -> dict[Metric, Counter[str]]:
-        values = self.llm.metrics.values
-        return {m: Counter({k: int(n) for k, n in values.get(m, {}).items()}) for m in _CHOICES}
-
-
 @dataclass(frozen=True, slots=True)
-class TransformersWay:
-    """transformers' ``generate``, plain or assisted, past ends of sequence; see :class:`Way`."""
+class Way:
+    """A way to generate."""
 
-    name: str
-    generation: Generation
+    name: str  # name in tables
+    # Answers prompts with so many tokens each, at a temperature, with a seed.
+    run: Callable[[Prompts, int, float, int], Counts]
+    max_batch: int | None = None  # most prompts at once; None for any number
 
-    @property
-    def max_batch(self) -> int | None:
-        """See :class:`Way`."""
-        return self.generation.baseline.max_batch
 
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        """See :meth:`Way.run`."""
-        return self.generation(prompts, tokens, temperature=temperature, seed=seed).numel()
+def run_engine(
+    llm: LLM | PairEngine,
+    plan: Planning,
+    prompts: Prompts,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> Counts:
+    """Answer by the engine, which plans all requests so; see :class:`Way`."""
+
+    def counted(metric: Metric) -> Counter[str]:
+        values = llm.metrics.values.get(metric, {})
+        return Counter({name: int(count) for name, count in values.items()})
+
+    usual = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    seeds = (request_seed(seed, n) for n in range(len(prompts)))
+    params = [msgspec.structs.replace(usual, seed=own) for own in seeds]
+    plans, reasons = counted(FORWARDS), counted(REASONS)  # ways share an engine and its counters
+    answers = llm.generate(prompts, params, plan=plan)
+    for answer in answers:
+        if answer.error is not None:  # for example, a prompt longer than the model's context
+            raise EagleGBVError(str(answer.error))
+    return Counts(
+        tokens=sum(len(answer.token_ids) for answer in answers),
+        plans=dict(counted(FORWARDS) - plans),
+        reasons=dict(counted(REASONS) - reasons),
+    )
+
+
+def run_library(
+    generation: Generation, prompts: Prompts, tokens: int, temperature: float, seed: int
+) -> Counts:
+    """Answer by transformers, past ends of sequence; see :class:`Way`."""
+    answers = generation(prompts, tokens, temperature=temperature, seed=seed)
+    return Counts(tokens=answers.numel())
 
 
 # Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
@@ -178,7 +156,7 @@ class Grid:
 
 
 def measure(
-    ways: Sequence[Way], prompts: Callable[[int, int], list[list[int]]], grid: Grid
+    ways: Sequence[Way], prompts: Callable[[int, int], Prompts], grid: Grid
 ) -> Iterator[Timing]:
     """Time every way in every cell of a grid.
 
@@ -198,28 +176,28 @@ def measure(
 
 def _cell(
     ways: Sequence[Way],
-    batches: Sequence[list[list[int]]],
+    batches: Sequence[Prompts],
     grid: Grid,
     context: int,
     temperature: float,
 ) -> Iterator[Timing]:
     for way in ways:
         tokens = min(grid.tokens, WARM_UP_TOKENS)
-        way.run(batches[0], tokens, temperature=temperature, seed=grid.seed)
+        way.run(batches[0], tokens, temperature, grid.seed)
     for repeat in range(grid.repeats):
         for number, asked in enumerate(batches):
             seed = request_seed(grid.seed, repeat * len(batches) + number)
             for place in range(len(ways)):
                 way = ways[(place + repeat + number) % len(ways)]
                 start = time.perf_counter()
-                tokens = way.run(asked, grid.tokens, temperature=temperature, seed=seed)
+                counts = way.run(asked, grid.tokens, temperature, seed)
                 yield Timing(
+                    **msgspec.structs.asdict(counts),
                     way=way.name,
                     batch=len(asked),
                     context=context,
                     temperature=temperature,
                     repeat=repeat,
-                    tokens=tokens,
                     seconds=time.perf_counter() - start,
                     first=number * len(asked),
                 )
@@ -241,12 +219,12 @@ class Speeds:
 
 def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
     """Return the speeds of each way by cell, in order of first appearance."""
-    cells: dict[Cell, dict[str, dict[int, list[Timing]]]] = {}
-    for t in timings:
-        cells.setdefault(t.cell, {}).setdefault(t.way, {}).setdefault(t.repeat, []).append(t)
     found: dict[Cell, dict[str, Speeds]] = {}
-    for cell, ways in cells.items():
-        rates = {way: {n: _rate(calls) for n, calls in own.items()} for way, own in ways.items()}
+    for cell, calls in grouped(timings, lambda t: t.cell).items():
+        rates = {
+            way: {n: _rate(own) for n, own in grouped(of_way, lambda t: t.repeat).items()}
+            for way, of_way in grouped(calls, lambda t: t.way).items()
+        }
         plain = rates.get(BASELINE, {})
         found[cell] = {
             way: Speeds(
@@ -273,9 +251,9 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
             for way, own in ways.items()
             if own.ratios
         }
-        for cell, ways in sorted(speeds_by_cell(timings).items(), key=lambda item: item[0])
+        for cell, ways in speeds_by_cell(timings).items()
     }
-    return {cell: ways for cell, ways in found.items() if ways}
+    return {cell: found[cell] for cell in sorted(found) if found[cell]}
 
 
 # Tables for a terminal of tokens a second and of the plans chosen.
@@ -307,13 +285,19 @@ def _label(cell: Cell, way: str, *, lengths: bool) -> str:
     return f"T={cell.temperature:g},{length} {way}"
 
 
-def choice_lines(way: EngineWay) -> list[str]:
-    """Return one line for each cell: the shares of the plans chosen, and of the reasons."""
-    lengths = any(cell.context for cell in way.chosen)
+def choice_lines(timings: Iterable[Timing]) -> list[str]:
+    """Return one line for each cell: the shares of the plans auto chose, and of the reasons."""
+    chosen: dict[Cell, tuple[Counter[str], Counter[str]]] = {}
+    for t in timings:
+        if t.way == AUTOMATIC:
+            plans, reasons = chosen.setdefault(t.cell, (Counter(), Counter()))
+            plans.update(t.plans)
+            reasons.update(t.reasons)
+    lengths = any(cell.context for cell in chosen)
     return [
-        f"{_label(cell, way.name, lengths=lengths)}, batch {cell.batch}: "
-        f"{_shares(counted[FORWARDS])}; {_shares(counted[REASONS])}"
-        for cell, counted in way.chosen.items()
+        f"{_label(cell, AUTOMATIC, lengths=lengths)}, batch {cell.batch}: "
+        f"{_shares(plans)}; {_shares(reasons)}"
+        for cell, (plans, reasons) in chosen.items()
     ]
 
 
@@ -323,21 +307,22 @@ def paired_lines(timings: Iterable[Timing]) -> list[str]:
     The best is the one with the most tokens a second over all calls; plain decoding follows. Calls
     are paired by repeat and prompts, and the 95% intervals are those of the mean logarithm.
     """
-    cells: dict[Cell, dict[str, dict[tuple[int, int], Timing]]] = {}
-    for t in timings:
-        cells.setdefault(t.cell, {}).setdefault(t.way, {})[t.repeat, t.first] = t
     lines = []
-    for cell, ways in cells.items():
+    for cell, calls in grouped(timings, lambda t: t.cell).items():
+        ways = {
+            way: {(t.repeat, t.first): t for t in own}
+            for way, own in grouped(calls, lambda t: t.way).items()
+        }
         others = [name for name in ways if name != AUTOMATIC]
         if AUTOMATIC not in ways or not others:
             continue
         best = max(others, key=lambda name: _rate(list(ways[name].values())))
         for other in dict.fromkeys((best, BASELINE)):
             both = ways[AUTOMATIC].keys() & ways.get(other, {}).keys()
-            logs = [math.log(ways[AUTOMATIC][call].rate / ways[other][call].rate) for call in both]
+            logs = np.log([ways[AUTOMATIC][c].rate / ways[other][c].rate for c in both])
             if len(logs) > 1:
-                half = 1.96 * stdev(logs) / math.sqrt(len(logs))
-                low, middle, high = (math.exp(mean(logs) + d) for d in (-half, 0, half))
+                half = 1.96 * stats.sem(logs)
+                low, middle, high = np.exp(logs.mean() + np.array([-half, 0, half]))
                 label = _label(cell, AUTOMATIC, lengths=bool(cell.context))
                 lines.append(
                     f"{label} / {other}, batch {cell.batch}: {middle:.3f} [{low:.3f}, {high:.3f}]"

@@ -3,11 +3,11 @@
 import html
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,6 @@ from eaglegbv.eval.statistics import FIGURES, summarise
 from eaglegbv.trace import PROMPT_TOKENS
 
 Content: TypeAlias = dict[str, object]
-T = TypeVar("T")
 MOST_STEPS = 10_000  # most steps of a trace that a page shows; the first ones are kept
 MOST_NODES = 50_000
 """Most nodes of all draft trees that a page shows, about 5 MB; the first ones are kept."""
@@ -30,45 +29,8 @@ MOST_PLANS = 10  # most plans whose acceptance by depth is drawn; those with the
 SCRIPTS = ("elements.js", "charts.js", "tree.js", "results.js", "trace.js", "main.js")
 
 
-class _Tree(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A draft tree as :class:`eaglegbv.trace.Tracer` writes it; see ``TreeRecord``."""
-
-    request: int
-    plan: str
-    verifier: str
-    draft_sampling: str
-    paths: int
-    token_ids: list[int]
-    parents: list[int]
-    multiplicity: list[int]
-    p: list[float | None]
-    q: list[float | None]
-    figures: dict[str, list[float | None]]
-    accepted: list[int]
-    next_token: int
-    next_p: float
-    committed: list[int]
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    prompt_text: str | None = None
-    texts: list[str] | None = None
-    next_text: str | None = None
-    committed_texts: list[str] | None = None
-    step: int | None = None
-
-    @property
-    def depth(self) -> int:
-        """Depth of the deepest node."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return max(depths)
-
-
-class _Arguments(msgspec.Struct):
-    """The draft trees among the arguments of a step."""
-
-    trees: list[_Tree] = msgspec.field(default_factory=list)
+Tree: TypeAlias = dict[str, Any]
+"""A draft tree as :class:`eaglegbv.trace.Tracer` writes it."""
 
 
 class _Event(msgspec.Struct):
@@ -78,7 +40,7 @@ class _Event(msgspec.Struct):
     ph: str
     ts: float = 0.0
     dur: float = 0.0
-    args: msgspec.Raw = msgspec.Raw(b"{}")
+    args: dict[str, Any] = {}
 
 
 def view(path: Path) -> str:
@@ -87,17 +49,8 @@ def view(path: Path) -> str:
     Raises:
         InvalidArgument: The path is none of these.
     """
-    return page(content_of(path))
-
-
-def content_of(path: Path) -> Content:
-    """Return what a page shows of a run or a trace.
-
-    Raises:
-        InvalidArgument: The path is neither.
-    """
     if path.is_dir():
-        return results_content(load_results(path, "path"))
+        return page(results_content(load_results(path, "path")))
     try:
         with path.open("rb") as file:
             one_object = file.read(64).lstrip().startswith(b"{")
@@ -105,8 +58,11 @@ def content_of(path: Path) -> Content:
         raise _unreadable(path, error) from error
     if one_object:
         found = read_results(path, "path", expected="a trace, or a results.json")
-        return results_content(found)
-    return trace_content(path)
+        return page(results_content(found))
+    try:
+        return page(trace_content(path))
+    except (KeyError, TypeError) as error:  # a step or a tree lacks something
+        raise _unreadable(path, error) from error
 
 
 def page(content: Content) -> str:
@@ -155,10 +111,9 @@ def trace_content(path: Path) -> Content:
     steps = [event for event in boxes if event.name == "step"]
     if not steps:
         raise InvalidArgument("path", str(path), "a trace with at least one step")
-    arguments = [_decoded(step.args, dict[str, object], path) for step in steps]
-    trees = [_decoded(step.args, _Arguments, path).trees for step in steps]
+    trees: list[list[Tree]] = [step.args.pop("trees", []) for step in steps]
     phases = _phases(boxes)
-    drafted = [tree for of_step in trees for tree in of_step if len(tree.token_ids) > 1]
+    drafted = [tree for of_step in trees for tree in of_step if len(tree["token_ids"]) > 1]
     requests, left_out = _requests(trees[:MOST_STEPS])
     notes = []
     if len(steps) > MOST_STEPS:
@@ -173,7 +128,7 @@ def trace_content(path: Path) -> Content:
     return {
         "kind": "trace",
         "title": f"Trace: {path.name}",
-        "facts": _facts(arguments, drafted),
+        "facts": _facts(steps, drafted),
         "notes": notes,
         "by_depth": _acceptance_by_depth(drafted),
         "phases": dict(totals),
@@ -183,9 +138,9 @@ def trace_content(path: Path) -> Content:
                 "start": step.ts / 1000,
                 "milliseconds": step.dur / 1000,
                 "phases": by_phase,
-                "args": {name: value for name, value in known.items() if name != "trees"},
+                "args": step.args,
             }
-            for step, by_phase, known in zip(steps, phases, arguments, strict=True)
+            for step, by_phase in zip(steps, phases, strict=True)
         ][:MOST_STEPS],
     }
 
@@ -201,13 +156,11 @@ def _phases(boxes: Sequence[_Event]) -> list[dict[str, float]]:
     return found
 
 
-def _facts(
-    arguments: Sequence[Mapping[str, object]], drafted: Sequence[_Tree]
-) -> list[tuple[str, str]]:
-    committed = [count for known in arguments if isinstance(count := known.get("committed"), int)]
-    facts = [("Steps", f"{len(arguments):,}"), ("Committed tokens", f"{sum(committed):,}")]
+def _facts(steps: Sequence[_Event], drafted: Sequence[Tree]) -> list[tuple[str, str]]:
+    committed = sum(step.args.get("committed", 0) for step in steps)
+    facts = [("Steps", f"{len(steps):,}"), ("Committed tokens", f"{committed:,}")]
     if drafted:
-        accepted = sum(len(tree.accepted) for tree in drafted)
+        accepted = sum(len(tree["accepted"]) for tree in drafted)
         facts += [
             ("Draft trees", f"{len(drafted):,}"),
             ("Acceptance length", f"{accepted / len(drafted):.2f} accepted tokens a tree"),
@@ -215,13 +168,16 @@ def _facts(
     return facts
 
 
-def _acceptance_by_depth(trees: Sequence[_Tree]) -> list[Content]:
+def _acceptance_by_depth(trees: Sequence[Tree]) -> list[Content]:
     """Return, for each plan, the share of trees as deep as each depth that accept a node there."""
     offered: dict[str, Counter[int]] = {}
     accepted: dict[str, Counter[int]] = {}
     for tree in trees:
-        offered.setdefault(tree.plan, Counter()).update(range(1, tree.depth + 1))
-        accepted.setdefault(tree.plan, Counter()).update(range(1, len(tree.accepted) + 1))
+        depths = [0]
+        for parent in tree["parents"][1:]:
+            depths.append(depths[parent] + 1)
+        offered.setdefault(tree["plan"], Counter()).update(range(1, max(depths) + 1))
+        accepted.setdefault(tree["plan"], Counter()).update(range(1, len(tree["accepted"]) + 1))
     return [
         {
             "plan": plan,
@@ -231,36 +187,30 @@ def _acceptance_by_depth(trees: Sequence[_Tree]) -> list[Content]:
     ]
 
 
-def _requests(trees: Sequence[Sequence[_Tree]]) -> tuple[list[Content], int]:
+def _requests(trees: Sequence[Sequence[Tree]]) -> tuple[list[Content], int]:
     """Return the trees of each request in order, and how many were left out to save space."""
-    shown: dict[int, list[_Tree]] = {}
+    shown: dict[int, list[Tree]] = {}
     nodes, left_out = 0, 0
     for step, of_step in enumerate(trees):
         for tree in of_step:
-            nodes += len(tree.token_ids)
+            nodes += len(tree["token_ids"])
             if nodes > MOST_NODES:
                 left_out += 1
                 continue
-            tree.step = step
-            shown.setdefault(tree.request, []).append(tree)
+            shown.setdefault(tree["request"], []).append(tree | {"step": step})
     requests: list[Content] = [
-        {
-            "number": number,
-            "plan": own[-1].plan,
-            "prompt": _beginning(own[0]),
-            "trees": [msgspec.to_builtins(tree) for tree in own],
-        }
+        {"number": number, "plan": own[-1]["plan"], "prompt": _beginning(own[0]), "trees": own}
         for number, own in sorted(shown.items())
     ]
     return requests, left_out
 
 
-def _beginning(tree: _Tree) -> str:
+def _beginning(tree: Tree) -> str:
     """Return the text before the tokens of a request's first tree."""
-    if tree.prompt_text:
-        cut = tree.prompt_tokens > PROMPT_TOKENS
-        return f"{'…' if cut else ''}{tree.prompt_text}"
-    return f"[{tree.prompt_tokens} tokens]" if tree.prompt_tokens else "…"
+    tokens = tree["prompt_tokens"]
+    if text := tree.get("prompt_text"):
+        return f"{'…' if tokens > PROMPT_TOKENS else ''}{text}"
+    return f"[{tokens} tokens]" if tokens else "…"
 
 
 def _conversations(records: Sequence[Record]) -> Content:
@@ -293,18 +243,11 @@ def _conversations(records: Sequence[Record]) -> Content:
 
 
 def _boxes(path: Path) -> list[_Event]:
-    try:
-        raw = path.read_bytes().strip()
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    raw = path.read_bytes().strip()
     # A run that was killed leaves its list of events unclosed.
     closed = raw if raw.endswith(b"]") else raw.rpartition(b"\n")[0].rstrip(b",") + b"]"
-    return [event for event in _decoded(closed, list[_Event], path) if event.ph == "X"]
-
-
-def _decoded(raw: bytes | msgspec.Raw, kind: type[T], path: Path) -> T:
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return [e for e in msgspec.json.decode(closed, type=list[_Event]) if e.ph == "X"]
     except msgspec.DecodeError as error:
         raise _unreadable(path, error) from error
 

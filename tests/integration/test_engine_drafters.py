@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.drafting import random_llama, random_table
+from support.drafting import random_table
 from support.g_test import g_test, joint_probs
 from support.tabular_target import TabularTarget
 from support.tiny_engine import cells_of

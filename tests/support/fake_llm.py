@@ -1,20 +1,19 @@
 """A stand-in for an engine: fixed answers, fixed counts, no time to speak of."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eaglegbv.config import Plan, plan_name
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion
 
 
-@dataclass(frozen=True)
-class FakeAnswer:
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: str
-    metrics: RequestMetrics
+def answer(text: str, token_ids: list[int], metrics: RequestMetrics) -> Completion:
+    return Completion(
+        text=text, token_ids=token_ids, finish_reason=FinishReason.LENGTH, metrics=metrics
+    )
 
 
 @dataclass
@@ -26,7 +25,7 @@ class FakeLLM:
 
     def __call__(
         self, prompt: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> FakeAnswer:
+    ) -> Completion:
         self.calls.append((prompt, sampling_params, plan))
         length = sum(len(message["content"]) for message in prompt)
         if length > self.context:
@@ -43,4 +42,4 @@ class FakeLLM:
             )
         metrics.add_seconds(Phase.PREFILL, 0.0)
         tokens = list(range(1 + metrics.committed_tokens))
-        return FakeAnswer(f"{plan.verifier} answers", tokens, "length", metrics)
+        return answer(f"{plan.verifier} answers", tokens, metrics)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,21 @@ import msgspec
 
 from eaglegbv.devices import dtype_name
 from eaglegbv.eval import records
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.collect_probs import node_cells, solver_cells
-from eaglegbv.eval.paired_comparison import Sampling, Text, collect, first_answers, same_drafts
+from eaglegbv.eval.paired_comparison import (
+    Cell,
+    Sampling,
+    Text,
+    collect,
+    first_answers,
+    same_drafts,
+)
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import Phase
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import write_whole
+from eaglegbv.utils import grouped, write_whole
 
 CHUNK = 16  # questions of a part
 
@@ -50,35 +56,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     engine: bool = False  # measure in the engine as well what the same drafts tell
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Site:
     """Where a paper's comparison is measured: models, questions, a folder."""
 
     folder: Path  # where results are kept as they are measured; made if it is not there
     questions: QuestionSet  # what the models answer
     options: Options  # how much is measured
-    load: Callable[[], LLM]  # loads target and drafter
+    llm: LLM  # target and drafter
     # Shows a bar, given what is measured and how many steps it takes.
     progress: Callable[[str, int], AbstractContextManager[Any]]
 
-    @cached_property
-    def llm(self) -> LLM:
-        """Target and drafter, loaded when they are first wanted."""
-        return self.load()
 
-
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Run(records.Asked, frozen=True, kw_only=True):
     """What a folder's parts were measured with."""
 
     paper: str
     options: Options
-    model: str
-    drafter: str | None
-    dtype: str
-    suite: str
-    origin: str
-    question_ids: tuple[str, ...]
-    questions_sha256: str
 
     @property
     def summary(self) -> str:
@@ -165,9 +159,7 @@ def measure_cells(
 
 def _at_places(site: Site, way: Way, settings: Sequence[records.Setting]) -> Iterator[Measure]:
     options, total = site.options, len(site.questions.questions)
-    by_temperature: dict[float, list[records.Setting]] = {}
-    for setting in settings:
-        by_temperature.setdefault(setting.temperature, []).append(setting)
+    by_temperature = grouped(settings, lambda setting: setting.temperature)
     sampling = Sampling(places=options.places, judgements=options.judgements, batch=CHUNK)
 
     def measure(temperature: float, first: int) -> list[Cell]:

@@ -6,9 +6,8 @@ from itertools import product
 from types import MappingProxyType
 
 from eaglegbv.config import Plan
-from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.eval.cells import Figure
 from eaglegbv.eval.node_acceptance import RULES
+from eaglegbv.eval.paired_comparison import Figure
 from eaglegbv.eval.papers.cells import Way
 from eaglegbv.eval.papers.sheets import (
     Direction,
@@ -34,26 +33,20 @@ _OURS = "this package's claim for otbv"
 _SUN = "Sun et al., arXiv 2403.10444"
 _LENGTHS = (4, 6, 8)
 _BLOCK = Quote(
-    text="1.083 (1.07 to 1.10)",
-    models="PaLM-2-S and -XXS, L = 8, mean of eight data sets",
-    source="public summaries of its Table 1: block efficiency 3.41 and 3.70, time 5% to 8% less",
-    better="block",
-    worse="token",
-    paths=1,
-    depth=8,
-    temperature=1.0,
+    "1.083 (1.07 to 1.10)",
+    "PaLM-2-S and -XXS, L = 8, mean of eight data sets",
+    "public summaries of its Table 1: block efficiency 3.41 and 3.70, time 5% to 8% less",
+    *("block", "token"),
 )
 
 BV = Paper(
-    name="bv",
-    title=f"Block verification ({_SUN}): token, block and greedy block by draft length",
-    sheets=(
+    "bv",
+    f"Block verification ({_SUN}): token, block and greedy block by draft length",
+    (
         Sheet(
-            name="drafts",
-            title="Tables 1 and 2, on the same drafts",
-            way=Way.SAME_DRAFTS,
-            settings=cells_of(("token", "block"), depths=_LENGTHS, temperatures=_TEMPERATURES),
-            directions=(
+            *("drafts", "Tables 1 and 2, on the same drafts", Way.SAME_DRAFTS),
+            cells_of(("token", "block"), depths=_LENGTHS, temperatures=_TEMPERATURES),
+            (
                 Order("block", "token", f"{_SUN}, Theorem 2"),
                 Rise("token", "depth", _SUN),
                 Rise("block", "depth", _SUN),
@@ -62,22 +55,18 @@ BV = Paper(
             quotes=(_BLOCK,),
         ),
         Sheet(
-            name="engine",
-            title="Table 4, in the engine",
-            way=Way.ENGINE,
-            settings=cells_of(("token", "block", "greedy_block"), depths=_LENGTHS),
-            directions=(
+            *("engine", "Table 4, in the engine", Way.ENGINE),
+            cells_of(("token", "block", "greedy_block"), depths=_LENGTHS),
+            (
                 Order("block", "token", _SUN),
                 Order("block", "greedy_block", f"{_SUN}, Table 4"),
             ),
             quotes=(_BLOCK,),
         ),
         Sheet(
-            name="time",
-            title="Table 1, time, one request at a time",
-            way=Way.TIMED,
-            settings=cells_of(("token", "block")),
-            directions=(Order("block", "token", _SUN, Figure.TOKENS_A_SECOND),),
+            *("time", "Table 1, time, one request at a time", Way.TIMED),
+            cells_of(("token", "block")),
+            (Order("block", "token", _SUN, Figure.TOKENS_A_SECOND),),
             quotes=(replace(_BLOCK, text="1.065 (1.05 to 1.08)", figure=Figure.TOKENS_A_SECOND),),
         ),
     ),
@@ -96,50 +85,38 @@ _CLAIMS: tuple[Direction, ...] = (
     Rise("gbv", "paths", _THOMAS),
     Rise("otbv", "paths", _OURS),
 )
-_GREEDY = replace(_BLOCK, better="gbv", worse="block", paths=3)
+_LONGER = tuple(Rise(verifier, "depth", _THOMAS) for verifier in ("block", "gbv"))
+_GREEDY = Quote(
+    "about 1.23",
+    "OPT 6.7B with 350M or 125M",
+    "a public summary of the paper (K = 3, L = 8)",
+    *("gbv", "block"),
+    paths=3,
+)
+_BEST_GREEDY = Quote(
+    *("over 1.30, its best", "not said in the abstract", "the paper's abstract", "gbv", "block"),
+    paths=4,
+)
 
 GBV = Paper(
-    name="gbv",
-    title=f"Greedy multi-path block verification ({_THOMAS}): by paths, temperature and length",
-    sheets=(
+    "gbv",
+    f"Greedy multi-path block verification ({_THOMAS}): by paths, temperature and length",
+    (
         Sheet(
-            name="grid",
-            title="By paths and temperature, on the same drafts",
-            way=Way.SAME_DRAFTS,
-            settings=cells_of(_ALL, paths=_PATHS, temperatures=_TEMPERATURES),
-            directions=_CLAIMS,
-            quotes=(
-                replace(
-                    _GREEDY,
-                    text="about 1.23",
-                    models="OPT 6.7B with 350M or 125M",
-                    source="a public summary of the paper (K = 3, L = 8)",
-                ),
-                replace(
-                    _GREEDY,
-                    text="over 1.30, its best",
-                    models="not said in the abstract",
-                    source="the paper's abstract",
-                    paths=4,
-                ),
-            ),
+            *("grid", "By paths and temperature, on the same drafts", Way.SAME_DRAFTS),
+            cells_of(_ALL, paths=_PATHS, temperatures=_TEMPERATURES),
+            _CLAIMS,
+            quotes=(_GREEDY, _BEST_GREEDY),
         ),
         Sheet(
-            name="lengths",
-            title="By paths and length, on the same drafts",
-            way=Way.SAME_DRAFTS,
-            settings=cells_of(_MULTI, paths=_PATHS, depths=(8, 16, 24)),
-            directions=(
-                *_CLAIMS,
-                *(Rise(verifier, "depth", _THOMAS) for verifier in ("block", "gbv")),
-            ),
+            *("lengths", "By paths and length, on the same drafts", Way.SAME_DRAFTS),
+            cells_of(_MULTI, paths=_PATHS, depths=(8, 16, 24)),
+            (*_CLAIMS, *_LONGER),
         ),
         Sheet(
-            name="engine",
-            title="By paths, in the engine",
-            way=Way.ENGINE,
-            settings=cells_of(_MULTI, paths=_PATHS),
-            directions=_CLAIMS,
+            *("engine", "By paths, in the engine", Way.ENGINE),
+            cells_of(_MULTI, paths=_PATHS),
+            _CLAIMS,
             optional=True,
         ),
     ),
@@ -151,67 +128,44 @@ GBV = Paper(
 
 _LIN = "Lin et al., arXiv 2604.25925"
 _DEPTHS, _COOL = (4, 8, 12, 24), (0.4,)
-_MULTI_DRAFT = Quote(
-    text="",
-    models="DeepSeek 33B and 1.3B, L = 12, K = 3, T = 0.4, mean of five data sets",
-    source="public summaries of its Tables 1 and 2",
-    better="spectr_gbv",
-    worse="",
-    paths=3,
-    depth=12,
-    temperature=0.4,
-)
+_FALLS = f"{_LIN}, Table 3: speed falls again where drafts are long"
+_LIN_NOTES = "public summaries of its Tables 1 and 2"
+_LIN_MODELS = "DeepSeek 33B and 1.3B, L = 12, K = 3, T = 0.4, mean of five data sets"
 _OTHERS = (  # with the paper's ratios of tokens a step and a second
-    ("token", "1.124", "1.293"),
-    ("greedy_block", "1.097", "1.270"),
-    ("spectr", "1.023", "1.082"),
+    *(("token", "1.124", Figure.TOKENS_A_STEP), ("token", "1.293", Figure.TOKENS_A_SECOND)),
+    ("greedy_block", "1.097", Figure.TOKENS_A_STEP),
+    ("greedy_block", "1.270", Figure.TOKENS_A_SECOND),
+    *(("spectr", "1.023", Figure.TOKENS_A_STEP), ("spectr", "1.082", Figure.TOKENS_A_SECOND)),
+    ("spectr", "2.15 (53.5% less time)", Figure.VERIFYING),
 )
 _BY_STEP_AND_SECOND = (Figure.TOKENS_A_STEP, Figure.TOKENS_A_SECOND)
 
 SPECTR_GBV = Paper(
-    name="spectr-gbv",
-    title=f"SpecTr-GBV ({_LIN}): by draft length, with the time each phase takes",
-    sheets=(
+    "spectr-gbv",
+    f"SpecTr-GBV ({_LIN}): by draft length, with the time each phase takes",
+    (
         Sheet(
-            name="engine",
-            title="Tables 1 to 3, one request at a time",
-            way=Way.TIMED,
-            settings=(
+            *("engine", "Tables 1 to 3, one request at a time", Way.TIMED),
+            (
                 *cells_of(("token", "block", "greedy_block"), depths=_DEPTHS, temperatures=_COOL),
                 *cells_of(
                     ("spectr", "spectr_gbv", "otbv"), paths=(3,), depths=_DEPTHS, temperatures=_COOL
                 ),
             ),
-            directions=(
+            (
                 *(
                     Order("spectr_gbv", other, f"{_LIN}, Table 1", figure)
                     for figure in _BY_STEP_AND_SECOND
-                    for other, *_ in _OTHERS
+                    for other in ("token", "greedy_block", "spectr")
                 ),
                 Order("spectr_gbv", "spectr", f"{_LIN}, Table 2", Figure.VERIFYING),
                 Rise("spectr_gbv", "depth", f"{_LIN}, Table 3"),
-                Rise(
-                    "spectr_gbv",
-                    "depth",
-                    f"{_LIN}, Table 3: speed falls again where drafts are long",
-                    start=24,
-                    end=8,
-                    figure=Figure.TOKENS_A_SECOND,
-                ),
+                Rise("spectr_gbv", "depth", _FALLS, 24, 8, Figure.TOKENS_A_SECOND),
                 *(Order("otbv", "spectr_gbv", _OURS, figure) for figure in _BY_STEP_AND_SECOND),
             ),
-            quotes=(
-                *(
-                    replace(_MULTI_DRAFT, text=text, worse=other, figure=figure)
-                    for other, *texts in _OTHERS
-                    for text, figure in zip(texts, _BY_STEP_AND_SECOND, strict=True)
-                ),
-                replace(
-                    _MULTI_DRAFT,
-                    text="2.15 (53.5% less time)",
-                    worse="spectr",
-                    figure=Figure.VERIFYING,
-                ),
+            quotes=tuple(
+                Quote(text, _LIN_MODELS, _LIN_NOTES, "spectr_gbv", other, 3, 12, 0.4, figure)
+                for other, text, figure in _OTHERS
             ),
         ),
     ),
@@ -231,15 +185,13 @@ SPECTR_GBV = Paper(
 _RESOLUTION = "Thomas & Pal, arXiv 2511.15898"
 
 GR_STEPS = Paper(
-    name="gr-steps",
-    title=f"Global Resolution ({_RESOLUTION}): trees of independent paths, by their number",
-    sheets=(
+    "gr-steps",
+    f"Global Resolution ({_RESOLUTION}): trees of independent paths, by their number",
+    (
         Sheet(
-            name="paths",
-            title="By paths (its Table 4)",
-            way=Way.SAME_DRAFTS,
-            settings=cells_of(("global_resolution", "spectr", "specinfer", "otbv"), paths=_PATHS),
-            directions=(
+            *("paths", "By paths (its Table 4)", Way.SAME_DRAFTS),
+            cells_of(("global_resolution", "spectr", "specinfer", "otbv"), paths=_PATHS),
+            (
                 Rise("global_resolution", "paths", f"{_RESOLUTION}, Table 4"),
                 Order("global_resolution", "spectr", f"{_RESOLUTION}: K-SEQ is not optimal"),
                 Order("global_resolution", "specinfer", "its acceptance is optimal at every node"),
@@ -274,6 +226,7 @@ _TIMES: Mapping[tuple[int, int], Mapping[str, str]] = {
     (1000, 2): {"lp": "out of memory", "max_flow": "over 400000", "convex": "34.94 (31%)"},
 }
 """Its Table 1 as far as it was seen: milliseconds a token, in brackets the share it solved."""
+_TIMED = "two public notes on the paper, which agree"
 _BEST: Mapping[float, Mapping[str, str]] = {
     1.0: {},
     10.0: {"lp": "82.53%", "max_flow": "83.94%", "convex": "85.65%"},
@@ -288,15 +241,13 @@ def _is_least(plan: Plan) -> bool:
 
 
 GR_SOLVERS = Paper(
-    name="gr-solvers",
-    title=f"Global Resolution ({_RESOLUTION}): solve times, and acceptance within a limit",
-    sheets=(
+    "gr-solvers",
+    f"Global Resolution ({_RESOLUTION}): solve times, and acceptance within a limit",
+    (
         Sheet(
-            name="solvers",
-            title="Solvers (its Tables 1 and 2)",
-            way=Way.SOLVERS,
-            settings=nodes_of(tuple(map(str, Solver)), _SIZES),
-            directions=(
+            *("solvers", "Solvers (its Tables 1 and 2)", Way.SOLVERS),
+            nodes_of(tuple(map(str, Solver)), _SIZES),
+            (
                 *(
                     order
                     for slow in ("lp", "max_flow")
@@ -311,28 +262,16 @@ GR_SOLVERS = Paper(
                 InTime("exact", "convex", _EXACT),
             ),
             quotes=tuple(
-                Quote(
-                    text=text,
-                    models="Llama-3 70B/8B",
-                    source="two public notes on the paper, which agree",
-                    better=solver,
-                    worse="",
-                    paths=n,
-                    depth=1,
-                    temperature=1.0,
-                    draft_width=k,
-                )
+                Quote(text, "Llama-3 70B/8B", _TIMED, solver, "", n, 1, draft_width=k)
                 for (k, n), texts in _TIMES.items()
                 for solver, text in texts.items()
             ),
             limits=_BEST,
         ),
         Sheet(
-            name="optima",
-            title="Optimal acceptance (its Figures 1 and 2)",
-            way=Way.NODES,
-            settings=nodes_of(("optimum", "greedy"), tuple(product((10, 100, 1000), (2, 3, 4, 5)))),
-            directions=(
+            *("optima", "Optimal acceptance (its Figures 1 and 2)", Way.NODES),
+            nodes_of(("optimum", "greedy"), tuple(product((10, 100, 1000), (2, 3, 4, 5)))),
+            (
                 Rise("optimum", "draft_width", f"{_RESOLUTION}, Figure 1", 10, 100),
                 Rise("optimum", "draft_width", f"{_RESOLUTION}, Figure 1", 100, 1000),
                 Order(
@@ -363,55 +302,42 @@ _ORDERS = (
     Order("optimum w/o", "optimum", f"{_HU}, abstract"),
     Order("optimum w/o", "greedy", "no claim of the paper that was seen: a question of our own"),
 )
-_IID, _WOR, _GREEDY_DRAFTS = DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY
+_HU_NOTES = f"{_HU}: notes on it (greedy drafts may lose)"
+_TREES = (
+    *((rule, DraftSampling.IID) for rule in ("specinfer", "spectr", "global_resolution", "otbv")),
+    ("specinfer", DraftSampling.WOR),
+    *((rule, DraftSampling.GREEDY) for rule in ("greedy_draft", "otbv")),
+)
 
 MDSD = Paper(
-    name="mdsd",
-    title=f"Optimal multi-draft speculative decoding ({_HU}): acceptance by draft distribution",
-    sheets=(
+    "mdsd",
+    f"Optimal multi-draft speculative decoding ({_HU}): acceptance by draft distribution",
+    (
         Sheet(
-            name="temperatures",
-            title="By temperature",
-            way=Way.NODES,
-            settings=nodes_of(tuple(RULES), ((1024, 3),), (0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2)),
-            directions=(
+            *("temperatures", "By temperature", Way.NODES),
+            nodes_of(tuple(RULES), ((1024, 3),), (0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2)),
+            (
                 *_ORDERS,
                 *(
-                    Rise(
-                        *("greedy", "temperature", f"{_HU}: notes on it (greedy drafts may lose)"),
-                        *(1.2, 0.2),
-                        over=other,
-                    )
+                    Rise("greedy", "temperature", _HU_NOTES, 1.2, 0.2, over=other)
                     for other in ("optimum", "optimum w/o")
                 ),
             ),
         ),
         Sheet(
-            name="drafts",
-            title="By number of drafts",
-            way=Way.NODES,
-            settings=nodes_of(tuple(RULES), tuple((1024, n) for n in (2, 4, 6, 8)), (0.7,)),
-            directions=(
-                *_ORDERS,
-                *(Rise(rule, "paths", _HU) for rule in RULES if rule != "one draft"),
-            ),
+            *("drafts", "By number of drafts", Way.NODES),
+            nodes_of(tuple(RULES), tuple((1024, n) for n in (2, 4, 6, 8)), (0.7,)),
+            (*_ORDERS, *(Rise(rule, "paths", _HU) for rule in RULES if rule != "one draft")),
         ),
         Sheet(
-            name="trees",
-            title="Trees on the same texts",
-            way=Way.SAME_DRAFTS,
-            settings=tuple(
+            *("trees", "Trees on the same texts", Way.SAME_DRAFTS),
+            tuple(
                 Setting(
-                    plan=Plan(verifier=verifier, draft_sampling=own, paths=paths, depth=depth),
+                    plan=Plan(verifier=rule, draft_sampling=own, paths=paths, depth=depth),
                     temperature=0.7,
                 )
                 for paths, depth in ((2, 4), (4, 3))
-                for own, verifiers in (
-                    (_IID, ("specinfer", "spectr", "global_resolution", "otbv")),
-                    (_WOR, ("specinfer",)),
-                    (_GREEDY_DRAFTS, ("greedy_draft", "otbv")),
-                )
-                for verifier in verifiers
+                for rule, own in _TREES
             ),
         ),
     ),
@@ -428,14 +354,3 @@ PAPERS: Mapping[str, Paper] = MappingProxyType(
     {paper.name: paper for paper in (BV, GBV, GR_SOLVERS, GR_STEPS, MDSD, SPECTR_GBV)}
 )
 """Every comparison that ``eaglegbv bench paper`` makes."""
-
-
-def paper_named(name: str) -> Paper:
-    """Return a paper's comparison.
-
-    Raises:
-        InvalidArgument: There is none of that name.
-    """
-    if name not in PAPERS:
-        raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
-    return PAPERS[name]

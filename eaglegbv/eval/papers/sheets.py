@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.cells import Cell, Figure
+from eaglegbv.eval.paired_comparison import Cell, Figure
 from eaglegbv.eval.papers.cells import CellStore, Run, Site, Way, measure_cells
 from eaglegbv.eval.records import Environment, Setting, grid
 from eaglegbv.eval.report import pivot, with_interval
@@ -65,11 +65,8 @@ class PaperResults(msgspec.Struct, frozen=True, kw_only=True):
 
 def findings_table(found: Sequence[Finding]) -> list[list[str]]:
     """Return findings as rows, headings first."""
-    rows = [["should be", "ratio", "measured"]]
-    for one in found:
-        ratio = "-" if one.ratio is None else with_interval(one.ratio, 3)
-        rows.append([one.statement, ratio, one.verdict])
-    return rows
+    rows = ([one.statement, with_interval(one.ratio, 3), one.verdict] for one in found)
+    return [["should be", "ratio", "measured"], *rows]
 
 
 # What is declared of a paper.
@@ -78,6 +75,10 @@ def findings_table(found: Sequence[Finding]) -> list[list[str]]:
 Axis: TypeAlias = Literal["paths", "depth", "draft_width", "temperature"]
 LETTERS: Mapping[Axis, str] = {"paths": "K", "depth": "L", "draft_width": "W", "temperature": "T"}
 NOT_AT_HAND = "the paper's figure of each cell is not at hand"
+
+
+Limits: TypeAlias = Mapping[float, Mapping[str, str]]
+"""Limits on the mean milliseconds of a step, with the paper's best acceptance in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,13 @@ class Order:
     source: str  # who says so
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
     where: Callable[[Plan], bool] = lambda _: True  # in which cells, by the better one's plan
+
+    def findings(self, cells: Sequence[Cell], _: Limits) -> Iterator[Finding]:
+        """Yield the finding of each cell."""
+        for better in _of(cells, self.better):
+            worse = _counterpart(cells, better.setting, self.worse)
+            if worse is not None and self.where(better.setting.plan):
+                yield _finding(better, worse, self.source, self.figure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,32 @@ class Rise:
     # A verifier over which it leads: then it is the lead that does not fall, on the same drafts.
     over: str | None = None
 
+    def findings(self, cells: Sequence[Cell], _: Limits) -> Iterator[Finding]:
+        """Yield the finding of each line of cells that differ along the axis alone."""
+        lines: dict[tuple[object, ...], dict[float, Cell]] = {}
+        for cell in _of(cells, self.verifier):
+            others = tuple(_along(cell, axis) for axis in LETTERS if axis != self.axis)
+            lines.setdefault(others, {})[_along(cell, self.axis)] = cell
+        for line in lines.values():
+            near = line.get(min(line) if self.start is None else self.start)
+            far = line.get(max(line) if self.end is None else self.end)
+            if near is None or far is None or near is far:
+                continue
+            if self.over is None:
+                yield _finding(far, near, self.source, self.figure)
+                continue
+            behind = [_counterpart(cells, one.setting, self.over) for one in (far, near)]
+            if behind[0] is not None and behind[1] is not None:
+                yield Finding(
+                    statement=f"{far.setting.name} / {behind[0].setting.name} at least "
+                    f"{near.setting.name} / {behind[1].setting.name}",
+                    source=self.source,
+                    # Steps are the same places on both sides, so they cancel.
+                    ratio=bootstrap_ratio(
+                        far.tokens, behind[0].tokens, near.tokens, behind[1].tokens
+                    ),
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class InTime:
@@ -114,11 +148,18 @@ class InTime:
     worse: str  # the other
     source: str  # who says so
 
+    def findings(self, cells: Sequence[Cell], limits: Limits) -> Iterator[Finding]:
+        """Yield the finding of each limit."""
+        for limit in limits:
+            better, worse = (_best_within(cells, own, limit) for own in (self.better, self.worse))
+            if better is not None and worse is not None:
+                yield _finding(better, worse, self.source, within=f"within {limit:g} ms: ")
+
 
 Direction: TypeAlias = Order | Rise | InTime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Quote:
     """A figure a paper gives of its own models, and the cells here it is put beside."""
 
@@ -127,11 +168,12 @@ class Quote:
     source: str  # where it was read
     better: str  # a verifier
     worse: str  # another, or none
-    paths: int  # of the better one here; the worse one has as many, or one where it takes no more
-    depth: int  # of both here
-    temperature: float  # of both here
+    # Of both here; the worse one has as many paths, or one where it takes no more.
+    paths: int = 1
+    depth: int = 8
+    temperature: float = 1.0
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
-    draft_width: int = DRAFT_WIDTH  # of both here
+    draft_width: int = DRAFT_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +187,7 @@ class Sheet:
     directions: tuple[Direction, ...] = ()  # what a paper, or this package, says
     quotes: tuple[Quote, ...] = ()  # figures of the paper
     optional: bool = False  # measured only where the engine is asked for as well
-    # Limits on the mean milliseconds of a step, with the paper's best acceptance in each.
-    limits: Mapping[float, Mapping[str, str]] = field(default_factory=dict)
+    limits: Limits = field(default_factory=dict)
 
 
 def cells_of(
@@ -198,72 +239,8 @@ class Paper:
 
 def findings(sheet: Sheet, cells: Sequence[Cell]) -> list[Finding]:
     """Return every direction of a sheet, cell by cell; what a solver refused is left out."""
-    found: list[Finding] = []
     cells = [cell for cell in cells if cell.steps]
-    for direction in sheet.directions:
-        match direction:
-            case Order():
-                found += _order(direction, cells)
-            case Rise():
-                found += _rise(direction, cells)
-            case InTime():
-                found += _in_time(direction, cells, list(sheet.limits))
-    return found
-
-
-def _order(order: Order, cells: Sequence[Cell]) -> Iterator[Finding]:
-    for better in _of(cells, order.better):
-        worse = _counterpart(cells, better.setting, order.worse)
-        if worse is not None and order.where(better.setting.plan):
-            yield _finding(better, worse, order.source, order.figure)
-
-
-def _rise(rise: Rise, cells: Sequence[Cell]) -> Iterator[Finding]:
-    lines: dict[tuple[object, ...], dict[float, Cell]] = {}
-    for cell in _of(cells, rise.verifier):
-        others = tuple(_along(cell, axis) for axis in LETTERS if axis != rise.axis)
-        lines.setdefault(others, {})[_along(cell, rise.axis)] = cell
-    for line in lines.values():
-        start = min(line) if rise.start is None else rise.start
-        end = max(line) if rise.end is None else rise.end
-        if start != end and start in line and end in line:
-            if rise.over is None:
-                yield _finding(line[end], line[start], rise.source, rise.figure)
-            else:
-                yield from _widening(line[end], line[start], rise.over, rise.source, cells)
-
-
-def _widening(
-    far: Cell, near: Cell, other: str, source: str, cells: Sequence[Cell]
-) -> Iterator[Finding]:
-    others = [_counterpart(cells, one.setting, other) for one in (far, near)]
-    if others[0] is not None and others[1] is not None:
-        leads = [
-            f"{one.setting.name} / {worse.setting.name}"
-            for one, worse in ((far, others[0]), (near, others[1]))
-        ]
-        yield Finding(
-            statement=f"{leads[0]} at least {leads[1]}",
-            source=source,
-            # Steps are the same places on both sides, so they cancel.
-            ratio=bootstrap_ratio(far.tokens, others[0].tokens, near.tokens, others[1].tokens),
-        )
-
-
-def _in_time(
-    direction: InTime, cells: Sequence[Cell], limits: Sequence[float]
-) -> Iterator[Finding]:
-    for limit in limits:
-        better, worse = (
-            _best_within(cells, one, limit) for one in (direction.better, direction.worse)
-        )
-        if better is not None and worse is not None:
-            yield Finding(
-                statement=f"within {limit:g} ms: {better.setting.name} at least "
-                f"{worse.setting.name}",
-                source=direction.source,
-                ratio=better.over(worse),
-            )
+    return [found for one in sheet.directions for found in one.findings(cells, sheet.limits)]
 
 
 def _best_within(cells: Sequence[Cell], verifier: str, limit: float) -> Cell | None:
@@ -276,10 +253,16 @@ def _milliseconds(cell: Cell) -> float:
     return 1e3 * sum(seconds) / sum(steps)
 
 
-def _finding(better: Cell, worse: Cell, source: str, figure: Figure) -> Finding:
+def _finding(
+    better: Cell,
+    worse: Cell,
+    source: str,
+    figure: Figure = Figure.TOKENS_A_STEP,
+    within: str = "",
+) -> Finding:
     what = "" if figure is Figure.TOKENS_A_STEP else f" ({figure})"
     return Finding(
-        statement=f"{better.setting.name} at least {worse.setting.name}{what}",
+        statement=f"{within}{better.setting.name} at least {worse.setting.name}{what}",
         source=source,
         ratio=better.over(worse, figure),
     )
@@ -295,9 +278,8 @@ def _counterpart(cells: Sequence[Cell], setting: Setting, verifier: str) -> Cell
     others = [
         other
         for other in _of(cells, verifier)
-        if other.setting.temperature == setting.temperature
-        and other.setting.plan.depth == plan.depth
-        and other.setting.plan.draft_width == plan.draft_width
+        if (other.setting.temperature, other.setting.plan.depth, other.setting.plan.draft_width)
+        == (setting.temperature, plan.depth, plan.draft_width)
     ]
     same = [other for other in others if other.setting.plan.paths == plan.paths]
     alone = others if len(others) == 1 and others[0].setting.plan.paths == 1 else []

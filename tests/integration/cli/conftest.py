@@ -16,8 +16,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Runs the command line in this process."""
-    return lambda *arguments: run(capsys, *arguments)
+    """Runs the command line in this process; it must end with a status, 0 unless one is said."""
+
+    def ended(*arguments: str, status: int = 0) -> Result:
+        result = run(capsys, *arguments)
+        assert result.status == status, result.err
+        return result
+
+    return ended
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.eval import plots as picture
 from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
@@ -14,7 +13,6 @@ QUICK = ("--vocab", "2", "--instances", "3")
 
 def test_without_json_it_is_readable(cli) -> None:
     result = cli("audit", "--verifier", "token", *QUICK)
-    assert result.status == 0
     headings, row = result.out.splitlines()
     assert "max error" in headings
     assert row.split()[:3] == ["token", "iid", "1"]
@@ -23,7 +21,6 @@ def test_without_json_it_is_readable(cli) -> None:
 
 def test_all_is_every_verifier_with_every_distribution(cli) -> None:
     result = cli("audit", "--all", "--vocab", "2", "--instances", "7", "--seed", "3", "--json")
-    assert result.status == 0
     found = [json.loads(line) for line in result.out.splitlines()]
     assert sorted((one["verifier"], one["draft_sampling"]) for one in found) == sorted(
         (name, str(draft_sampling))
@@ -43,10 +40,9 @@ def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     assert "DraftSampling.WOR}" in text
     module.write_text(text.replace("DraftSampling.WOR}", "DraftSampling.GREEDY}"), encoding="utf-8")
-    result = cli("audit", "--module", str(module), "--draft-sampling", "greedy", *QUICK)
-    assert result.status == 1
+    result = cli("audit", "--module", str(module), "--draft-sampling", "greedy", *QUICK, status=1)
     assert "NOT LOSSLESS" in result.out
-    assert cli("audit", "--module", str(module), "--draft-sampling", "iid", *QUICK).status == 0
+    cli("audit", "--module", str(module), "--draft-sampling", "iid", *QUICK)
 
 
 BATCHED = """
@@ -70,11 +66,9 @@ def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
     module.write_text(BATCHED, encoding="utf-8")
     arguments = ("audit", "--module", str(module), *QUICK, "--samples", "2000", "--json")
     right = cli(*arguments, "--verifier", "mine")
-    assert right.status == 0
     assert json.loads(right.out)["samples"] == 2000
-    assert cli(*arguments, "--verifier", "careless").status == 1
-    either = cli(*arguments)
-    assert either.status == 2
+    cli(*arguments, "--verifier", "careless", status=1)
+    either = cli(*arguments, status=2)
     assert "one of careless, mine" in either.err
 
 
@@ -88,14 +82,7 @@ def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
 def test_the_batched_implementation_by_samples(cli, name: str, draft_sampling: str) -> None:
     options = ("--verifier", name, "--draft-sampling", draft_sampling, "--samples", "2000")
     result = cli("audit", *options, "--vocab", "2", "--instances", "7", "--seed", "3", "--json")
-    assert result.status == 0
     assert json.loads(result.out)["detectable_shift"] < 0.1
-
-
-def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
-    arguments = ("audit", "--verifier", "block", "--instances", "5", "--json")
-    assert cli(*arguments, "--tolerance", "0").status == 1
-    assert cli(*arguments).status == 0
 
 
 @pytest.mark.parametrize(
@@ -109,19 +96,17 @@ def test_a_tolerance_of_zero_fails_by_rounding(cli) -> None:
 def test_a_module_that_cannot_be_used_is_named(cli, tmp_path, text: str, message: str) -> None:
     module = tmp_path / "broken.py"
     module.write_text(text, encoding="utf-8")
-    result = cli("audit", "--module", str(module))
-    assert result.status == 2
+    result = cli("audit", "--module", str(module), status=2)
     assert message in result.err
 
 
 def test_pair(cli, pair: list[str]) -> None:
     options = ("--prompt", "ab", "--tokens", "2", "--top-k", "2", "--samples", "60", "--json")
     result = cli("audit", "pair", *pair, *options)
-    assert result.status == 0
     found = json.loads(result.out)
     assert found["samples"] == 60
     assert found["cells"] > 1
-    assert found["p_value"] >= found["level"]
+    assert found["p_value"] >= found["rejects_below"]
     assert result.err.splitlines() == ["60 texts of 2 tokens, against their exact distribution"]
     table = cli("audit", "pair", *pair, *options[:-1]).out
     assert "detects: how far" in table
@@ -131,7 +116,6 @@ def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair: list[
     options = ("--prompt", "ab", "--prompt", "hello", "--tokens", "2", "--top-k", "2", "--samples")
     how = ("--dtype", "bfloat16", "--verifier", "otbv,block", "--json")
     result = cli("audit", "pair", *pair, *options, "100", *how)
-    assert result.status == 0
     found = [json.loads(line) for line in result.out.splitlines()]
     assert [(one["verifier"], one["against"]) for one in found] == [
         ("otbv", "plain"),
@@ -139,8 +123,9 @@ def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair: list[
     ]
     assert "against as many of plain decoding" in result.err
     for wrong in (("--against", "exact"), ("--against", "nothing"), ("--dtype", "float8")):
-        refused = cli("audit", "pair", *pair, *options, "100", "--dtype", "bfloat16", *wrong)
-        assert refused.status == 2
+        refused = cli(
+            "audit", "pair", *pair, *options, "100", "--dtype", "bfloat16", *wrong, status=2
+        )
         assert wrong[0].strip("-") in refused.err
 
 
@@ -151,7 +136,6 @@ def test_picture(cli, tmp_path: Path) -> None:
     out = tmp_path / "picture.svg"
     arguments = ("audit", "picture", *PICTURE, "--paths", "1,2", "--at-paths", "2")
     result = cli(*arguments, "--out", str(out))
-    assert result.status == 0
     headings, *rows = result.out.splitlines()
     assert "block efficiency" in headings
     assert len({tuple(row.split()[:3]) for row in rows}) == len(rows)
@@ -161,13 +145,5 @@ def test_picture(cli, tmp_path: Path) -> None:
     again = tmp_path / "again.svg"
     cli(*arguments, "--out", str(again))
     assert again.read_text(encoding="utf-8") == text
-    unknown = cli(*arguments, "--out", str(tmp_path / "picture.nope"))
-    assert unknown.status == 2
+    unknown = cli(*arguments, "--out", str(tmp_path / "picture.nope"), status=2)
     assert "picture.nope" in unknown.err
-
-
-def test_a_picture_without_matplotlib_names_the_extra(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    result = cli("audit", "picture", *PICTURE, "--out", "x.svg")
-    assert result.status == 2
-    assert "pip install 'eaglegbv[bench]'" in result.err

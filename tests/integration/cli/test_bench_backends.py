@@ -14,7 +14,6 @@ import pytest
 from transformers.utils import logging
 
 from eaglegbv.backends.sglang import llm as sglang_llm
-from eaglegbv.config import Plan
 from eaglegbv.eval.runner import read_results
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason
@@ -30,15 +29,14 @@ def verbosity() -> Iterator[None]:
     logging.set_verbosity(before)
 
 
-def bench(cli, pair, *arguments: str):
-    return cli("bench", "mt-bench", *pair, *QUICK, *arguments)
+def bench(cli, pair, *arguments: str, **ends: int):
+    return cli("bench", "mt-bench", *pair, *QUICK, *arguments, **ends)
 
 
 def test_baselines_take_turns_with_the_engine(cli, pair, tmp_path: Path) -> None:
     names = ["transformers", "lookup:2", "exit:1:2", f"assistant:{pair[1]}"]
     options = ["--verifiers", "none,otbv", "--depth", "2", "--baselines", ",".join(names)]
-    result = bench(cli, pair, *options, "--temperature", "0", "--out", str(tmp_path))
-    assert result.status == 0, result.err
+    bench(cli, pair, *options, "--temperature", "0", "--out", str(tmp_path))
     results = read_results(tmp_path / "results.json")
     settings = ["none T0", "otbv K3 L2 T0", *(f"{name} T0" for name in names)]
     first, second = results.records[:6], results.records[6:]
@@ -62,8 +60,7 @@ def test_baselines_take_turns_with_the_engine(cli, pair, tmp_path: Path) -> None
 
 
 def test_transformers_alone_runs_no_plan(cli, pair, tmp_path: Path) -> None:
-    result = bench(cli, pair, "--backend", "transformers", "--out", str(tmp_path))
-    assert result.status == 0, result.err
+    bench(cli, pair, "--backend", "transformers", "--out", str(tmp_path))
     results = read_results(tmp_path / "results.json")
     assert [setting.name for setting in results.settings.settings] == ["transformers"]
     assert (results.settings.backend, results.settings.dtype) == ("transformers", "float32")
@@ -92,14 +89,8 @@ class FakeSGLang:
         yield Delta(text="a", token_ids=[97])
         time.sleep(0.01)
         yield Delta(text="bcde", token_ids=[98, 99, 100, 101])
-        whole = Completion(
-            text="abcde",
-            token_ids=[97, 98, 99, 100, 101],
-            prompt_token_ids=[1] * 9,
-            finish_reason=FinishReason.LENGTH,
-            error=None,
-            metrics=metrics,
-        )
+        how = {"finish_reason": FinishReason.LENGTH, "metrics": metrics}
+        whole = Completion(text="abcde", token_ids=[*range(97, 102)], **how)
         yield Delta(text="", token_ids=[], completion=whole)
 
     def shutdown(self) -> None:
@@ -117,8 +108,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> None:
     options = ["--backend", "sglang", "--verifiers", "none,otbv,gbv", "--temperature", "0.5,1"]
     options += ["--backend-arguments", '{"mem_fraction_static": 0.5}']
-    result = bench(cli, pair, *options, "--out", str(tmp_path))
-    assert result.status == 0, result.err
+    bench(cli, pair, *options, "--out", str(tmp_path))
     assert [entry for entry in sglang if entry[0] != "arguments"] == [
         (event, verifier) for verifier in ("none", "otbv", "gbv") for event in ("start", "stop")
     ]
@@ -132,7 +122,6 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
     assert len(results.records) == 3 * 2 * 2
     for record in results.records:
         if record.setting.startswith("gbv"):
-            assert record.error is not None
             assert "too long for SGLang" in record.error
             continue
         assert [turn.text for turn in record.turns] == ["abcde"] * 2
@@ -146,16 +135,8 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
     assert "settings did not take turns" in report
 
     del sglang[:]  # all measured: nothing is started again
-    assert bench(cli, pair, *options, "--out", str(tmp_path)).status == 0
+    bench(cli, pair, *options, "--out", str(tmp_path))
     assert sglang == []
-
-
-def test_a_plan_and_a_baseline_are_different_settings() -> None:
-    from eaglegbv.errors import InvalidArgument
-    from eaglegbv.eval.records import Setting
-
-    with pytest.raises(InvalidArgument, match="plain decoding for transformers"):
-        Setting(plan=Plan(), baseline="transformers")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL on Windows")
@@ -191,7 +172,6 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
         file.write(measured[0][:50])
 
     again = cli(*command)
-    assert again.status == 0, again.err
     after = lines()
     assert after[: len(measured)] == measured
     keys = [(r["setting"], r["question_id"], r["repeat"]) for r in map(json.loads, after)]

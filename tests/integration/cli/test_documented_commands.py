@@ -5,13 +5,12 @@ The stand-ins lie in a cache as the hub's client keeps it, so names are found wi
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from support.cli import documented_commands
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from eaglegbv.eval.runner import read_results
 
-DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 REVISION = "0" * 40
 ONE_BY_ONE = """
 import json, sys
@@ -34,37 +32,22 @@ for arguments in json.loads(sys.argv[1]):
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a repository of the hub is here."""
-
-    target: str
-    head: str
-
-
 STAND_INS = {
-    ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"): Published(
-        "llama3", "eagle3_llama31"
-    ),
-    ("Qwen/Qwen2-7B-Instruct", "yuhuili/EAGLE-Qwen2-7B-Instruct"): Published(
-        "qwen2", "eagle1_qwen2"
-    ),
-    ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"): Published(
-        "qwen3", "speculators_qwen3"
-    ),
+    ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"): "eagle3_llama31",
+    ("Qwen/Qwen2-7B-Instruct", "yuhuili/EAGLE-Qwen2-7B-Instruct"): "eagle1_qwen2",
+    ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"): "speculators_qwen3",
 }
+"""Heads in the layouts of these repositories, by target and drafter."""
 
 
 def commands() -> list[list[str]]:
-    text = DOCS.read_text(encoding="utf-8").partition("## Real models")[2]
-    block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    lines = block[1].replace("\\\n", " ").strip().splitlines()
-    return [shlex.split(line) for line in lines]
+    """Those of the section on real models."""
+    return [c for c in documented_commands("benchmarks.md") if "/" in option(c, "--model")]
 
 
 def option(command: list[str], name: str) -> str:
-    return command[command.index(name) + 1]
+    """What follows an option; nothing where it is not given."""
+    return dict(pairwise(command)).get(name, "")
 
 
 def snapshot(home: Path, repository: str) -> Path:
@@ -93,12 +76,10 @@ def test_every_documented_pair_has_a_stand_in() -> None:
 
 def test_they_run_as_documented(tmp_path: Path) -> None:
     home, prompts = tmp_path / "home", tmp_path / "data" / "prompts"
-    for (model, drafter), published in STAND_INS.items():
-        target = snapshot(home, model)
-        make_target(published.target).save_pretrained(target)
+    for (model, drafter), name in STAND_INS.items():
+        target, head = snapshot(home, model), PUBLISHED[name]()
+        make_target(head.target).save_pretrained(target)
         save_tokenizer(target)
-        head = PUBLISHED[published.head]()
-        assert head.target == published.target
         head.write(snapshot(home, drafter))
     prompts.mkdir(parents=True)
     for name in ("mt_bench", "humaneval", "spec_bench"):
@@ -131,6 +112,5 @@ def check(command: list[str], path: Path) -> None:
         assert record.error is None
         assert len(record.turns) == 2
         assert all(turn.completion_tokens == 5 for turn in record.turns)
-    if "--baselines" in command:
-        baselines = [s.baseline for s in settings.settings if s.baseline is not None]
-        assert baselines == option(command, "--baselines").split(",")
+    baselines = [s.baseline for s in settings.settings if s.baseline is not None]
+    assert ",".join(baselines) == option(command, "--baselines")

@@ -1,6 +1,7 @@
 """transformers' ways to generate: what they are called, what they count, and that they agree."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from transformers.utils import logging
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.baselines import ChatBaseline, Library, baseline
+from eaglegbv.eval.baselines import Library, baseline, chat
 from eaglegbv.metrics import Phase
+from eaglegbv.models.hf import load_tokenizer
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion
 
 ASK = [{"role": "user", "content": "abcabcabcabcabcabc"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -35,8 +38,9 @@ def names(target: Path) -> list[str]:
     return ["transformers", "lookup:4", "exit:1:3", f"assistant:{target}"]
 
 
-def chat(library: Library, target: Path, name: str) -> ChatBaseline:
-    return ChatBaseline.of(library, str(target), baseline(name))
+def way_of(library: Library, target: Path, name: str) -> partial[Completion]:
+    generation = library.generation(baseline(name), ends=True)
+    return partial(chat, generation, load_tokenizer(str(target)))
 
 
 def test_a_missing_model_is_named(library: Library, tmp_path: Path) -> None:
@@ -48,7 +52,7 @@ def test_a_missing_model_is_named(library: Library, tmp_path: Path) -> None:
 
 
 def test_greedy_texts_agree_and_counts_add_up(library: Library, target: Path) -> None:
-    answers = [chat(library, target, name)(ASK, GREEDY, plan=PLAIN) for name in names(target)]
+    answers = [way_of(library, target, name)(ASK, GREEDY, plan=PLAIN) for name in names(target)]
     plain = answers[0]
     assert [answer.token_ids for answer in answers] == [plain.token_ids] * 4
     assert plain.metrics.target_forwards == plain.metrics.committed_tokens == 19
@@ -78,20 +82,20 @@ def test_greedy_texts_agree_and_counts_add_up(library: Library, target: Path) ->
 def test_seeds_repeat_and_the_model_s_own_settings_do_not_count(
     library: Library, target: Path
 ) -> None:
-    way = chat(library, target, "transformers")
+    way = way_of(library, target, "transformers")
     params = SamplingParams(temperature=1.0, max_tokens=16, seed=5)
     first = way(ASK, params, plan=PLAIN)
     again = way(ASK, params, plan=PLAIN)
     other = way(ASK, SamplingParams(temperature=1.0, max_tokens=16, seed=6), plan=PLAIN)
     assert first.token_ids == again.token_ids != other.token_ids
-    assert way.generation.config.repetition_penalty in (None, 1.0)
+    assert way.args[0].config.repetition_penalty in (None, 1.0)
 
 
 def test_an_end_of_sequence_ends_an_answer(library: Library, target: Path) -> None:
-    way = chat(library, target, "transformers")
+    way = way_of(library, target, "transformers")
     whole = way(ASK, GREEDY, plan=PLAIN)
     assert whole.finish_reason == "length"
-    way.generation.config.eos_token_id = whole.token_ids[2]
+    way.args[0].config.eos_token_id = whole.token_ids[2]
     ended = way(ASK, GREEDY, plan=PLAIN)
     first = whole.token_ids.index(whole.token_ids[2])
     assert ended.token_ids == whole.token_ids[: first + 1]
@@ -99,7 +103,7 @@ def test_an_end_of_sequence_ends_an_answer(library: Library, target: Path) -> No
 
 
 def test_what_it_cannot_do_is_refused(library: Library, target: Path) -> None:
-    way = chat(library, target, "transformers")
+    way = way_of(library, target, "transformers")
     with pytest.raises(InvalidArgument, match="plan="):
         way(ASK, GREEDY, plan=Plan())
     long = [{"role": "user", "content": "a" * 300}]

@@ -1,7 +1,6 @@
 """bench batch: ways take turns, and ratios are those of the same repeat."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -17,19 +16,21 @@ from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 
 
-@dataclass
-class Told:
-    """A way that notes how it was asked."""
+Call = tuple[str, int, int, int]
 
-    name: str
-    calls: list[tuple[str, int, int, int]]
-    max_batch: int | None = None
-    seeds: list[int] = field(default_factory=list)
 
-    def run(self, prompts: list[list[int]], tokens: int, *, temperature: float, seed: int) -> int:
-        self.calls.append((self.name, len(prompts), len(prompts[0]), tokens))
-        self.seeds.append(seed)
-        return tokens * len(prompts)
+def told(
+    name: str, calls: list[Call], max_batch: int | None = None
+) -> tuple[throughput.Way, list[int]]:
+    """A way that notes how it was asked, and its seeds."""
+    seeds: list[int] = []
+
+    def run(prompts: throughput.Prompts, tokens: int, _: float, seed: int) -> throughput.Counts:
+        calls.append((name, len(prompts), len(prompts[0]), tokens))
+        seeds.append(seed)
+        return throughput.Counts(tokens=tokens * len(prompts))
+
+    return throughput.Way(name, run, max_batch), seeds
 
 
 def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.Timing:
@@ -39,8 +40,12 @@ def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.
 
 
 def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
-    calls: list[tuple[str, int, int, int]] = []
-    first, second, single = Told("a", calls), Told("b", calls), Told("c", calls, max_batch=1)
+    calls: list[Call] = []
+    (first, seeds), (second, others), (single, _) = (
+        told("a", calls),
+        told("b", calls),
+        told("c", calls, 1),
+    )
     grid = throughput.Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
     timings = list(throughput.measure([first, second, single], QUESTIONS.take, grid))
     order = [name for name, batch, _, tokens in calls if tokens == 40 and batch == 1]
@@ -48,14 +53,14 @@ def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     assert [name for name, batch, _, tokens in calls if tokens == 24] == list("abcab")
     assert {length for _, _, length, _ in calls} == {5}
     assert all(batch == 1 for name, batch, _, _ in calls if name == "c")
-    assert first.seeds == second.seeds
+    assert seeds == others
     assert len(timings) == 3 * 2 + 2 * 2
     assert timings[0].tokens == 40
 
 
 def test_small_batches_are_measured_on_several_prompts() -> None:
-    calls: list[tuple[str, int, int, int]] = []
-    first, second = Told("a", calls), Told("b", calls)
+    calls: list[Call] = []
+    (first, seeds), (second, _) = told("a", calls), told("b", calls)
     grid = throughput.Grid(
         batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3
     )
@@ -64,18 +69,12 @@ def test_small_batches_are_measured_on_several_prompts() -> None:
     alone = [("a", 1, 3), ("b", 1, 3), ("b", 1, 2), ("a", 1, 2), ("a", 1, 4), ("b", 1, 4)]
     assert order == [*alone, ("a", 2, 3), ("b", 2, 3), ("b", 2, 4), ("a", 2, 4)]
     assert [t.first for t in timings if t.way == "a"] == [0, 1, 2, 0, 2]
-    assert len(set(first.seeds)) == 3 + 1
+    assert len(set(seeds)) == 3 + 1
 
 
 def speeds(*timings: throughput.Timing) -> dict[str, throughput.Speeds]:
     [found] = throughput.speeds_by_cell(timings).values()
     return found
-
-
-def test_calls_of_a_repeat_count_together() -> None:
-    found = speeds(*[timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0)] * 2)
-    assert found["none"].rates == pytest.approx((50,))
-    assert found["auto"].ratios == pytest.approx((2,))
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
@@ -87,6 +86,10 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert str(found["auto"]) == "100 (2.00)"
     assert str(found["none"]) == "50 (1.00)"
     assert str(speeds(timing("auto", 0, 1.0))["auto"]) == "100"
+    # Calls of a repeat count together.
+    found = speeds(*[timing("none", 0, 1.0), timing("none", 0, 3.0), timing("auto", 0, 1.0)] * 2)
+    assert found["none"].rates == pytest.approx((50,))
+    assert found["auto"].ratios == pytest.approx((2,))
 
 
 def test_the_table_has_a_column_a_batch() -> None:
@@ -118,19 +121,18 @@ class Counting:
 
 def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     engine = cast("LLM", Counting())
-    watched, other = (
-        throughput.EngineWay("auto", engine, AUTO),
-        throughput.EngineWay("3x4", engine, AUTO),
-    )
+    ways = [
+        throughput.Way(name, partial(throughput.run_engine, engine, AUTO))
+        for name in ("auto", "3x4")
+    ]
     grid = throughput.Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
-    for told in throughput.measure([watched, other], lambda count, _: asked[count], grid):
-        watched.note(told)
-    assert {cell: found[FORWARDS] for cell, found in watched.chosen.items()} == {
-        throughput.Cell(1.0, 0, 1): Counter({"plan 1": 6, "plan 2": 2}),
-        throughput.Cell(1.0, 0, 2): Counter({"plan 3": 198, "plan 4": 2}),
+    timings = list(throughput.measure(ways, lambda count, _: asked[count], grid))
+    assert {(t.batch, t.way): t.plans for t in timings} == {
+        **{(1, way.name): {"plan 1": 3, "plan 2": 1} for way in ways},
+        **{(2, way.name): {"plan 3": 99, "plan 4": 1} for way in ways},
     }
-    assert throughput.choice_lines(watched) == [
+    assert throughput.choice_lines(timings) == [
         "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
         "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
     ]
@@ -140,9 +142,6 @@ def test_prompts_are_questions_or_so_many_tokens_of_several() -> None:
     assert QUESTIONS.take(4, 0) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2, 3]]
     assert QUESTIONS.take(2, 4) == [[5, 1, 2, 3], [8, 9, 4, 5]]
     assert [len(prompt) for prompt in QUESTIONS.take(3, 50)] == [50] * 3
-
-
-def test_few_prompts_are_spread_over_the_questions() -> None:
     many = PromptSource([[n] for n in range(80)])
     assert many.take(8, 0) == [[n] for n in range(0, 80, 10)]
     assert many.take(3, 0) == [[0], [26], [53]]

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.table_pairs import tables
+from support.table_pairs import table_pair, tables
 from support.tables import (
     KINDS,
     Model,
@@ -153,8 +153,7 @@ def test_the_distributions_are_those_at_the_places(temperature: float, width: in
 
 
 def test_what_cannot_be_harvested_is_refused() -> None:
-    target, table = tables(VOCAB)
-    drafting = Pair(target, TabularDrafter(table))
+    drafting = table_pair(VOCAB)
     settings = {"width": 3, "sampling": Sampling()}
     with pytest.raises(InvalidArgument, match="temperature"):
         harvest(drafting, texts(), temperature=0.0, **settings)
@@ -172,8 +171,7 @@ def some_probs() -> Harvest:
 
 
 def test_cells_are_sums_over_the_places_of_a_text() -> None:
-    target, table = tables(VOCAB)
-    pair, sampling = Pair(target, TabularDrafter(table)), Sampling(places=9)
+    pair, sampling = table_pair(VOCAB), Sampling(places=9)
     plans = [Plan(verifier=rule, paths=n, draft_width=3) for rule in RULES for n in (1, 2)]
     cells = node_cells(pair, texts(), [Setting(plan=plan) for plan in plans], sampling)
     found = harvest(pair, texts(), temperature=1.0, width=3, sampling=sampling)

@@ -8,17 +8,28 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.table_pairs import counted, question_set
+from support.table_pairs import counted, question_set, random_texts, table_pair
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval.cells import Cell, Figure
-from eaglegbv.eval.paired_comparison import Sampling, Text
+from eaglegbv.eval.node_acceptance import RULES
+from eaglegbv.eval.paired_comparison import Cell, Figure, Sampling, Text
 from eaglegbv.eval.papers import cells as module
 from eaglegbv.eval.papers import sheets
 from eaglegbv.eval.papers.cells import CellStore, Measured, Options, Run, Site, Way, measure_cells
-from eaglegbv.eval.papers.grids import GBV, PAPERS
-from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, Finding, Order, Quote, Sheet
+from eaglegbv.eval.papers.grids import GBV, GR_SOLVERS, MDSD, PAPERS, nodes_of
+from eaglegbv.eval.papers.sheets import (
+    AGAINST,
+    AGREES,
+    OPEN,
+    Finding,
+    Order,
+    Paper,
+    Quote,
+    Report,
+    Rise,
+    Sheet,
+)
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate
@@ -26,6 +37,8 @@ from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
+from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.global_resolution import Solver
 
 QUESTIONS = question_set(20)
 SETTINGS = tuple(
@@ -56,22 +69,13 @@ class FakeLLM:
             target_forwards=2,
             seconds={Phase.PREFILL: 5.0, Phase.VERIFY: 0.25, Phase.FORWARD: 1.0},
         )
-        return [
-            Completion(
-                text="",
-                token_ids=[],
-                prompt_token_ids=[],
-                finish_reason=FinishReason.ERROR if self.fails else FinishReason.LENGTH,
-                error="too long" if self.fails else None,
-                metrics=metrics,
-            )
-            for _ in prompts
-        ]
+        reason = FinishReason.ERROR if self.fails else FinishReason.LENGTH
+        error = "too long" if self.fails else None
+        return [Completion(finish_reason=reason, error=error, metrics=metrics) for _ in prompts]
 
 
-def site(folder: Path, llm: FakeLLM, **options: Any) -> Site:
-    load: Any = lambda: llm  # noqa: E731
-    return Site(folder, QUESTIONS, Options(**options), load, counted)
+def site(folder: Path, llm: Any, **options: Any) -> Site:
+    return Site(folder, QUESTIONS, Options(**options), llm, counted)
 
 
 @pytest.fixture
@@ -193,7 +197,6 @@ RUN = Run(
     suite="mt-bench",
     origin="here",
     question_ids=("a", "b"),
-    questions_sha256="",
 )
 SHEETS = [(name, sheet) for name, paper in PAPERS.items() for sheet in paper.sheets]
 
@@ -337,3 +340,95 @@ def test_what_cannot_be_told_apart_is_said() -> None:
         ["x", "0.900 [0.850, 0.950]", AGAINST],
         ["x", "-", OPEN],
     ]
+
+
+# Papers on one node: solvers and draft samplings on distributions of a pair of tables.
+
+
+VOCAB = 8
+
+
+@pytest.fixture
+def table_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    questions = question_set(6)
+    texts = random_texts(VOCAB, count=len(questions.questions), length=9)
+    monkeypatch.setattr(module, "collect", lambda *_, **__: texts)
+    return replace(site(tmp_path, FakeLLM(pair=table_pair(VOCAB)), places=4), questions=questions)
+
+
+def on_tables(own: Site, *wanted: Sheet) -> tuple[Report, dict[str, list[Cell]]]:
+    report = Paper("small", "t", wanted).measure(own).report
+    content = (own.folder / "cells.json").read_bytes()
+    return report, msgspec.json.decode(content, type=Measured).sheets
+
+
+def test_the_solvers_paper_end_to_end(table_site: Site) -> None:
+    solvers, sizes = tuple(map(str, Solver)), ((4, 2), (VOCAB, 3))
+    own, _ = GR_SOLVERS.sheets
+    sheet = Sheet(
+        "s", "t", Way.SOLVERS, nodes_of(solvers, sizes), own.directions, limits={1e6: {"lp": "82%"}}
+    )
+    report, found = on_tables(table_site, sheet)
+    best = {(c.setting.plan.draft_width, c.setting.plan.verifier): c.mean for c in found["s"]}
+    for cell in found["s"]:
+        plan = cell.setting.plan
+        assert cell.steps == (1,) * 10
+        assert cell.mean == pytest.approx(best[plan.draft_width, "exact"], abs=1e-3)
+    accepted, _, times, within = report.tables
+    assert len(accepted.rows) == len(times.rows) == 1 + len(solvers)
+    # All are in time, so each takes the size it accepts most at: the whole distribution, three
+    # drafts.
+    assert {line[3] for line in within.rows[1:]} == {
+        f"exact K3 L1 W{VOCAB}".replace("exact", s) for s in solvers
+    }
+    assert [line[-1] for line in within.rows if line[1] == "lp"] == ["82%"]
+    speeds = [f.statement for f in report.findings if "nodes a second" in f.statement]
+    assert sum(one.startswith("exact") for one in speeds) == 2 * 3
+
+
+def test_a_node_too_large_for_a_solver_leaves_its_cell_empty(
+    table_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eaglegbv.verifiers.global_resolution.MOST_SETS", 1)
+    own, _ = GR_SOLVERS.sheets
+    sheet = Sheet("s", "t", Way.SOLVERS, nodes_of(("exact", "lp"), ((4, 2),)), own.directions)
+    report, found = on_tables(table_site, sheet)
+    assert [len(cell.steps) for cell in found["s"]] == [10, 0]
+    assert report.tables[0].rows[1][0] == "exact K2"
+    assert len(report.tables[0].rows) == 2
+    assert report.findings == ()
+
+
+def test_the_draft_distributions_paper_end_to_end(table_site: Site) -> None:
+    heats, drafts, _ = MDSD.sheets
+    temperatures = nodes_of(tuple(RULES), ((VOCAB, 3),), (0.4, 0.7))
+    numbers = nodes_of(tuple(RULES), ((VOCAB, 2), (VOCAB, 4)), (0.7,))
+    lead = Rise("greedy", "temperature", "notes", 0.7, 0.4, over="optimum")
+    plan = Plan(verifier="greedy_draft", draft_sampling=DraftSampling.GREEDY, paths=2, depth=2)
+    report, found = on_tables(
+        table_site,
+        Sheet("a", "By temperature", Way.NODES, temperatures, (*heats.directions[:5], lead)),
+        Sheet("b", "By number", Way.NODES, numbers, drafts.directions),
+        Sheet("c", "Trees", Way.SAME_DRAFTS, (Setting(plan=plan, temperature=0.7),)),
+    )
+    for cell in [*found["a"], *found["b"]]:
+        assert cell.steps == (4,) * 6
+        assert 0 < cell.mean <= 1 + 1e-12
+    theorem = [f for f in report.findings if f.source.startswith("a theorem")]
+    assert len(theorem) == 4 * 3
+    assert all(f.ratio is not None and f.ratio.value >= 0.99 for f in theorem)
+    verdicts = {f.statement: f.verdict for f in report.findings}
+    assert verdicts["optimum w/o K3 L1 W8 T0.7 at least optimum K3 L1 W8 T0.7"] == AGREES
+    means = {c.setting.name: c.mean for c in found["a"]}
+    [leads] = [f for f in report.findings if f.source == "notes"]
+    assert leads.ratio.value == pytest.approx(
+        (means["greedy K3 L1 W8 T0.4"] / means["optimum K3 L1 W8 T0.4"])
+        / (means["greedy K3 L1 W8 T0.7"] / means["optimum K3 L1 W8 T0.7"])
+    )
+    by_temperature, by_number, trees = report.tables
+    assert [table.rows[0] for table in (by_temperature, by_number)] == [
+        ["acceptance", "T = 0.4", "T = 0.7"],
+        ["acceptance", "K = 2", "K = 4"],
+    ]
+    assert [len(t.rows) for t in (by_temperature, by_number)] == [1 + len(RULES)] * 2
+    assert trees.rows[1][0] == "greedy_draft greedy K2"

@@ -67,17 +67,6 @@ def test_data_folder_then_cache_then_hub(
         assert [q.id for q in load_questions(suite, named).questions] == ["named"]
 
 
-def test_reads_fastchat_rows_single_prompts_and_gzip(tmp_path: Path) -> None:
-    rows = [{"question_id": 81, "category": "writing", "turns": ["A?"]}, {"prompt": "B?"}]
-    packed = tmp_path / "questions.jsonl.gz"
-    packed.write_bytes(gzip.compress("\n\n".join(map(json.dumps, rows)).encode()))
-    questions = read_questions(packed, "mine")
-    assert [(q.id, q.category, q.turns) for q in questions] == [
-        ("81", "writing", ("A?",)),
-        ("3", "none", ("B?",)),
-    ]
-
-
 ROW = '{"prompt": "%s"}\n'
 LINE_ENDS = "One\u2028two\u2029three\x85four"
 
@@ -96,7 +85,11 @@ LINE_ENDS = "One\u2028two\u2029three\x85four"
 def test_lines_end_where_json_lines_do(tmp_path: Path, content: bytes, turns: list[str]) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(content)
-    assert [q.turns[0] for q in read_questions(path, "mine")] == turns
+    found = read_questions(path, "mine")
+    assert [q.turns[0] for q in found] == turns
+    # Without an id, it is the number of the line.
+    starts = [n for n, line in enumerate(content.split(b"\n"), start=1) if b"prompt" in line]
+    assert [q.id for q in found] == list(map(str, starts))
     rows = [row["prompt"] for _, row in read_json_lines(path, dict[str, str])]
     assert rows == turns
 
@@ -270,20 +263,22 @@ def test_the_hash_tells_questions_apart(isolated: Path) -> None:
     assert other.sha256 != one.sha256
 
 
+COUNTS = {
+    "mt-bench": 80,
+    "spec-bench": 480,
+    "gsm8k": 1319,
+    "humaneval": 164,
+    "math-500": 500,
+    "mgsm": 2750,
+    "mbpp": 500,
+    "eagle-gsm8k": 80,
+    "eagle-humaneval": 80,
+}
+
+
 @pytest.mark.parametrize("name", sorted(set(SUITES) - {"builtin"}))
 def test_reads_the_real_sets(name: str) -> None:
     path = data_file(f"prompts/{SUITES[name].file}")
     if path is None:
         pytest.skip("the data folder is not on this machine")
-    counts = {
-        "mt-bench": 80,
-        "spec-bench": 480,
-        "gsm8k": 1319,
-        "humaneval": 164,
-        "math-500": 500,
-        "mgsm": 2750,
-        "mbpp": 500,
-        "eagle-gsm8k": 80,
-        "eagle-humaneval": 80,
-    }
-    assert len(load_questions(name, path.parents[1]).questions) == counts[name]
+    assert len(load_questions(name, path.parents[1]).questions) == COUNTS[name]

@@ -102,16 +102,6 @@ def test_every_combination_stands_once() -> None:
     assert names(["otbv"], [2], [4], [1.0], base=base) == ["otbv K2 L4 fixed W16 D2"]
 
 
-def test_distributions_and_draft_temperatures_are_crossed_with_the_rest() -> None:
-    samplings = [None, DraftSampling.IID, DraftSampling.FIXED]
-    more = {"draft_samplings": samplings, "draft_temperatures": [1.0, 2.0]}
-    found = names(["none", "otbv"], [2], [3], [1.0], **more)
-    assert found == [
-        "none", "otbv K2 L3", "otbv K2 L3 D2", "otbv K2 L3 iid", "otbv K2 L3 iid D2",
-        "otbv K2 L3 fixed", "otbv K2 L3 fixed D2",
-    ]  # fmt: skip
-
-
 def test_what_is_not_lossless_is_left_out_and_named() -> None:
     samplings = [DraftSampling.IID, DraftSampling.FIXED, DraftSampling.HUB]
     rules = ["block", "otbv", "spechub"]

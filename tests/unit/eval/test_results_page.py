@@ -10,8 +10,7 @@ import pytest
 from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.errors import InvalidArgument, NotInstalled
-from eaglegbv.eval import plots as picture
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
 from eaglegbv.eval.papers.sheets import Finding, PaperResults, Report, Table
 from eaglegbv.eval.plots import (
@@ -300,16 +299,13 @@ def test_plain_decoding_alone_has_speeds_only(tmp_path: Path) -> None:
 
 
 @drawing
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     empty = Results(settings=RUN.settings, environment=ENVIRONMENT, records=[])
     with pytest.raises(InvalidArgument, match="whole conversations"):
         draw_all(empty, tmp_path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidArgument, match="a picture to write"):
         draw_all(RUN, tmp_path / "file")
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    with pytest.raises(NotInstalled, match=r"pip install 'eaglegbv\[bench\]'"):
-        draw_all(RUN, tmp_path)
 
 
 def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:

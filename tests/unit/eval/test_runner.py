@@ -2,17 +2,18 @@ import threading
 
 import msgspec
 import pytest
-from support.fake_llm import FakeAnswer, FakeLLM
+from support.fake_llm import FakeLLM, answer
 from support.runs import NONE, QUESTIONS, run_settings
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Record, RunSettings, Setting
+from eaglegbv.eval.records import Record, Setting
 from eaglegbv.eval.report import served_table
 from eaglegbv.eval.runner import WARM_UP_TOKENS, run
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion
 
 
 def collect(llm: FakeLLM, **changes: object) -> list[Record]:
@@ -65,6 +66,8 @@ def test_seeds_differ_by_question_turn_and_repeat_but_not_by_setting() -> None:
 def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         run_settings(**changes)
+    with pytest.raises(InvalidArgument, match="plain decoding for transformers"):
+        Setting(plan=Plan(), baseline="transformers")
 
 
 # Conversations held at once: each once, with its own seed, whatever the order they end in.
@@ -73,24 +76,13 @@ def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> N
 ASKED = tuple(Question(str(i), "none", (f"ask {i}", "go on"), "test") for i in range(5))
 SETTING = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
 OTHER = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))
-SERVED = RunSettings(
-    suite="test",
-    origin="test",
+SERVED = run_settings(
     question_ids=tuple(question.id for question in ASKED),
-    model="m",
-    drafter="d",
-    system=None,
     settings=(SETTING, OTHER),
     max_tokens=6,
     seed=3,
     repeats=1,
 )
-
-
-def answer(text: str) -> FakeAnswer:
-    """Six tokens in two verifications that accepted three."""
-    metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
-    return FakeAnswer(text, range(6), "length", metrics)
 
 
 class Together:
@@ -102,14 +94,16 @@ class Together:
 
     def __call__(
         self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> FakeAnswer:
+    ) -> Completion:
         del plan
         said = tuple(message["content"] for message in prompts)
         self.seeds[said] = sampling_params.seed
         if said[0] == "ask 4":
             raise StepFailed(0, "no more")
         self._both.wait()
-        return answer(f"answer {len(prompts)}")
+        # Six tokens in two verifications that accepted three.
+        metrics = RequestMetrics(target_forwards=2, committed_tokens=5, accepted_tokens=3)
+        return answer(f"answer {len(prompts)}", [*range(6)], metrics)
 
 
 def hold_served(

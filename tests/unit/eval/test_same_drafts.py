@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support.grown_trees import Candidates, Prefix, check_tree, grown
+from support.runs import ENVIRONMENT
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
 from support.tabular_target import TabularTarget
@@ -23,8 +24,8 @@ from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.cells import Cell
 from eaglegbv.eval.paired_comparison import (
+    Cell,
     Offer,
     Sampling,
     Text,
@@ -33,16 +34,17 @@ from eaglegbv.eval.paired_comparison import (
     same_drafts,
 )
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Setting, describe_environment, grid
+from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.eval.study import (
     SampledCell,
     Study,
     StudySettings,
-    findings,
     of_size,
     study_cells,
     study_table,
+    temperature_findings,
+    tree_findings,
 )
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
@@ -131,10 +133,9 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
     seen: list[Any] = []
     for rule in (OtbvVerifier, TraversalVerifier, BlockVerifier):
         _watch(monkeypatch, rule, seen)
-    target, table = tables(VOCAB)
+    pair = table_pair(VOCAB)
     settings = grid(("otbv", "traversal", "block"), (1, 3), (2, 4), (1.0,), base=Plan()).settings
-    texts = texts_of(target, count=2, length=6)
-    pair = Pair(target, TabularDrafter(table))
+    texts = texts_of(pair.target, count=2, length=6)
     same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
     by_size: dict[tuple[int, int], list[Any]] = {}
     for one in seen:
@@ -177,10 +178,9 @@ def _watch(monkeypatch: pytest.MonkeyPatch, rule: type[Verifier], seen: list[Any
 
 
 def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> None:
-    target, table = tables(VOCAB)
-    texts = texts_of(target, count=5, length=9)
+    pair = table_pair(VOCAB)
+    texts = texts_of(pair.target, count=5, length=9)
     settings = grid(("block", "gbv", "otbv", "traversal"), (1, 2), (3,), (1.0,), base=Plan())
-    pair = Pair(target, TabularDrafter(table))
     tallies = {
         batch: same_drafts(pair, texts, settings.settings, Sampling(places=3, batch=batch))
         for batch in (2, 5)
@@ -190,16 +190,20 @@ def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> Non
     assert len(alone) == 4
     assert len({t.tokens for t in alone}) == 1
     assert alone[1].over(alone[0]) == Estimate(1.0, 1.0, 1.0)
-    assert target.allocator.num_free == target.allocator.num_slots
+    assert pair.target.allocator.num_free == pair.target.allocator.num_slots
 
 
 def test_other_distributions_and_temperature_zero() -> None:
-    target, table = tables(VOCAB)
-    pair = Pair(target, TabularDrafter(table))
-    texts = texts_of(target, count=3, length=9)
+    pair = table_pair(VOCAB)
+    texts = texts_of(pair.target, count=3, length=9)
     draft_samplings = (DraftSampling.FIXED, DraftSampling.WOR, DraftSampling.GREEDY)
     settings = [
-        *(s for draft_sampling in draft_samplings for s in _of_probs(draft_sampling, 1.0)),
+        Setting(plan=Plan(verifier=name, paths=2, depth=3, draft_sampling=draft_sampling))
+        for draft_sampling in draft_samplings
+        for name, rule in VERIFIERS.items()
+        if draft_sampling in rule.draft_samplings
+    ]
+    settings += [
         *grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings,
     ]
     tallies = same_drafts(pair, texts, settings, Sampling(places=4))
@@ -209,20 +213,13 @@ def test_other_distributions_and_temperature_zero() -> None:
     assert all(count == int(count) for count in tallies[-1].tokens)
 
 
-def _of_probs(draft_sampling: DraftSampling, temperature: float) -> tuple[Setting, ...]:
-    verifiers = [name for name, rule in VERIFIERS.items() if draft_sampling in rule.draft_samplings]
-    return grid(
-        verifiers, (2,), (3,), (temperature,), base=Plan(draft_sampling=draft_sampling)
-    ).settings
-
-
 def test_what_cannot_be_measured_is_refused() -> None:
-    target, table = tables(VOCAB)
-    pair, texts = Pair(target, TabularDrafter(table)), texts_of(target, count=1, length=4)
+    pair = table_pair(VOCAB)
+    texts = texts_of(pair.target, count=1, length=4)
     for own, read, plan, name in (
         (pair, texts, Plan(verifier="spectr_gbv"), "verifier"),
         (pair, texts, PLAIN, "settings"),
-        (Pair(target, None), texts, Plan(), "drafter"),
+        (Pair(pair.target, None), texts, Plan(), "drafter"),
         (pair, [text_of(0, (1,))], Plan(), "texts"),
     ):
         with pytest.raises(InvalidArgument, match=name):
@@ -235,9 +232,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_a_text_of_one_token_has_no_place() -> None:
-    target, table = tables(VOCAB)
-    pair = Pair(target, TabularDrafter(table))
-    texts = [text_of(7, (1,)), *texts_of(target, count=1, length=3)]
+    pair = table_pair(VOCAB)
+    texts = [text_of(7, (1,)), *texts_of(pair.target, count=1, length=3)]
     [tally] = same_drafts(pair, texts, [Setting(plan=Plan())], Sampling(places=9))
     assert tally.steps == (0, 2)
     assert tally.tokens[0] == 0
@@ -276,32 +272,24 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
 BATCH, LONG, MANY = 3, 40, 5
 
 
-def columns(
-    count: int, seeds: Sequence[tuple[int, ...]] = ((0, 7), (1, 7), (2, 7))
-) -> torch.Tensor:
-    """All numbers, ``[judgements, numbers]``, of the right shapes."""
-    found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
-    parts = [(own.selection, own.acceptance, own.correction) for own in found]
-    shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
-    assert [[x.shape for x in own] for own in parts] == [shapes] * count
-    return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
+def test_numbers_are_a_latin_hypercube() -> None:
+    def columns(count: int, step: int = 7) -> torch.Tensor:
+        """All numbers, ``[judgements, numbers]``, of the right shapes."""
+        seeds = [(n, step) for n in range(BATCH)]
+        found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
+        parts = [(own.selection, own.acceptance, own.correction) for own in found]
+        shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
+        assert [[x.shape for x in own] for own in parts] == [shapes] * count
+        return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
 
-
-def test_one_number_lies_in_each_part() -> None:
     places = (columns(4) * 4).floor().sort(dim=0).values
     assert (places == torch.arange(4.0).unsqueeze(1)).all()
-
-
-def test_each_judgement_alone_is_uniform_and_independent() -> None:
     for own in columns(4):
         assert ((own >= 0) & (own < 1)).all()
         assert stats.kstest(own.numpy(), "uniform").pvalue > 1e-4
         assert stats.pearsonr(own[:-1].numpy(), own[1:].numpy()).pvalue > 1e-4
-
-
-def test_the_order_is_the_seeds() -> None:
     assert torch.equal(columns(3), columns(3))
-    assert not torch.equal(columns(3), columns(3, [(n, 8) for n in range(BATCH)]))
+    assert not torch.equal(columns(3), columns(3, step=8))
 
 
 # A part of an offer is the tree that fewer and shorter paths make.
@@ -457,17 +445,16 @@ def test_cells_of_a_pair_of_tables() -> None:
 
 
 def a_cell(temperature: float, hotter: float, tokens: float, **ratios: Estimate) -> SampledCell:
-    one = Estimate(1.0, 1.0, 1.0)
+    one = Estimate.exactly(1.0)
     return SampledCell(
         drafter="head",
         temperature=temperature,
         paths=2,
         draft_temperature=hotter,
         nodes=6.0,
-        tokens=Estimate(tokens, tokens, tokens),
+        tokens=Estimate.exactly(tokens),
         fixed=2.0,
-        over_fixed=ratios.get("over_fixed", one),
-        over_equal=ratios.get("over_equal", one),
+        **{"over_fixed": one, "over_equal": one, **ratios},
     )
 
 
@@ -485,18 +472,19 @@ def test_findings_follow_the_intervals() -> None:
         questions=("1",),
         suite="builtin",
         settings=StudySettings(),
-        environment=describe_environment("cpu"),
+        environment=ENVIRONMENT,
         sampled=cells,
         fixed=(),
     )
-    trees, hotter, multiples = findings(study)
+    [trees], (hotter, multiples) = tree_findings(study), temperature_findings(study)
     assert trees.endswith("as many nodes: more tokens at T = 1; fewer tokens at T = 0.2")
     assert "sampled hotter" in hotter
     assert hotter.endswith("own temperature: more tokens at T = 0.2; not told apart at T = 1")
     assert multiples.endswith("best of all multiples 2 at T = 0.2, 1 at T = 1")
     colder = [msgspec.structs.replace(c, draft_temperature=1 / c.draft_temperature) for c in cells]
-    turned = findings(msgspec.structs.replace(study, sampled=tuple(colder)))
-    assert [line.replace("colder", "hotter") for line in turned[:2]] == [trees, hotter]
+    turned = msgspec.structs.replace(study, sampled=tuple(colder))
+    assert tree_findings(turned) == [trees]
+    assert temperature_findings(turned)[0].replace("colder", "hotter") == hotter
     rows = study_table(study)
     assert [row[:3] for row in rows[1:]] == [["head", "0.2", "2"], ["head", "1", "2"]]
     assert rows[1][7] == "2x"
