@@ -153,8 +153,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_pool", "ranked_on_device")
 @pytest.mark.parametrize(
-    "name",
-    ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"],
+    "name", ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"]
 )
 def test_recorded_steps_commit_what_plain_ones_do(name):
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""

@@ -203,11 +203,7 @@ def no_state(verify: Verify) -> Verify:
 
 @pytest.mark.parametrize(
     ("case", "mistake"),
-    [
-        ("gbv/iid", easier_acceptance),
-        ("greedy_block/iid", no_state),
-        ("spectr_gbv/iid", no_state),
-    ],
+    [("gbv/iid", easier_acceptance), ("greedy_block/iid", no_state), ("spectr_gbv/iid", no_state)],
 )
 def test_a_planted_mistake_is_seen(case, mistake, monkeypatch):
     rule = RULES[CASES[case]["verifier"]]

@@ -22,10 +22,7 @@ from eaglegbv.models.hf import load_config
     [
         (Settings(verifier="gbv", seed=5), {"--speculative-algorithm": "EAGLEGBV3"}),
         # SGLang's own EAGLE has as many nodes.
-        (
-            None,
-            {"--speculative-algorithm": "EAGLE3", "--speculative-num-draft-tokens": "11"},
-        ),
+        (None, {"--speculative-algorithm": "EAGLE3", "--speculative-num-draft-tokens": "11"}),
     ],
 )
 def test_flags_and_environment(pair, settings, own):

@@ -11,11 +11,7 @@ from eaglegbv.backends.sglang import metrics
 from eaglegbv.backends.sglang.metrics import Delivered, request_metrics
 from eaglegbv.config import PLAIN, Plan
 
-SAID = {
-    "prompt_tokens": 7,
-    "completion_tokens": 24,
-    "spec_correct_drafts_histogram": [3, 5, 2, 1],
-}
+SAID = {"prompt_tokens": 7, "completion_tokens": 24, "spec_correct_drafts_histogram": [3, 5, 2, 1]}
 
 
 def test_counts_of_a_request_as_the_local_engine_counts_them():

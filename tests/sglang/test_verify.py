@@ -253,11 +253,7 @@ def warped(**params: float) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "limits"),
-    [
-        ("top_k", [1, 2, 7, 30]),
-        ("top_p", [0.01, 0.5, 0.9, 1.0]),
-        ("min_p", [0.0, 0.1, 1.0]),
-    ],
+    [("top_k", [1, 2, 7, 30]), ("top_p", [0.01, 0.5, 0.9, 1.0]), ("min_p", [0.0, 0.1, 1.0])],
 )
 def test_limits_on_probabilities_are_those_on_logits(name, limits):
     for limit in limits:

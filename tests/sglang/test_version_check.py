@@ -13,11 +13,7 @@ import pytest
 from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import version_check
-from eaglegbv.backends.sglang.version_check import (
-    SUPPORTED,
-    OverridePointChanged,
-    override_points,
-)
+from eaglegbv.backends.sglang.version_check import SUPPORTED, OverridePointChanged, override_points
 from eaglegbv.errors import InvalidArgument, NotInstalled
 
 HERE = "eaglegbv.backends.sglang"

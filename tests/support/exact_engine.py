@@ -75,12 +75,7 @@ def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
     """Build one over a pool of ``slots``, with further settings of ``EngineConfig``."""
     # The drafter does not look at features; the engine hands them around all the same.
     target = TabularTarget(
-        vocab_size=VOCAB,
-        order=2,
-        seed=1,
-        scale=1.5,
-        max_slots=slots,
-        features=(FINAL,),
+        vocab_size=VOCAB, order=2, seed=1, scale=1.5, max_slots=slots, features=(FINAL,)
     )
     model = TabularTarget(vocab_size=VOCAB, order=1, seed=1, scale=1.0, max_slots=slots)
     config = EngineConfig(kv_slots=slots, check_slots=True, **settings)

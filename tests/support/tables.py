@@ -28,12 +28,7 @@ from eaglegbv.verifiers.proof.chooser import (
     share,
     support,
 )
-from eaglegbv.verifiers.proof.enumeration import (
-    Problem,
-    Shape,
-    deviation,
-    states_by_step,
-)
+from eaglegbv.verifiers.proof.enumeration import Problem, Shape, deviation, states_by_step
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.proof.tree import Stop, never
 from eaglegbv.verifiers.registry import REFERENCES

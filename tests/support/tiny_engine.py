@@ -139,11 +139,7 @@ def tiny_engine(
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
     head = _head(target, model, arch).to(dtype).to(device)
     drafter = EagleDrafter(
-        head,
-        attention(pool),
-        graphs=graphs,
-        max_context=256,
-        compile_backend=models_by,
+        head, attention(pool), graphs=graphs, max_context=256, compile_backend=models_by
     )
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
     engine = Engine(target, drafter, config, compile_backend=compile_backend)

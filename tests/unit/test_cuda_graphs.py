@@ -82,7 +82,4 @@ def test_what_runs_eagerly_is_counted_and_logged_once(caplog):
     for outcome in (REPLAYED, "prefill", "too many rows", "too many rows", "shape"):
         counts.note("forwards", outcome)
     assert counts == {REPLAYED: 1, "prefill": 1, "too many rows": 2, "shape": 1}
-    assert caplog.messages == [
-        "forwards run eagerly: too many rows",
-        "forwards run eagerly: shape",
-    ]
+    assert caplog.messages == ["forwards run eagerly: too many rows", "forwards run eagerly: shape"]

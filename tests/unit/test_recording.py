@@ -22,11 +22,7 @@ from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.transport import exact_transport
 
 PROMPT = (3, 1, 4, 1, 5)
-ALL_PLANS = [
-    *PLANS[2:5],
-    *PLANS[7:],
-    Plan(verifier="traversal", paths=3, depth=3),
-]
+ALL_PLANS = [*PLANS[2:5], *PLANS[7:], Plan(verifier="traversal", paths=3, depth=3)]
 BLOCK_RULES = {"block", "gbv", "otbv", "greedy_block", "spectr_gbv"}
 
 

@@ -7,15 +7,7 @@ from gpu.ptx.arithmetic import OPERATIONS, arithmetic
 from gpu.ptx.lanes import WARP, Array, Lanes
 from gpu.ptx.matrices import MATRICES
 from gpu.ptx.text import Address, Instruction, Number, Register
-from gpu.ptx.values import (
-    Operands,
-    Read,
-    Step,
-    bf16_of_float,
-    float_of_bf16,
-    flush,
-    number_type,
-)
+from gpu.ptx.values import Operands, Read, Step, bf16_of_float, float_of_bf16, flush, number_type
 
 _COPIED = 16
 _COMPARISONS = {

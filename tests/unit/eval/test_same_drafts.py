@@ -203,9 +203,7 @@ def test_other_distributions_and_temperature_zero() -> None:
         for name, rule in VERIFIERS.items()
         if draft_sampling in rule.draft_samplings
     ]
-    settings += [
-        *grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings,
-    ]
+    settings += [*grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings]
     tallies = same_drafts(pair, texts, settings, Sampling(places=4))
     assert all(1 <= t.mean <= 4 and t.steps == (4, 4, 4) for t in tallies)
     # At temperature 0 the greedy walk judges, whatever verifier is named.

@@ -27,10 +27,7 @@ class Pool:
         self.cache = PrefixCache(self.allocator, enabled=share)
         self.kv = KVSlots(self.allocator, self.cache)
         self.scheduler = Scheduler(
-            max_batch=max_batch,
-            prefill_tokens=prefill_tokens,
-            cache=self.cache,
-            vacate=self.vacate,
+            max_batch=max_batch, prefill_tokens=prefill_tokens, cache=self.cache, vacate=self.vacate
         )
 
     def add(self, *requests: Request) -> None:
