@@ -4,12 +4,10 @@
     scores      tokens a second of every plan, for the requests that decode next
     selector    the best plan, held for some steps; now and then a probe of another one
 
-All automatic requests of a step draft by one plan, or decode plainly. At temperature 0 a request
-whose text repeats itself may look its draft up instead, which is decided in every step.
+All automatic requests of a step follow one plan; at temperature 0 some look drafts up instead.
 
-Losslessness: a plan is settled before anything of its step is drawn. It depends on what is past:
-committed tokens, acceptances of earlier steps and measured times; and given any past, a step of any
-plan follows the target's distribution.
+Losslessness: a plan is settled before anything of its step is drawn, by what is past: committed
+tokens, acceptances and measured times. Given any past, a step of any plan follows the target.
 """
 
 import math
@@ -42,8 +40,8 @@ _PACE = 0.15  # Share of a surprise that is blamed on the machine, which other p
 _PACE_KEPT = 0.95  # A slow minute passes; what lasts fifty steps is blamed on the plan.
 _SURPRISE = 0.35  # Largest log that chance or a slow minute explains: a busy machine takes twice.
 # Steps of one request, path or length cannot tell some costs apart: on most machines a further
-# request or node costs little, so these count as costs of the step, of a level or of a node.
-_RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 1.0, 20.0, 5.0, 20.0))
+# request costs little, so that counts as a cost of the step, of a level or of a node.
+_RIDGE = 1e-3 * np.diag((1.0, 20.0, 20.0, 1.0, 1.0, 20.0, 3.0, 20.0))
 
 
 class StepShape(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +93,7 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
     seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
-class KnownCosts(msgspec.Struct, frozen=True, kw_only=True):
+class KnownCosts(msgspec.Struct, frozen=True):
     """Steps timed by an earlier run or beforehand: at temperature 0, and at others."""
 
     greedy: tuple[Measured, ...] = ()
@@ -348,16 +346,21 @@ class _Book:
         if not self._until_kept:
             self._keep()
         if self.guess is not None:
-            surprises = self._surprises[bool(shape.paths)]
-            surprises.append(math.log(seconds / self.guess.seconds([shape]).item()))
-            refuted = len(surprises) >= _ALIKE and abs(float(np.median(surprises))) > _SURPRISE
-            if refuted:
-                self.costs, self.lessons, self._until_kept = StepCosts(), _LESSONS, _RELEARNED
-            if refuted or min(map(len, self._surprises)) >= _ALIKE:
+            self._surprises[bool(shape.paths)].append(
+                math.log(seconds / self.guess.seconds([shape]).item())
+            )
+            if min(map(len, self._surprises)) >= _ALIKE:
+                logs = [float(np.median(own)) for own in self._surprises]
+                if max(map(abs, logs)) > _SURPRISE:
+                    # In proportion, kept costs are the best guess left.
+                    shapes = [step.shape for step in self.guess.known]
+                    by = np.exp([logs[shape.paths > 0] for shape in shapes])
+                    new = map(Measured, shapes, (by * self.guess.seconds(shapes)).tolist())
+                    self.costs, self._until_kept = StepCosts([*new]), _RELEARNED
                 self.guess = None
         elif surprise < 0 and shape.paths and self.step - self.learned > _RETRY:
-            plain = [step for step in self.costs.known if not step.shape.paths]
-            self.costs, self.lessons, self.learned = StepCosts(plain), _LESSONS, self.step
+            self.costs = StepCosts([step for step in self.costs.known if not step.shape.paths])
+            self.lessons, self.learned = _LESSONS, self.step
         return surprise != 0 and self.guess is None
 
 
@@ -388,8 +391,7 @@ class Planner:
     @property
     def known(self) -> KnownCosts:
         """What was learned of costs."""
-        greedy, sampled = (self._books[kind].costs.known for kind in (True, False))
-        return KnownCosts(greedy=greedy, sampled=sampled)
+        return KnownCosts(*(self._books[greedy].costs.known for greedy in (True, False)))
 
     def assign(
         self,
@@ -402,9 +404,9 @@ class Planner:
     ) -> None:
         """Give every automatic request among ``requests``, which decode next, its step's plan.
 
-        ``others`` more take part without decoding yet, but soon will. Functions tell how many
-        positions a request's drafter is ``behind``, how many tokens at the end of its text a lookup
-        has ``matched``, and its plan ``fitted`` to the room there is; such steps are not timed.
+        ``others`` more will soon decode too. Functions tell how many positions a drafter is
+        ``behind``, how many last tokens a lookup has ``matched``, and a plan ``fitted`` to the room
+        that there is; such steps are not timed.
         """
         self._timed, self.why, kind = None, "", None
         self._now += 1
@@ -472,8 +474,7 @@ class Planner:
         book, plans = self._book(members), (PLAIN, *auto.candidates)
         if all(step.shape.cell[1:3] != (0, 0) for step in book.costs.known):
             return None
-        each = np.ones((len(members), len(plans)))
-        each[:, 1:] = [self._tokens(request, auto.candidates) for request in members]
+        each = np.array([[1.0, *self._tokens(own, auto.candidates)] for own in members])
         context = _context(members, batch)
         seconds = book.costs.seconds([StepShape.of([plan], batch, context) for plan in plans])
         drafts = np.array([plan.speculative for plan in plans])
@@ -527,8 +528,7 @@ class Planner:
         return _Choice(plan, PlanReason.BEST, f"{plan_name(plan)}; {scores}", scores, best)
 
     def _probe(self, book: _Book, best: _Choice) -> list[_Choice]:
-        """Return steps of a plan that is worth a try, once its expected loss is saved up; the more
-        the longer it has not run, so none is given up for good."""
+        """Return steps of a plan worth a try, if its loss is saved up; rest makes it worth more."""
         scores, rested = best.scores, book.step - book.probed
         if scores is None or rested < _LONGEST_HOLD:
             return []
