@@ -77,7 +77,7 @@ def test_text_at_temperature_0_does_not_depend_on_the_drafter(folders, drafter):
     sampled = llm.generate("Hello", SamplingParams(max_tokens=12, seed=1))
     assert len(sampled.token_ids) == 12 or sampled.finish_reason == "stop"
     if drafter == "target":
-        assert found.metrics.block_efficiency > 2
+        assert found.metrics.block_efficiency > 1.5  # plain steps of the planner included
 
 
 def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders):

@@ -209,7 +209,7 @@ def test_solvers_as_one_json_object_and_as_a_table(cli) -> None:
     assert report.keys() == {"seed", "time_limit_ms", "tolerance", "rows"}
     assert (report["seed"], report["time_limit_ms"]) == (3, 60_000)
     rows = {(r["vocab"], r["width"], r["solver"]): r for r in report["rows"]}
-    assert len(rows) == len(report["rows"]) == 4 * 5
+    assert len(rows) == len(report["rows"]) == 4 * 4
     for (vocab, width, solver), row in rows.items():
         refused = 2 if solver in ("max_flow", "lp") and (vocab, width) == (100, 100) else 0
         assert (row["refused"], row["success"]) == (refused, 0 if refused else 1)
