@@ -335,9 +335,6 @@ def kind_of(folder: Path) -> Kind:
     return Kind.EAGLE if fuses or plain else Kind.LANGUAGE_MODEL
 
 
-# What a head's files say, what was assumed, and where engines would disagree about them.
-
-
 _KINDS = {Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)", Arch.EAGLE3: "EAGLE-3"}
 _WORDS = {
     RemarkKind.NOTE: "Notes",
@@ -411,7 +408,6 @@ def _list(words: Iterable[str]) -> str:
     return ", ".join(words) or "none"
 
 
-# Exporting a head for other engines.
 def export_head(
     checkpoint: Checkpoint,
     format_name: str,

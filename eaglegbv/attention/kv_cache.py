@@ -222,9 +222,6 @@ def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
 
-# How many tokens the KV pools of a target and its drafter hold: as given, or as memory allows.
-
-
 ACCELERATOR_SHARE, CPU_SHARE = 0.8, 0.25
 """Shares of free memory that pools take by default. The rest is for what a step computes and, on a
 CPU, for other programs."""
