@@ -362,7 +362,6 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
 
 
 def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, str]:
-    """Return what was detected, by label."""
     config, named = checkpoint.config, checkpoint.named
     variants = sorted(name for name in VARIANTS if getattr(config, name))
     weights = [t for name, t in named.tensors.items() if name not in (OFFSETS, MEMBERS)]

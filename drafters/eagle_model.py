@@ -343,7 +343,6 @@ class Eagle3Head(EagleHead):
     def __init__(
         self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
     ) -> None:
-        """See :class:`EagleHead`."""
         super().__init__(config, embedding, draft_to_target)
         size, eps = config.hidden_size, config.rms_norm_eps
         width, layers = config.feature_size, len(config.feature_layers)

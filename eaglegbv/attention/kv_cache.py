@@ -43,7 +43,6 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start with every slot free."""
         self.num_slots = num_slots
         # Two heaps (a sorted list is one): blank slots from the floor upwards, and those below it.
         self._blank = list(range(num_slots))
