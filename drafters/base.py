@@ -11,13 +11,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.tree_growth import (
-    DraftCall,
-    DraftProbs,
-    NewRows,
-    ProbsSettings,
-    draft_trees,
-)
+from eaglegbv.drafters.tree_growth import DraftCall, DraftProbs, NewRows, ProbsSettings, draft_trees
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -113,11 +107,12 @@ class TextDrafter(Drafter):
     def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
         texts = [self.last_tokens(request) for request in call.requests]
+        kept = slice(0 if self.order is None else -self.order, None)
 
         def follow(rows: NewRows) -> Tensor:
             nonlocal texts
             pairs = zip(rows.parents.tolist(), rows.token_ids.tolist(), strict=True)
-            texts = [self._last((*texts[parent], token)) for parent, token in pairs]
+            texts = [(*texts[parent], token)[kept] for parent, token in pairs]
             return self.logits(texts)
 
         logits = self.logits(texts)
@@ -128,9 +123,6 @@ class TextDrafter(Drafter):
         """Return what :meth:`logits` is given of a request's text."""
         first = 0 if self.order is None else max(0, request.length - self.order)
         return tuple(request.tokens_from(first))
-
-    def _last(self, text: tuple[int, ...]) -> tuple[int, ...]:
-        return text if self.order is None else text[-self.order :]
 
 
 class DraftReplay(ABC):

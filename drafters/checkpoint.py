@@ -335,9 +335,6 @@ def kind_of(folder: Path) -> Kind:
     return Kind.EAGLE if fuses or plain else Kind.LANGUAGE_MODEL
 
 
-# What a head's files say, what was assumed, and where engines would disagree about them.
-
-
 _KINDS = {Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)", Arch.EAGLE3: "EAGLE-3"}
 _WORDS = {
     RemarkKind.NOTE: "Notes",
@@ -365,7 +362,6 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
 
 
 def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, str]:
-    """Return what was detected, by label."""
     config, named = checkpoint.config, checkpoint.named
     variants = sorted(name for name in VARIANTS if getattr(config, name))
     weights = [t for name, t in named.tensors.items() if name not in (OFFSETS, MEMBERS)]
@@ -411,7 +407,6 @@ def _list(words: Iterable[str]) -> str:
     return ", ".join(words) or "none"
 
 
-# Exporting a head for other engines.
 def export_head(
     checkpoint: Checkpoint,
     format_name: str,

@@ -114,7 +114,6 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-# Rotary position embeddings of an EAGLE head.
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
     """Rotary angles, for the half-split layout of Llama.
@@ -170,9 +169,6 @@ class RotaryEmbedding(nn.Module):
         return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
 
 
-# The parts of an EAGLE head's decoder layer: attention, feed-forward layer, norms.
-
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention: ``q [..., heads, head_dim]``, ``k`` and ``v`` ``[..., kv_heads, head_dim]``, ``q`` and
 ``k`` already rotated, to ``[..., heads, head_dim]``."""
@@ -217,7 +213,6 @@ class NormEach(nn.ModuleList):
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 
 
-# The heads.
 class EagleHead(nn.Module, ABC):
     """A head: :meth:`fuse` the target's features, then one :meth:`forward` per drafted level.
 
@@ -348,7 +343,6 @@ class Eagle3Head(EagleHead):
     def __init__(
         self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
     ) -> None:
-        """See :class:`EagleHead`."""
         super().__init__(config, embedding, draft_to_target)
         size, eps = config.hidden_size, config.rms_norm_eps
         width, layers = config.feature_size, len(config.feature_layers)
@@ -428,7 +422,6 @@ def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> D
     return Drafted(hidden, head.logits(hidden))
 
 
-# Forwards of an EAGLE head over packed rows and a pool.
 class HeadForward:
     """A head over a one-layer pool, whose forwards may be compiled at construction.
 

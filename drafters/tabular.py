@@ -5,23 +5,22 @@ the last token. The tensors in its file are called ``ids`` and ``log_probs``.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eaglegbv.drafters.base import ReplayingDrafter, TextDrafter, own_snapshots
+from eaglegbv.drafters.formats.read import SAFETENSORS, read_json, read_weights
 from eaglegbv.drafters.tree_growth import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
 
 TABULAR = "eaglegbv-tabular"  # the `model_type` of a table's configuration
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Table:
         """Write the table to ``folder``, with ``facts`` about it in its configuration."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"ids": self.ids.int().contiguous(), "log_probs": self.log_probs.contiguous()}
-        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         config = {"model_type": TABULAR, "vocab_size": self.vocab_size, "order": self.order}
         (folder / "config.json").write_text(json.dumps(config | facts, indent=2) + "\n")
 
@@ -88,13 +87,7 @@ class Table:
             DrafterMismatch: A file is missing or broken, or its vocabulary is not the target's,
                 ``vocab_size``.
         """
-        try:
-            config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-            tensors = load_file(folder / _WEIGHTS)
-            config.keys()
-        except (OSError, ValueError, AttributeError, SafetensorError) as error:
-            expected = f"config.json and {_WEIGHTS} of a table ({error})"
-            raise DrafterMismatch("drafter", str(folder), expected) from error
+        config, tensors = read_json(folder / "config.json"), read_weights(folder).tensors
         if config.get("vocab_size") != vocab_size:
             expected = f"the target's, {vocab_size}"
             raise DrafterMismatch("config.json key vocab_size", config.get("vocab_size"), expected)
@@ -121,7 +114,6 @@ class TabularDrafter(TextDrafter, ReplayingDrafter):
     """Drafts from a :class:`Table`."""
 
     def __init__(self, table: Table) -> None:
-        """Wrap a table."""
         self.table = table
         self.order = table.order
 

@@ -43,8 +43,6 @@ from eaglegbv.rng import Purpose
 from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
 from eaglegbv.tree import DraftSampling, DraftTree
 
-# Logits to draft distributions: short lists of candidates that sum to one.
-
 
 @dataclass(frozen=True, slots=True)
 class DraftProbs:
@@ -325,7 +323,6 @@ def _hub_pairs(probs: Tensor, numbers: Tensor, hubs: Tensor, alive: Tensor) -> S
     return torch.stack(places, dim=1).view(shape), torch.stack(there, dim=1).view(shape)
 
 
-# Growing the trees.
 @dataclass(frozen=True, slots=True)
 class Frontier:
     """What the drafter continues: a fixed number of rows per request, some of them meaningless."""

@@ -50,7 +50,6 @@ _MODULES = {
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
     return sorted(__all__)
 
 

@@ -75,9 +75,8 @@ def generating_products() -> Iterator[None]:
     """Make graphs in this context whose products with parameters are generated code, for a CPU.
 
     Parameters become constants of a graph, laid out in blocks for its kernels. Modules keep theirs,
-    so weights are in memory twice. A generated product needs no call, and four rows take hardly
-    longer than one. A row does not depend on the rows beside it, bit for bit: each of its sums runs
-    over the whole inner dimension, always in the same order.
+    so weights are in memory twice. Each sum of a row runs over the whole inner dimension, always in
+    the same order, whatever rows are beside it; see docs/speed.md.
     """
     settings = {
         "freezing": True,

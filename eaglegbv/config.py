@@ -170,8 +170,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.tree_nodes, 2 + self.fixed_beam * (self.depth - 1))
 
 
-MIN_SLOTS = 32
-"""Fewest slots of a KV pool: what is needed to prove that a target attends as it should."""
+MIN_SLOTS = 32  # fewest slots of a KV pool: it takes them to prove how a target attends
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,9 +256,6 @@ def _shape(given: object, depth: int, nodes: int | None) -> Shape:
 
 
 PLAIN = Plan(verifier="none", paths=1, depth=1)  # plain autoregressive decoding
-
-# Settings of a user who leaves the choice of plans to the engine.
-
 
 _PATHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)

@@ -35,8 +35,7 @@ MAX_ROWS = 512
 """Packed rows of the largest bucket: a larger forward takes longer to run than to launch. At the
 8B shape 256 rows run for about 4 ms, and their 1,480 launches take 8 to 10."""
 
-REPLAYED = "replayed"
-"""Label of replays in counts of work; other labels state why there was no replay."""
+REPLAYED = "replayed"  # label of replays in counts of work; other labels say why there was none
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +45,7 @@ _ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, MAX_R
 class GraphMode(StrEnum):
     """Whether forwards of draft trees, and the drafting itself, are recorded and replayed."""
 
-    AUTO = "auto"
-    """On a CUDA device whose attention can be recorded (FlashInfer's), and nowhere else."""
+    AUTO = "auto"  # on a CUDA device whose attention can be recorded (FlashInfer's), only there
     ON = "on"  # like `auto`, but an error where it is impossible
     OFF = "off"
     EAGER = "eager"  # the same padded work without recording, on any device, for debugging

@@ -140,7 +140,6 @@ class Joint:
     """Layers that read the same tensor, as one product."""
 
     def __init__(self, product: Product, sizes: Sequence[int]) -> None:
-        """Take the product of all layers, and their sizes in it."""
         self._sizes, self._product = list(sizes), product
         # What was computed last is held until the last layer has taken its part, and so is what it
         # was computed of: no other tensor can be mistaken for it.

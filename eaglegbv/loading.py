@@ -251,8 +251,6 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
 
 
 # The Hugging Face hub.
-
-
 def check_model(model: str | Path, argument: str = "model") -> None:
     """Check, before anything is loaded, that a model is a folder or a repository of the hub.
 

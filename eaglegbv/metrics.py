@@ -81,9 +81,6 @@ KV_SLOTS = Metric("eaglegbv_kv_slots", "KV slots in the pool.")
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {metric.name: metric for metric in tuple(vars().values()) if isinstance(metric, Metric)}
 )
-"""Every metric by its name."""
-
-# A step.
 
 
 class Phase(StrEnum):
@@ -211,9 +208,6 @@ class StepObserver(Protocol):
         """Receive the record of a step that has just ended."""
 
 
-# A request.
-
-
 class RequestMetrics(msgspec.Struct):
     """Counts of one request, updated while it runs.
 
@@ -281,9 +275,6 @@ class RequestMetrics(msgspec.Struct):
     def add_seconds(self, phase: Phase, seconds: float) -> None:
         """Add wall time to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-
-# An engine.
 
 
 @dataclass(slots=True)

@@ -30,14 +30,10 @@ class DraftState:
 class PlanReason(StrEnum):
     """Why a request's next step follows its plan."""
 
-    FIXED = "fixed"
-    """The user fixed the plan."""
-    BEST = "best"
-    """By what is known, it commits the most tokens a second."""
-    LEARNING = "learning"
-    """Too little is known about steps like it."""
-    PROBE = "probe"
-    """The step checks whether what is known still holds."""
+    FIXED = "fixed"  # the user fixed the plan
+    BEST = "best"  # by what is known, it commits the most tokens a second
+    LEARNING = "learning"  # too little is known about steps like it
+    PROBE = "probe"  # the step checks whether what is known still holds
 
 
 class DraftSnapshot:

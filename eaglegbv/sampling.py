@@ -19,8 +19,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import require_integer, require_integers, require_number
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
-COLDEST, _LEAST_PENALTY = 1e-37, 1e-3
-"""Logits divided by less overflow."""
+COLDEST, _LEAST_PENALTY = 1e-37, 1e-3  # logits divided by less overflow
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -75,8 +75,6 @@ class Result:
 
 
 # Prompts as a user writes them, and as a model reads them.
-
-
 def is_one(prompts: object) -> bool:
     """Tell one prompt (text, ids, messages) from a list of prompts; InvalidArgument if neither."""
     if isinstance(prompts, str):
@@ -163,9 +161,6 @@ def _sound(text: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument("prompt", text, "text without halves of surrogate pairs") from error
     return text
-
-
-# An answer while it grows.
 
 
 @dataclass(slots=True)

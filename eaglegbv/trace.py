@@ -22,8 +22,7 @@ PROMPT_TOKENS = 512  # most tokens of a prompt, counted from its end, whose text
 _STEPS, _PHASES = 1, 2
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # most bytes of a character in UTF-8, and so most tokens that may form one
-_MOST_TAILS = 4096
-"""Number of requests whose last tokens are remembered; more than any engine runs at a time."""
+_MOST_TAILS = 4096  # requests whose last tokens are remembered: more than any engine runs at once
 
 
 class Tracer(AbstractContextManager["Tracer", None]):

@@ -30,8 +30,7 @@ class DraftSampling(StrEnum):
 
     IID = "iid"  # K paths drawn independently from the draft probabilities, with replacement
     WOR = "wor"  # the children of a node are drawn from the draft probabilities without replacement
-    GREEDY = "greedy"
-    """The most likely n - 1 tokens, and one drawn from the rest of the draft probabilities."""
+    GREEDY = "greedy"  # the n - 1 most likely tokens, and one drawn from the rest
     HUB = "hub"  # SpecHub's pair of drafts
     FIXED = "fixed"  # any function of what the drafter knows before sampling
 
@@ -171,13 +170,6 @@ class TargetProbs:
     def of_warped(cls, logits: Tensor, rows: Tensor) -> Self:
         """Normalise rows whose largest entry is 0, as :func:`eaglegbv.sampling.warp` returns."""
         return cls(logits, logits.exp().sum(dim=-1).log().to(torch.float64), rows)
-
-    @classmethod
-    def of_probs(cls, probs: Tensor) -> Self:
-        """Wrap ``probs`` ``[batch, nodes, vocab]`` float64, for tests and tables."""
-        batch, nodes, _ = probs.shape
-        rows = torch.arange(batch * nodes, device=probs.device).view(batch, nodes)
-        return cls(probs.flatten(0, 1).log(), probs.new_zeros(batch * nodes), rows)
 
     @property
     def vocab(self) -> int:

@@ -62,8 +62,6 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Kind]) -> dict[Kind, li
     return groups
 
 
-# Reading JSON lines: questions, training rows, and what a run has measured.
-
 Content = TypeVar("Content")
 
 
@@ -102,9 +100,6 @@ def decode_json(
         raise InvalidArgument(argument, place, f"{expected} ({error})") from error
 
 
-# Writing files completely or not at all, and the folder of what is kept between runs.
-
-
 CACHE_FOLDER = "EAGLEGBV_CACHE"
 """Environment variable that names the folder; by default it is in the user's cache."""
 
@@ -134,9 +129,6 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``; a process that is killed meanwhile leaves it unchanged."""
     with replacing(path) as partial:
         partial.write_bytes(content)
-
-
-# Whose turn it is: one thread at a time, in the order in which they asked.
 
 
 class FairLock:
@@ -198,8 +190,6 @@ class FairLock:
 
 
 # Defaults shared by the API and the command line, in a module that is quick to import.
-
-
 DRAFT_WIDTH = 256
 """Number of candidates a draft distribution keeps.
 

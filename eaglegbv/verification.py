@@ -246,9 +246,6 @@ def _request_output(request: Request, row: list[int]) -> RequestOutput:
     return RequestOutput(request, [*drafted, token], path[:accepted], depth, nodes - 1, fault)
 
 
-# The target's probabilities at the nodes: logits, penalised and warped.
-
-
 def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
     """Warp the logits of a group's nodes, each with its request's settings and its own path.
 
@@ -285,9 +282,6 @@ def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
         generated[own].scatter_add_(1, tokens, drafted)
         row += count
     return in_prompt, generated
-
-
-# Verifiers with state.
 
 
 def replay_slots(plan: Plan) -> int:
@@ -460,9 +454,6 @@ def _layers_after(
             layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot))
         found.append(tuple(layers))
     return found
-
-
-# Records of trees, for observers that request them.
 
 
 def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from eaglegbv.attention.base import Segment, offsets_of
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree
+from eaglegbv.utils import grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,4 @@ class Forward:
 
 def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
     """Split requests into lists that share a plan and are either all greedy or all sampled."""
-    groups: dict[tuple[object, ...], list[Request]] = {}
-    for request in requests:
-        groups.setdefault((request.plan, request.params.greedy), []).append(request)
-    return list(groups.values())
+    return list(grouped(requests, lambda own: (own.plan, own.params.greedy)).values())

@@ -279,7 +279,6 @@ class WeightedSelection:
     kept: Flags  # T
     probs: Floats  # b, float64, the distribution of the token selected; 0 off q's support
     shortfall: float  # the acceptance lost against the optimum (see the module on its bound)
-    truncated: float  # n q(off T), the share of the bound that truncation is answerable for
 
     def chances(self, drafts: Sequence[int]) -> list[float]:
         """Return the probability with which each of ``drafts``, indices into q, is selected."""
@@ -328,7 +327,6 @@ def weighted_selection(p: Floats, q: Floats, drafts: int) -> WeightedSelection:
         kept=spread(kept, False),
         probs=spread(b, 0.0),
         shortfall=float(np.maximum(short, 0.0).sum()),
-        truncated=float(drafts * qs[~kept].sum()),
     )
 
 

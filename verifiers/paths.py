@@ -15,8 +15,7 @@ from eaglegbv.tree import DraftTree, TargetProbs
 
 
 _BLOCK = 512
-_LARGE = 8192
-"""Entries from which two levels are faster."""
+_LARGE = 8192  # entries from which two levels are faster
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -254,7 +253,6 @@ class DraftedPath:
         )
 
 
-# The children of nodes.
 def drafted_nodes(tree: DraftTree) -> Tensor:
     """Return ``[batch, nodes]`` bool: real nodes other than the root."""
     return tree.depth > 0

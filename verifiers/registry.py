@@ -110,11 +110,7 @@ def make_any_verifier(name: str) -> Verifier | StatefulVerifier:
     return ALL_VERIFIERS[name]()
 
 
-# Verification with the check of its inputs.
-
-
-_LEAST_LENGTH, _LEAST_FORKS, _LEAST_WIDTH = 3, 2, 2
-"""Smallest sizes that a graph takes."""
+_LEAST_LENGTH, _LEAST_FORKS, _LEAST_WIDTH = 3, 2, 2  # smallest sizes that a graph takes
 
 Checked: TypeAlias = tuple[Verdict, Tensor]
 """A verdict, and ``[batch]`` int64: the faults of its inputs, where it is meaningless; else 0."""

@@ -302,9 +302,6 @@ class StatefulVerifier(Rule):
         """
 
 
-# The modified target of a batch at one node per request.
-
-
 MOST_RHO = 1e100
 """Largest rho that is kept.
 

@@ -101,7 +101,6 @@ def _plain(name: str) -> str:
     return name.removeprefix(_MODEL)
 
 
-# Something a user should know about a head's files.
 class RemarkKind(StrEnum):
     """What a remark is about."""
 
@@ -112,7 +111,7 @@ class RemarkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A remark."""
+    """Something a user should know about a head's files."""
 
     kind: RemarkKind
     text: str

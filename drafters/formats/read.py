@@ -124,7 +124,6 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
-# The formats.
 class Numbering(StrEnum):
     """What a layer id stands for: two ways to count, off by one, in the same key.
 
@@ -189,14 +188,8 @@ _FORMATS = (
         engine="SGLang and SpecForge",
         numbering=Numbering.OUTPUTS,
         eagle3_layer="midlayer.",
-        architectures={
-            Arch.EAGLE1: "LlamaForCausalLMEagle",
-            Arch.EAGLE3: "LlamaForCausalLMEagle3",
-        },
-        variants={
-            Arch.EAGLE1: _EAGLE1_VARIANTS,
-            Arch.EAGLE3: _NORMS - {"norm_before_residual"},
-        },
+        architectures={Arch.EAGLE1: "LlamaForCausalLMEagle", Arch.EAGLE3: "LlamaForCausalLMEagle3"},
+        variants={Arch.EAGLE1: _EAGLE1_VARIANTS, Arch.EAGLE3: _NORMS - {"norm_before_residual"}},
     ),
     Format(
         name=FormatName.SPECULATORS,
@@ -226,7 +219,6 @@ def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
     return FORMATS[FormatName.SGLANG if theirs else FormatName.EAGLE]
 
 
-# Which target layers EAGLE-3 reads.
 @dataclass(frozen=True, slots=True)
 class FeatureLayers:
     """Target layers whose inputs are read, and why."""
@@ -299,9 +291,6 @@ def _recognise(ids: tuple[int, ...], num_layers: int | None) -> Numbering | None
         if inputs == default_feature_layers(num_layers or inputs[-1] + 3):
             return numbering
     return None
-
-
-# A head's configuration from a config.json and the names of the tensors beside it.
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

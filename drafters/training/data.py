@@ -34,7 +34,6 @@ BROKEN = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.Unpick
 _log = logging.getLogger(__name__)
 
 
-# Rows.
 @dataclass(frozen=True, slots=True)
 class Row:
     """One training row: a chat or a plain text."""
@@ -98,7 +97,6 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     return {**message, "content": content or ""}
 
 
-# Documents, and rows of tokens filled with them.
 @dataclass(frozen=True, slots=True)
 class Document:
     """A tokenised document: its source's index, its tokens, and which the assistant wrote."""
@@ -213,9 +211,6 @@ def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
 def draw_documents(number: int, shape: tuple[int, int], seed: int) -> Tensor:
     """Draw ``shape`` of ``number`` documents with replacement, a function of the arguments."""
     return torch.randint(number, shape, generator=torch.Generator().manual_seed(seed))
-
-
-# Rows to documents.
 
 
 _Segment = tuple[str, bool]  # a piece of a document, and whether it is response
@@ -336,7 +331,6 @@ def _render(
     )
 
 
-# The texts that drafters are trained and measured on: the data's, or the target's own answers.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """Which texts to train and measure on."""

@@ -121,23 +121,12 @@ class Task:
 
 
 def train(task: Task, schedule: Schedule, folder: Path, *, command: str, resume: bool) -> str:
-    """Optimise, save what came out, and write and return a report; ``command`` is the command line.
+    """Train ``task.module``, save the weights of the best evaluation, and return a report.
 
-    See :func:`optimise`.
-    """
-    progress = optimise(task, schedule, folder, resume=resume)
-    with torch.no_grad():
-        final = task.finish()
-    return _write_report(folder, task, progress, final, command)
-
-
-def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> Progress:
-    """Train ``task.module``, leaving the weights of the best evaluation in it.
-
-    ``folder`` receives ``checkpoint.pt`` (replaced atomically) and ``log.jsonl``. With ``resume``
-    the run continues from the checkpoint, if there is one. Every step reseeds torch's generator
-    with the seed and its own number, and the batch depends on the step alone, so there is no
-    generator state to lose.
+    The report, which names ``command``, the command line, is written too. ``folder`` also receives
+    ``checkpoint.pt`` (replaced atomically) and ``log.jsonl``. With ``resume`` the run continues
+    from the checkpoint, if there is one. Every step reseeds torch's generator with the seed and its
+    own number, and the batch depends on the step alone, so there is no generator state to lose.
 
     Raises:
         InvalidArgument: The checkpoint belongs to another run, or the loss is not finite.
@@ -194,7 +183,9 @@ def optimise(task: Task, schedule: Schedule, folder: Path, *, resume: bool) -> P
             evaluate()
     _save(checkpoint, task, optimizer, progress)
     task.module.load_state_dict(progress.best_weights)
-    return progress
+    with torch.no_grad():
+        final = task.finish()
+    return _write_report(folder, task, progress, final, command)
 
 
 def optimise_once(task: Task, schedule: Schedule, step: int) -> float:
@@ -293,7 +284,6 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
     return Progress(**{each.name: saved[each.name] for each in fields(Progress)})
 
 
-# What a run reports.
 def _write_report(
     folder: Path, task: Task, progress: Progress, final: Evaluation, command: str
 ) -> str:

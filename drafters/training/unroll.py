@@ -204,7 +204,6 @@ def _claim(path: Path, target: FrozenTarget, corpus: Corpus, rows: Tensor) -> No
         raise InvalidArgument("keep_runs", str(path.parent), f"the folder of {own}, not of {found}")
 
 
-# The unroll.
 @dataclass(frozen=True, slots=True)
 class Anchors:
     """The rows to unroll."""
@@ -279,8 +278,7 @@ class Loss(StrEnum):
     """
 
     CE = "ce"  # soft cross-entropy, -sum p log q
-    TV = "tv"
-    """Total variation, 1 - sum min(p, q): one minus the acceptance of a single drafted token."""
+    TV = "tv"  # total variation, 1 - sum min(p, q): the chance that one drafted token is rejected
     MIX = "mix"  # from cross-entropy, which learns fast, to total variation, which is the aim
     BLOCK = "block"  # minus what block verification accepts of a path; see `block_accepted`
 

@@ -306,9 +306,6 @@ def pack_bits(bits: Tensor) -> Tensor:
     return (octets * weights).sum(dim=1, dtype=torch.uint8)
 
 
-# FlashInfer's wrappers: what is used of them, the memory they are planned into, their factory.
-
-
 class PlannedWrapper:
     """A wrapper over a pool, and what it takes to plan and run it."""
 
@@ -529,8 +526,6 @@ class Wrappers:
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspace
 
-
-# Memory for the partial results of wrappers.
 
 _WORKSPACE_BYTES = 128 << 20  # least memory for partial results that wrappers get
 _WORKSPACE_SLACK = 8 << 20

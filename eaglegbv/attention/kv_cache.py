@@ -43,7 +43,6 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start with every slot free."""
         self.num_slots = num_slots
         # Two heaps (a sorted list is one): blank slots from the floor upwards, and those below it.
         self._blank = list(range(num_slots))
@@ -220,9 +219,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values over all layers."""
     return 2 * layers * kv_heads * head_dim * dtype.itemsize
-
-
-# How many tokens the KV pools of a target and its drafter hold: as given, or as memory allows.
 
 
 ACCELERATOR_SHARE, CPU_SHARE = 0.8, 0.25

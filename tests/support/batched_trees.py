@@ -161,3 +161,9 @@ def reference_outcomes(name: str, batch: Batch) -> list[Outcome]:
         chooser = UniformChooser(batch.uniforms, b)
         result.append(REFERENCES[name](tree, ModifiedTarget(), chooser).outcome)
     return result
+
+
+def target_of(probs: torch.Tensor) -> TargetProbs:
+    """The target of ``probs`` ``[batch, nodes, vocab]`` float64."""
+    rows = torch.arange(probs.shape[0] * probs.shape[1]).view(probs.shape[:2])
+    return TargetProbs(probs.flatten(0, 1).log(), probs.new_zeros(rows.numel()), rows)

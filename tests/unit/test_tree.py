@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.batched_trees import build_batch
+from support.batched_trees import build_batch, target_of
 from support.grown_trees import prefixes
 
 from eaglegbv.tree import DraftSampling, TargetProbs
@@ -99,7 +99,7 @@ def test_probabilities_of_a_table_come_back_with_their_zeros():
     )
     probs[:, :, :5] = 0
     probs /= probs.sum(2, keepdim=True)
-    dist = TargetProbs.of_probs(probs)
+    dist = target_of(probs)
     for node in range(NODES):
         whole = dist.probs_of(torch.full((BATCH,), node))
         # exp(log p) in float64: |log p| < 20 times 1e-16

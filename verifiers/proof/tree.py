@@ -125,9 +125,6 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
     return ReferenceTree(tree.draft_sampling, paths, target_probs, draft_probs, numbers)
 
 
-# Drawing draft trees, through a chooser.
-
-
 DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence[int]]
 """Draws up to so many different children of one node from q, in draft order; the last argument
 numbers the uniforms."""

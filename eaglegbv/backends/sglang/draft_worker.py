@@ -207,9 +207,6 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             runner.execute = self._listening(runner.execute)
 
 
-# Earlier rounds replayed.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSnapshot(DraftSnapshot):
     """A round's head after tokens that need not be those it drafted."""
@@ -309,10 +306,7 @@ class ReplayAttention(AttentionBackend):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        worker: SampledDraftWorker,
-        pool_indices: Tensor,
-        snapshots: Sequence[HeadSnapshot],
+        self, worker: SampledDraftWorker, pool_indices: Tensor, snapshots: Sequence[HeadSnapshot]
     ) -> None:
         """Look up the entries that each row reads."""
         super().__init__()

@@ -95,9 +95,6 @@ def check_ready(others: Sequence[str] = (), *, device: str | None = None) -> Non
         raise InvalidArgument("device", None, "'cpu', as there is no accelerator here")
 
 
-# The models and trees under SGLang's names.
-
-
 def server_arguments(
     model: str | Path, drafter: str | Path | None, *, paths: int, depth: int, **hub: Any
 ) -> dict[str, Any]:
@@ -163,9 +160,6 @@ def _converted(checkpoint: Checkpoint) -> Path:
     if not (place / "config.json").is_file():
         export_head(checkpoint, FormatName.SGLANG, place)
     return place
-
-
-# Servers in processes of their own.
 
 
 @dataclass(frozen=True, slots=True)

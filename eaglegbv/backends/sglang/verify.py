@@ -24,12 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.backends.sglang.metrics import ours
-from eaglegbv.backends.sglang.tree_layout import (
-    NumberedTree,
-    RoundBuffers,
-    draft_tree,
-    greedy_rows,
-)
+from eaglegbv.backends.sglang.tree_layout import NumberedTree, RoundBuffers, draft_tree, greedy_rows
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.request import Request
@@ -179,9 +174,6 @@ class GraphJudge:
         return acceptance(self._verifier.verify(numbered.tree, target, uniforms), numbered)
 
 
-# Distributions and verdicts in SGLang's numbering.
-
-
 @dataclass(frozen=True, slots=True)
 class ProbsInPlace(TargetProbs):
     """SGLang's warped probabilities where they are: ``logits`` holds them, not their logarithms.
@@ -231,9 +223,6 @@ def keep(probs: Tensor, **limits: Tensor) -> Tensor:
         **limits,
     )
     return warp(probs.log(), settings).softmax(dim=1)
-
-
-# SGLang's functions, replaced by ours.
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.batched_trees import target_of
 from support.grown_trees import Candidates, Prefix, check_tree, grown
 from support.runs import ENVIRONMENT
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
@@ -317,7 +318,7 @@ def offer_of(tree: DraftTree) -> Offer:
         for node, text in enumerate(texts):
             weights = np.random.default_rng([11, *text]).random(VOCAB)
             probs[b, node] = torch.from_numpy(weights / weights.sum())
-    return Offer(tree, TargetProbs.of_probs(probs))
+    return Offer(tree, target_of(probs))
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,6 +18,7 @@ from support.batched_trees import (
     random_batch,
     random_trees,
     reference_outcomes,
+    target_of,
 )
 from support.tape import HostRead, Tape, Watch
 from torch import Tensor
@@ -112,7 +113,7 @@ def test_root_alone_is_a_sample_of_the_target(name: str) -> None:
         torch.zeros((2, 1), dtype=torch.float64),
         torch.tensor([0.25, 0.499], dtype=torch.float64),
     )
-    target = TargetProbs.of_probs(probs)
+    target = target_of(probs)
     verdict = make_verifier(name).verify(DraftTree.roots([3, 1]), target, uniforms)
     assert verdict.token_ids.tolist() == [3, 0]
     assert verdict.accepted.tolist() == [0, 0]
@@ -209,7 +210,7 @@ def test_large_vocabularies_are_drawn_from_alike(entries: int) -> None:
 def test_residual_without_mass_draws_from_the_target(u: float) -> None:
     """Never token 0 by accident, never a token the target excludes."""
     probs = torch.tensor([[[0.0, 0.25, 0.75, 0.0]]], dtype=torch.float64)
-    target = TargetProbs.of_probs(probs)
+    target = target_of(probs)
     everything = Residual(
         nodes=torch.tensor([0]),
         weight=torch.ones(1, dtype=torch.float64),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import Batch, build_batch, outcomes, random_batch
+from support.batched_trees import Batch, build_batch, outcomes, random_batch, target_of
 from support.g_test import g_test, joint_probs
 from support.tables import KINDS, GeneratorChooser, Model, Shape
 from support.tabular_target import TabularTarget
@@ -126,7 +126,7 @@ def _batch(trees: list[ReferenceTree], shape: Shape, rng: np.random.Generator) -
     probs = torch.tensor([[tree.target_probs(())] for tree in trees], dtype=torch.float64)
     last = torch.from_numpy(rng.random(size))
     uniforms = VerifyUniforms(last.new_zeros((size, 0, 0, 2)), last.new_zeros((size, 1)), last)
-    return Batch(DraftTree.roots([0] * size), TargetProbs.of_probs(probs), uniforms)
+    return Batch(DraftTree.roots([0] * size), target_of(probs), uniforms)
 
 
 def step(
