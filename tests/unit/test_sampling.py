@@ -21,9 +21,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
 from eaglegbv.tree import TargetProbs
 
-# Sampling parameters: what is accepted, and what is said about what is not.
-
-
+# --- sampling parameters: what is accepted, and what is said about what is not
 BAD = [
     ("temperature", -0.1, "a number in [0, 100]"),
     ("temperature", math.nan, "a number in [0, 100]"),
@@ -226,8 +224,6 @@ def test_distributions_are_exact_at_low_temperature_and_at_any_level_of_the_logi
 
 
 # --- penalties
-
-
 def test_repetition_penalty_is_that_of_transformers():
     prompt, answer = [3, 5, 5], [7, 9]
     logits = random_logits(1, 12)

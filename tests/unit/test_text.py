@@ -182,9 +182,7 @@ def test_flush_returns_an_unfinished_character_as_decoding_does():
     assert stream.flush() == "\ufffd"
 
 
-# Prompts in all their forms, and what is no prompt.
-
-
+# --- prompts in all their forms, and what is no prompt
 CHAT = [{"role": "user", "content": "Hello."}]
 
 

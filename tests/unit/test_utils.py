@@ -26,9 +26,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# One thread at a time, in order; again by the same thread; never lost by an interrupt.
-
-
+# --- one thread at a time, in order; again by the same thread; never lost by an interrupt
 def waiting(turns: FairLock, count: int) -> None:
     """Return once as many threads wait."""
     while len(turns._waiting) < count:

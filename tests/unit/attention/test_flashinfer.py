@@ -372,8 +372,6 @@ def test_wrappers_are_given_as_much_as_their_plans_may_take():
 
 
 # --- masks lie where the kernels read them
-
-
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(name, window):

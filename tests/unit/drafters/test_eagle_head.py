@@ -191,7 +191,6 @@ def test_impossible_sizes_are_refused(arch: Arch, changes: dict[str, object], na
 
 
 # --- rotary embeddings against those of transformers
-
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -227,7 +226,6 @@ def test_half_precision_keeps_exact_frequencies() -> None:
 
 
 # --- compiled: what can go wrong is the compiler's front end, so its graphs are run as they are
-
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
 

@@ -116,9 +116,7 @@ def test_a_linear_program_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("draft_sampling", list(DraftSampling))
 @pytest.mark.parametrize("shape", [Shape(3, 2, 2), Shape(4, 1, 2), Shape(2, 3, 2)], ids=str)
-def test_trees_are_counted_before_they_are_listed(
-    draft_sampling: DraftSampling, shape: Shape
-) -> None:
+def test_trees_are_counted_before_they_are_listed(draft_sampling, shape) -> None:
     [problem] = instance(draft_sampling, shape, 0, steps=1, seed=0)  # positive everywhere
     assert len(drafted_paths(problem)) == count_trees(draft_sampling, shape)
 
@@ -168,9 +166,7 @@ STATEFUL = [("greedy_block", 1), ("spectr_gbv", 2)]
 
 
 @pytest.mark.parametrize(("name", "paths"), STATEFUL)
-def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(
-    name: str, paths: int
-) -> None:
+def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(name, paths) -> None:
     sizes = Sizes(vocab=2, depth=3, paths=paths, instances=6, iterations=3, seed=3)
     result = sampled_subject(make_any_verifier(name), 4000).audit(DraftSampling.IID, sizes)
     assert result.passed
@@ -333,9 +329,7 @@ def halved(pair: tuple[Path, Path]) -> LLM:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_wrong_rule_in_an_engine_is_rejected(
-    llm: LLM, halved: LLM, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_rule_in_an_engine_is_rejected(llm, halved, exact, monkeypatch) -> None:
     def planted(name: str, *_: object) -> CheckedVerifier:
         return CheckedVerifier(Gullible())
 
@@ -353,9 +347,7 @@ def test_a_wrong_rule_in_an_engine_is_rejected(
         (SamplingParams(max_tokens=3), 400, "at most 20000 possible texts"),
     ],
 )
-def test_a_pair_is_audited_with_fitting_settings_only(
-    llm: LLM, params: SamplingParams, samples: int, message: str
-) -> None:
+def test_a_pair_is_audited_with_fitting_settings_only(llm, params, samples, message) -> None:
     with pytest.raises(InvalidArgument, match=message):
         audited(llm, params, samples=samples)
 

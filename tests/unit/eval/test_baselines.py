@@ -79,9 +79,7 @@ def test_greedy_texts_agree_and_counts_add_up(library: Library, target: Path) ->
     assert answer.metrics.block_efficiency >= 1.8
 
 
-def test_seeds_repeat_and_the_model_s_own_settings_do_not_count(
-    library: Library, target: Path
-) -> None:
+def test_seeds_repeat_and_the_model_s_own_settings_do_not_count(library, target) -> None:
     way = way_of(library, target, "transformers")
     params = SamplingParams(temperature=1.0, max_tokens=16, seed=5)
     first = way(ASK, params, plan=PLAIN)

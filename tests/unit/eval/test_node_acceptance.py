@@ -107,9 +107,7 @@ def test_top_keeps_the_most_likely_tokens_as_a_distribution() -> None:
     assert dists.target.tolist() == [[0.1, 0.4]]
 
 
-# Distributions collected from a pair of tables are the tables' own, place by place.
-
-
+# --- distributions collected from a pair of tables are the tables' own, place by place
 VOCAB = 5
 TOKENS = ((0, 1, 2, 3, 4, 1), (2,), (3, 3, 0, 4))
 

@@ -113,9 +113,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return judged
 
 
-def test_a_killed_run_goes_on_where_it_stopped(
-    tmp_path: Path, drafts: list[tuple[str, ...]]
-) -> None:
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path, drafts) -> None:
     here = site(tmp_path, FakeLLM(), places=3)
 
     def measure() -> list[Cell]:
@@ -156,9 +154,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize(("way", "together"), [(Way.ENGINE, 16), (Way.TIMED, 1)])
-def test_engines_answer_every_question_in_every_setting(
-    tmp_path: Path, way: Way, together: int
-) -> None:
+def test_engines_answer_every_question_in_every_setting(tmp_path, way, together) -> None:
     llm = FakeLLM()
     here = site(tmp_path, llm, engine_questions=18)
     cells = measure_cells(here, CellStore(here, "bv"), "sheet", way, SETTINGS)
@@ -184,9 +180,7 @@ def test_a_question_that_is_not_answered_is_an_error(tmp_path: Path) -> None:
         measure_cells(here, CellStore(here, "bv"), "sheet", Way.TIMED, SETTINGS)
 
 
-# Papers as sheets: which directions are tested in which cells, and what is printed.
-
-
+# --- papers as sheets: which directions are tested in which cells, and what is printed
 COUNT = 8
 RUN = Run(
     paper="gbv",
@@ -342,9 +336,7 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     ]
 
 
-# Papers on one node: solvers and draft samplings on distributions of a pair of tables.
-
-
+# --- papers on one node: solvers and draft samplings on distributions of a pair of tables
 VOCAB = 8
 
 
@@ -386,9 +378,7 @@ def test_the_solvers_paper_end_to_end(table_site: Site) -> None:
     assert sum(one.startswith("exact") for one in speeds) == 2 * 3
 
 
-def test_a_node_too_large_for_a_solver_leaves_its_cell_empty(
-    table_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_too_large_for_a_solver_leaves_its_cell_empty(table_site, monkeypatch) -> None:
     monkeypatch.setattr("eaglegbv.verifiers.global_resolution.MOST_SETS", 1)
     own, _ = GR_SOLVERS.sheets
     sheet = Sheet("s", "t", Way.SOLVERS, nodes_of(("exact", "lp"), ((4, 2),)), own.directions)

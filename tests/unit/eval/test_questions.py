@@ -50,9 +50,7 @@ def test_builtin_questions_cover_every_category_twice() -> None:
     assert found.origin == "package"
 
 
-def test_data_folder_then_cache_then_hub(
-    isolated: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None
-) -> None:
+def test_data_folder_then_cache_then_hub(isolated, monkeypatch, no_hub) -> None:
     with pytest.raises(
         InvalidArgument, match=r"questions-set='mt-bench'.*hub could not be reached"
     ):
@@ -172,9 +170,7 @@ UPSTREAM = {
 
 
 @pytest.mark.parametrize("name", sorted(UPSTREAM))
-def test_every_suite_is_read_as_its_authors_publish_it(
-    name: str, isolated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_suite_is_read_as_its_authors_publish_it(name, isolated, monkeypatch) -> None:
     row, expected = UPSTREAM[name]
     content = (json.dumps(row) + "\n").encode()
     file = SUITES[name].file
@@ -195,9 +191,7 @@ def test_every_suite_has_a_case_above() -> None:
 
 
 @pytest.mark.parametrize("name", ["mt-bench", "mgsm"])
-def test_a_suite_that_is_nowhere_says_where_it_looked(
-    name: str, isolated: Path, no_hub: None
-) -> None:
+def test_a_suite_that_is_nowhere_says_where_it_looked(name, isolated, no_hub) -> None:
     with pytest.raises(InvalidArgument, match=f"questions-set='{name}'.*--data FILE") as caught:
         load_questions(name)
     assert SUITES[name].file in str(caught.value)
@@ -222,9 +216,7 @@ HUB = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_rows_of_the_hub_are_mapped_and_stay(
-    name: str, isolated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_the_hub_are_mapped_and_stay(name, isolated, monkeypatch) -> None:
     row, expected, where = HUB[name]
     asked = []
 

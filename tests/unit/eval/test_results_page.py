@@ -196,9 +196,7 @@ def test_what_is_committed_gives_the_committed_page() -> None:
         assert path.stat().st_size < 300_000
 
 
-# Pictures of a run.
-
-
+# --- pictures of a run
 drawing = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 
 PICTURES = {

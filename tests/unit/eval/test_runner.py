@@ -70,9 +70,7 @@ def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> N
         Setting(plan=Plan(), baseline="transformers")
 
 
-# Conversations held at once: each once, with its own seed, whatever the order they end in.
-
-
+# --- conversations held at once: each once, with its own seed, whatever the order they end in
 ASKED = tuple(Question(str(i), "none", (f"ask {i}", "go on"), "test") for i in range(5))
 SETTING = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
 OTHER = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))

@@ -264,9 +264,7 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     llm.generate("again", SamplingParams(max_tokens=2), plan=PLAIN)
 
 
-# Numbers of several judgements lie in different parts, and each judgement's alone are uniform.
-
-
+# --- numbers of several judgements lie in different parts, and each judgement's alone are uniform
 BATCH, LONG, MANY = 3, 40, 5
 
 
@@ -290,9 +288,7 @@ def test_numbers_are_a_latin_hypercube() -> None:
     assert not torch.equal(columns(3), columns(3, step=8))
 
 
-# A part of an offer is the tree that fewer and shorter paths make.
-
-
+# --- a part of an offer is the tree that fewer and shorter paths make
 def probs_after(prefix: Prefix) -> Candidates:
     """A draft distribution for every prefix."""
     weights = np.random.default_rng([7, *prefix]).random(VOCAB)
@@ -372,9 +368,7 @@ def test_the_whole_is_a_part_and_other_distributions_have_none() -> None:
         Offer(other, offer.target).part(1, 2)
 
 
-# Sampled and fixed trees at equal nodes: the comparison and its findings.
-
-
+# --- sampled and fixed trees at equal nodes: the comparison and its findings
 WORDS = 6
 SMALL = StudySettings(
     temperatures=(0.0, 0.8),
@@ -400,9 +394,7 @@ LADDER = [a_tally(1, (2.5, 3.0)), a_tally(3, (3.5, 5.0))]
     ("nodes", "expected"),
     [(0.0, [2.0, 2.0]), (0.5, [2.25, 2.5]), (1.0, [2.5, 3.0]), (2.5, [3.25, 4.5])],
 )
-def test_a_mixture_of_fixed_trees_has_the_nodes_asked_for(
-    nodes: float, expected: list[float]
-) -> None:
+def test_a_mixture_of_fixed_trees_has_the_nodes_asked_for(nodes, expected) -> None:
     """Text by text: a share of the larger tree such that the mean number of nodes is right."""
     assert of_size(LADDER, nodes) == pytest.approx(expected)
 

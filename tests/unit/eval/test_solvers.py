@@ -55,9 +55,7 @@ def test_a_plan_is_lossless_and_within_its_bound(solver: Solver) -> None:
 
 
 @pytest.mark.parametrize(("width", "limit"), [(4, 12), (5, 10**6)])
-def test_a_selection_has_the_distribution_it_says(
-    monkeypatch: pytest.MonkeyPatch, width: int, limit: int
-) -> None:
+def test_a_selection_has_the_distribution_it_says(monkeypatch, width, limit) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
     monkeypatch.setattr(global_resolution, "MOST_MULTISETS", limit)
     for node in nodes(Setting(vocab=8, drafts=3, width=width), 6, 2):

@@ -84,9 +84,7 @@ def test_plain_decoding_has_no_draft() -> None:
     )
 
 
-def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(monkeypatch) -> None:
     setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
     monkeypatch.setattr("eaglegbv.eval.step_bench.barrier_of", lambda _: partial(time.sleep, 0.02))
     found = report(setting)
@@ -123,9 +121,7 @@ def test_a_profile_is_read() -> None:
     assert step_bench.launches_and_busy(events) == (7, pytest.approx(0.7))
 
 
-def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(monkeypatch) -> None:
     setting = step_bench.StepSetting(plan=PLAIN, context=8, steps=2)
     pair = made()
 
@@ -185,9 +181,7 @@ def test_a_made_pair_accepts_as_much_as_is_asked_for(dtype: torch.dtype, wanted:
             random_models.tune(target, drafter, plan, impossible, temperature=1.0)
 
 
-def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(monkeypatch) -> None:
     # Each layer magnifies rounding as one of width 4096 would.
     deep = random_models.Shape(
         hidden=256, layers=32, heads=2, kv_heads=1, intermediate=512, vocab=8000, draft_vocab=50
@@ -200,9 +194,7 @@ def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_random_head_is_on_the_device_shares_the_embedding_and_rotates_exactly(
-    device: str,
-) -> None:
+def test_a_random_head_is_on_the_device_shares_the_embedding_and_rotates_exactly(device) -> None:
     config = made().drafter.head.config
     embedding = torch.zeros(64, 32, device=device, dtype=torch.bfloat16)
     head = random_models.random_head(config, embedding)

@@ -154,9 +154,7 @@ def test_trees_are_shown_request_by_request(trees: Path) -> None:
     ]
 
 
-def test_a_trace_too_large_for_a_page_is_cut_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_too_large_for_a_page_is_cut_and_says_so(tmp_path, monkeypatch) -> None:
     path = write_trace(tmp_path / "trees.json", [(bush(20),)] * 9)
     monkeypatch.setattr("eaglegbv.eval.view.MOST_NODES", 70)
     _, data = parsed(view(path))

@@ -19,8 +19,7 @@ from eaglegbv.scheduler.planner import (
     size_class,
 )
 
-# Seconds of a step.
-
+# --- seconds of a step
 PLANS = [PLAIN, *(Plan(paths=k, depth=d) for k, d in ((3, 4), (1, 2), (2, 6), (4, 8)))]
 
 
@@ -113,9 +112,7 @@ def test_a_first_step_that_was_held_up_is_forgotten_after_the_second() -> None:
     assert max(error(costs, shape(1, plan)) for plan in PLANS) < 0.25
 
 
-# Tokens of a step.
-
-
+# --- tokens of a step
 def feed(acceptance: Acceptance, chances: list[float], *, paths: int = 3, steps: int = 300) -> None:
     generator = np.random.default_rng(7)
     for step in range(steps):
@@ -158,8 +155,7 @@ def test_what_a_number_of_paths_brings_follows_from_others(exponent: float) -> N
     assert acceptance.hazards[1, 0] == pytest.approx(1 - 0.5 ** (2**exponent), abs=0.06)
 
 
-# The choice.
-
+# --- the choice
 WORLDS = {
     "good drafter": World(chance=constant(0.8)),
     "middling drafter": World(),
@@ -262,9 +258,7 @@ def test_probes_count_what_drafters_read_for_them() -> None:
     assert simulation.share(PLAIN, 400) > 0.95
 
 
-# What changes the choice.
-
-
+# --- what changes the choice
 def test_a_batch_that_drains_comes_to_draft() -> None:
     simulation = begin(LARGE)
     shares = []
@@ -339,9 +333,7 @@ def test_one_hard_text_in_the_beginning_does_not_keep_drafting_off() -> None:
     assert np.median(shares) > 0.9
 
 
-# Lookups.
-
-
+# --- lookups
 def sometimes(place: int, step: int) -> int:
     """Every other request's text has a loop in the second half of each 40 steps."""
     return 16 if place % 2 == 0 and step % 40 >= 20 else 0
@@ -385,9 +377,7 @@ def test_a_long_match_is_expected_to_go_on_before_any_was_tried() -> None:
     assert tokens[16] == 16
 
 
-# What is learned from which step, and what is told.
-
-
+# --- what is learned from which step, and what is told
 def expected(planner: Planner, members: int = 1) -> dict[str, float]:
     requests = [make_request(-n, AUTO, 1.0) for n in range(members)]
     scores = planner.scores(requests, AUTO, members)
@@ -480,9 +470,7 @@ def test_it_says_in_words_why_a_plan_was_chosen() -> None:
     assert Planner().known == KnownCosts()
 
 
-# Whether a drafter should read a prompt.
-
-
+# --- whether a drafter should read a prompt
 def test_prompts_are_worth_reading_until_plain_decoding_was_better() -> None:
     world = World(chance=constant(0.05), draft=(8.0, 1.0, 2.0, 0.4))
     planner = (simulation := Simulation(world)).planner

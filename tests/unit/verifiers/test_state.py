@@ -265,7 +265,6 @@ class Always:
 
 
 # --- layers along texts that the drafter thinks next to impossible: rho has an upper limit
-
 VOCAB, TOKENS, SAMPLES = 4, 6, 800
 PROMPT = [1, 2]
 

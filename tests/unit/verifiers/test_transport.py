@@ -94,8 +94,6 @@ def test_fractions_and_floats_are_kept_apart() -> None:
 
 
 # --- in tensors
-
-
 def batched(p: list, q: list, n: int) -> tuple[RankedProbs, torch.Tensor, torch.Tensor]:
     ids = torch.arange(len(p)).flip(0)
     found = RankedProbs.of(

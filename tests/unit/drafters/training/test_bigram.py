@@ -63,9 +63,7 @@ def test_cross_entropy_is_that_of_the_smoothed_distribution() -> None:
     assert cross_entropy(found, prior, found) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_command_writes_a_table_of_the_targets_vocabulary(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_the_command_writes_a_table_of_the_targets_vocabulary(target, chats, tmp_path, train):
     assert "held-out cross-entropy" in train(arguments(target, chats, tmp_path))
     facts = json.loads((tmp_path / "config.json").read_text())
     assert set(facts["tokens"]) == {"counting", "prose"}

@@ -68,9 +68,7 @@ def test_it_loads_in_transformers(finished: Path) -> None:
     assert output.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(
-    chats: Path, finished: Path, tmp_path: Path, train: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(chats, finished, tmp_path, train, monkeypatch):
     out, save = tmp_path / "out", loop._save
 
     def save_and_die(*what: Any) -> None:

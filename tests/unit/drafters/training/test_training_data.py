@@ -137,9 +137,7 @@ def test_packing_lays_documents_end_to_end() -> None:
     assert torch.equal(rows.is_response, rows.is_real)
 
 
-# Rows as they are in the wild.
-
-
+# --- rows as they are in the wild
 ROW = json.dumps(
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 )

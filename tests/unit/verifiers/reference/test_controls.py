@@ -246,8 +246,6 @@ def test_a_wrong_layer_is_rejected(right, wrong, shape, seed) -> None:
 
 
 # --- wrong use of numbers
-
-
 TOY = Problem(IID, lambda prefix: (1 / 3, 2 / 3), lambda prefix: (2 / 3, 1 / 3), Shape(2, 3, 1))
 
 
