@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,12 +69,9 @@ def test_a_thread_may_take_its_turn_again():
 def test_whoever_gives_up_waiting_is_passed_over():
     turns, order = FairLock(), list[str]()
 
-    def interrupted(turn: threading.Condition, ready: Callable[[], bool]) -> bool:
-        raise KeyboardInterrupt
-
     def give_up() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eaglegbv.utils.Condition.wait_for", interrupted)
+            patch.setattr("eaglegbv.utils.Condition.wait_for", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt), turns:
                 pass
         order.append("gave up")

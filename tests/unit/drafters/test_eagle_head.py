@@ -10,6 +10,7 @@ from support.drafting import HEAD_DIM, KV_HEADS, Pair, causal, random_pair
 from support.published_heads import LLAMA3_ROPE
 from torch import Tensor
 from torch._dynamo.config import patch
+from torch.nn.functional import rms_norm
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -54,7 +55,7 @@ def make_head(config: EagleHeadConfig) -> EagleHead:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean() + 1e-5)
+    return rms_norm(x, x.shape[-1:], weight, 1e-5)
 
 
 def rotate(x: Tensor, position: int, scale: float = 1.0) -> Tensor:

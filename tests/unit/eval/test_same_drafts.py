@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest.mock import create_autospec
 
 import msgspec
 import numpy as np
@@ -50,7 +51,6 @@ from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.proof.enumeration import Problem, Shape
@@ -130,22 +130,19 @@ def test_means_agree_with_exact_expectations() -> None:
 
 
 def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    for rule in (OtbvVerifier, TraversalVerifier, BlockVerifier):
-        _watch(monkeypatch, rule, seen)
+    rules = (OtbvVerifier, TraversalVerifier, BlockVerifier)
+    judges = [create_autospec(rule.judge, side_effect=rule.judge) for rule in rules]
+    for rule, judge in zip(rules, judges, strict=True):
+        monkeypatch.setattr(rule, "judge", judge)
     pair = table_pair(VOCAB)
     settings = grid(("otbv", "traversal", "block"), (1, 3), (2, 4), (1.0,), base=Plan()).settings
     texts = texts_of(pair.target, count=2, length=6)
     same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
     by_size: dict[tuple[int, int], list[Any]] = {}
-    for one in seen:
+    for one in (call.args for judge in judges for call in judge.call_args_list):
         by_size.setdefault((one[1].paths, one[1].length), []).append(one)
-    assert {size: len(judged) for size, judged in by_size.items()} == {
-        (1, 2): 6,
-        (1, 4): 6,
-        (3, 2): 4,
-        (3, 4): 4,
-    }
+    counts = {size: len(judged) for size, judged in by_size.items()}
+    assert counts == {(1, 2): 6, (1, 4): 6, (3, 2): 4, (3, 4): 4}
     for judged in by_size.values():
         trees, dists = {id(j[1]) for j in judged}, {id(j[2]) for j in judged}
         assert len(trees) == len(dists) == 1
@@ -163,18 +160,6 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
             for k in range(part.paths):
                 mine = part.token_ids[b, part.path_nodes[b, k]]
                 assert torch.equal(mine, whole.token_ids[b, whole.path_nodes[b, k, :length]])
-
-
-def _watch(monkeypatch: pytest.MonkeyPatch, rule: type[Verifier], seen: list[Any]) -> None:
-    judge = rule.judge
-
-    def watched(
-        self: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> Verdict:
-        seen.append((rule.name, tree, target, uniforms))
-        return judge(self, tree, target, uniforms)
-
-    monkeypatch.setattr(rule, "judge", watched)
 
 
 def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> None:
@@ -324,9 +309,7 @@ def offer_of(tree: DraftTree) -> Offer:
     st.sampled_from([0.0, 0.2]),
     st.data(),
 )
-def test_a_part_is_the_tree_that_fewer_and_shorter_paths_make(
-    seed: int, paths: int, length: int, min_confidence: float, data: st.DataObject
-) -> None:
+def test_a_part_is_the_tree_of_fewer_and_shorter_paths(seed, paths, length, min_confidence, data):
     few = data.draw(st.integers(1, paths))
     short = data.draw(st.integers(1, length))
     uniforms = np.random.default_rng(seed).random((2, paths, length))
