@@ -50,10 +50,8 @@ def test_rules_against_enumeration(kind: str, n: int) -> None:
         p, q = model.p(()), model.q(())
         dists = probs_of([float(x) for x in p], [float(x) for x in q])
         found = {name: rule(dists, n).item() for name, rule in RULES.items()}
-        iid, wor = (
-            problem(DraftSampling.IID, model, shape),
-            problem(DraftSampling.WOR, model, shape),
-        )
+        iid = problem(DraftSampling.IID, model, shape)
+        wor = problem(DraftSampling.WOR, model, shape)
         assert found["one draft"] == pytest.approx(float(alpha_iid(p, q, 1)), abs=1e-12)
         assert found["RRS"] == pytest.approx(accepted_length("specinfer", iid), abs=1e-9)
         assert found["K-SEQ"] == pytest.approx(accepted_length("spectr", iid), abs=1e-9)

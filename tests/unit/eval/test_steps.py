@@ -4,6 +4,7 @@ import time
 from functools import partial
 from math import sqrt
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -24,9 +25,7 @@ SMALL = random_models.Shape(
 )
 
 
-def made(
-    shape: random_models.Shape = SMALL, dtype: torch.dtype = torch.float32, **options: object
-) -> Pair:
+def made(shape: random_models.Shape = SMALL, dtype=torch.float32, **options: object) -> Pair:
     pair = random_models.random_pair(
         shape, slots=512, max_context=256, dtype=dtype, device=CPU, **options
     )
@@ -125,11 +124,8 @@ def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(monkeypatch) -> N
     setting = step_bench.StepSetting(plan=PLAIN, context=8, steps=2)
     pair = made()
 
-    def forward(*arguments: object, **named: object) -> None:
-        raise RuntimeError("no memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr(pair.target, "forward", forward)
+        patched.setattr(pair.target, "forward", Mock(side_effect=RuntimeError("no memory")))
         with pytest.raises(StepFailed, match="no memory"):
             report(setting, pair)
     assert pair.target.allocator.num_used == 0
@@ -170,12 +166,8 @@ def test_a_made_pair_accepts_as_much_as_is_asked_for(dtype: torch.dtype, wanted:
     assert reached == pytest.approx(wanted, rel=0.05)
     assert not drafter.head.embedding.equal(target.input_embeddings)
     # Without noise nearly all is accepted, also of a chain.
-    assert (
-        random_models.block_efficiency(
-            target, drafter, Plan(paths=1, depth=4), 0.0, temperature=1.0
-        )
-        > 4
-    )
+    chain = Plan(paths=1, depth=4)
+    assert random_models.block_efficiency(target, drafter, chain, 0.0, temperature=1.0) > 4
     for impossible in (1.0, 4.99, 6.0):
         with pytest.raises(InvalidArgument, match=f"efficiency={impossible}"):
             random_models.tune(target, drafter, plan, impossible, temperature=1.0)

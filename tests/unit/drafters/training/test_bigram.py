@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.target import BOS, CHAT_TEMPLATE, END
 from eaglegbv.errors import InvalidArgument
 
-Run = Callable[[list[str]], str]
 VOCAB = 5
 
 
@@ -73,7 +71,7 @@ def test_the_command_writes_a_table_of_the_targets_vocabulary(target, chats, tmp
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
 
 
-def test_a_tokenizer_of_older_files(target: Path, chats: Path, tmp_path: Path, train: Run) -> None:
+def test_a_tokenizer_of_older_files(target, chats, tmp_path, train) -> None:
     folder = shutil.copytree(target, tmp_path / "target")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
