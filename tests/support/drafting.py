@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 from eaglegbv.attention.kv_cache import KVPool, SlotAllocator
@@ -20,9 +21,9 @@ from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHea
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request
-from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
+from support.requests import make_request
 from support.tiny_models import random_llama as tiny_llama
 
 
@@ -55,14 +56,7 @@ class TokenSession:
         seed: int = 0,
     ) -> Request:
         """A request whose prompt was read and whose first token is ``first``."""
-        request = Request(
-            number=seed,
-            prompt_ids=tuple(prompt),
-            params=params or SamplingParams(),
-            plan=plan,
-            rng=RequestRng(seed),
-            max_tokens=100,
-        )
+        request = make_request(seed, tuple(prompt), params=params or SamplingParams(), plan=plan)
         request.slots = self.allocator.allocate(len(prompt))
         request.token_ids.append(first)
         request.step = 1
@@ -159,11 +153,8 @@ class Pair:
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain causal attention over ``[tokens, heads, head_dim]``."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:

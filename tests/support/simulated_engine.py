@@ -8,9 +8,9 @@ import torch
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source
 from eaglegbv.request import PlanReason, Request
-from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import KnownCosts, Measured, Planner, StepShape
+from support.requests import make_request
 
 
 def constant(value: float) -> Callable[[int, int], float]:
@@ -75,7 +75,7 @@ class World:
 
     def rate(self, batch: int, plan: Plan, *, context: int = 100) -> float:
         """Return the tokens per second of a fixed plan."""
-        requests = [make_request(n, AUTO, 1.0, context=context) for n in range(batch)]
+        requests = [decoding(n, AUTO, 1.0, context=context) for n in range(batch)]
         for request in requests:
             request.plan = plan
         return sum(self.expected(n, plan) for n in range(batch)) / self.seconds(requests)
@@ -88,7 +88,7 @@ class World:
         """Return costs as a calibration finds them, times these factors."""
         steps = []
         for batch in (1, 4, 16):
-            requests = [make_request(n, AUTO, 1.0) for n in range(batch)]
+            requests = [decoding(n, AUTO, 1.0) for n in range(batch)]
             for plan in (PLAIN, *AUTO.candidates[::3]):
                 for request in requests:
                     request.plan = plan
@@ -128,7 +128,7 @@ class Simulation:
         Drafters have missed ``missed`` positions at first, and then what is decoded plainly.
         """
         requests = [
-            make_request(self.added + n, auto, temperature, context=context) for n in range(batch)
+            decoding(self.added + n, auto, temperature, context=context) for n in range(batch)
         ]
         behind = {request.number: missed for request in requests}
         for _ in range(2):  # of other prompts
@@ -171,23 +171,12 @@ class Simulation:
         return sum(chosen) / len(chosen)
 
 
-def make_request(
-    number: int,
-    auto: AutoPlan | None,
-    temperature: float,
-    *,
-    max_tokens: int = 100_000,
-    context: int = 100,
+def decoding(
+    number: int, auto: AutoPlan | None, temperature: float, *, context: int = 100, **more: int
 ) -> Request:
     """Return a request that decodes."""
-    return Request(
-        number=number,
-        prompt_ids=(1, 2),
-        params=SamplingParams(temperature=temperature, max_tokens=max_tokens),
-        plan=PLAIN,
-        rng=RequestRng(number),
-        max_tokens=max_tokens,
-        auto=auto,
-        token_ids=[1],
-        slots=torch.arange(context),
+    params, slots = SamplingParams(temperature=temperature), torch.arange(context)
+    more = {"max_tokens": 100_000} | more
+    return make_request(
+        number, (1, 2), params=params, auto=auto, token_ids=[1], slots=slots, **more
     )

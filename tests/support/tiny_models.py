@@ -107,10 +107,9 @@ def random_llama(vocab: int, *, seed: int | None = None, **changes: object) -> L
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if seed is None:
-        return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 

@@ -3,6 +3,7 @@
 import gc
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,33 +12,20 @@ from torch import Tensor
 from eaglegbv.cuda_graphs import REPLAYED, CudaRecorder, NotRecordable, Outcomes
 
 
-class Stream:
-    def wait_stream(self, other: "Stream") -> None:
-        pass
-
-
-class Graph:
-    def pool(self) -> str:
-        return "pool"
-
-    def replay(self) -> None:
-        pass
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of captures that were made."""
     made: list[dict[str, Any]] = []
 
-    def graph(graph: Graph, **how: Any) -> nullcontext[None]:
+    def graph(graph: Mock, **how: Any) -> nullcontext[None]:
         made.append(how)
         return nullcontext()
 
     for name, stand in {
-        "Stream": Stream,
-        "current_stream": Stream,
+        "Stream": Mock,
+        "current_stream": Mock,
         "stream": lambda stream: nullcontext(),
-        "CUDAGraph": Graph,
+        "CUDAGraph": Mock,
         "graph": graph,
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,

@@ -10,9 +10,8 @@ from eaglegbv import devices
 from eaglegbv.devices import fetch, named_device, processor_name, send, upload
 from eaglegbv.errors import InvalidArgument
 
-# Devices and types by their names, of those that are there.
 
-
+# --- devices and types by their names, of those that are there
 @pytest.mark.parametrize("name", ["warp", "cuda", "cuda:1", "meta", ""])
 def test_a_device_that_is_not_there_is_named_with_those_that_are(monkeypatch, name):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
@@ -41,9 +40,7 @@ def test_without_a_name_the_architecture_stands_for_it(named, tmp_path, monkeypa
         info.write_text("processor\t: 0\n")
 
 
-# Copies to a device are waited for by nobody, however large.
-
-
+# --- copies to a device are waited for by nobody, however large
 @pytest.mark.parametrize("count", [1, STAGED, STAGED + 1, 4 * STAGED])
 def test_nobody_waits_for_a_copy_to_a_device(count):
     numbers = torch.arange(count, dtype=torch.int64) % 100

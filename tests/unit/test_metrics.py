@@ -19,9 +19,8 @@ from eaglegbv.metrics import (
     Stopwatch,
 )
 
-# Counts of a request and the figures made of them, by hand.
 
-
+# --- counts of a request and the figures made of them, by hand
 def test_counts_of_forwards_that_offer_trees_of_different_depth():
     metrics = RequestMetrics()
     assert metrics.acceptance_length == metrics.block_efficiency == metrics.decode_seconds == 0
@@ -51,9 +50,7 @@ def test_seconds_add_up_by_phase_and_prefill_is_not_decoding():
     assert metrics.decode_seconds == 4.5
 
 
-# Phases are timed one by one, by a clock that is set by hand.
-
-
+# --- phases are timed one by one, by a clock that is set by hand
 def test_a_stopwatch_adds_up_what_each_phase_takes_and_one_that_fails(monkeypatch):
     ticks = iter([0.0, 0.0, 1.0, 10.0, 12.5, 20.0, 24.0, 30.0, 32.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
@@ -66,9 +63,7 @@ def test_a_stopwatch_adds_up_what_each_phase_takes_and_one_that_fails(monkeypatc
     assert watch.seconds == {Phase.DRAFT: 5.0, Phase.VERIFY: 2.5, Phase.COMMIT: 2.0}
 
 
-# Counters and gauges of an engine, and how Prometheus reads them.
-
-
+# --- counters and gauges of an engine, and how Prometheus reads them
 def record(plans):
     spans = (Span(Phase.DRAFT, 0.0, 0.125), Span(Phase.FORWARD, 0.125, 0.25))
     return replace(step(0, committed=7), seconds=0.5, spans=spans, plans=plans)

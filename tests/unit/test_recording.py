@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,9 +176,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference():
 
 
 def test_nothing_is_recorded_unless_somebody_asks(monkeypatch):
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("node stats were asked for")
-
+    refuse = Mock(side_effect=AssertionError("node stats were asked for"))
     monkeypatch.setattr(OtbvVerifier, "stats", refuse)
     monkeypatch.setattr("eaglegbv.verification.target_of_tokens", refuse)
     exact, evidence = exact_engine(slots=256), []

@@ -21,9 +21,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
 from eaglegbv.tree import TargetProbs
 
-# Sampling parameters: what is accepted, and what is said about what is not.
-
-
+# --- sampling parameters: what is accepted, and what is said about what is not
 BAD = [
     ("temperature", -0.1, "a number in [0, 100]"),
     ("temperature", math.nan, "a number in [0, 100]"),
@@ -209,9 +207,7 @@ def test_tokens_a_model_rules_out_stay_ruled_out(params):
 
 @pytest.mark.parametrize("temperature", [1.0, 1e-3, 1e-37])
 @pytest.mark.parametrize("level", [0.0, 100.0, -1000.0])
-def test_distributions_are_exact_at_low_temperature_and_at_any_level_of_the_logits(
-    temperature, level
-):
+def test_distributions_are_exact_at_low_temperature_and_any_level(temperature, level):
     # Logits are given in float32, so their softmax in float64 is the measure. A sum of probs is
     # off by the rounding of a logsumexp that is at most log 1000 = 7: about 7 * 6e-8 relative.
     logits = random_logits(8, 1000) + level
@@ -226,8 +222,6 @@ def test_distributions_are_exact_at_low_temperature_and_at_any_level_of_the_logi
 
 
 # --- penalties
-
-
 def test_repetition_penalty_is_that_of_transformers():
     prompt, answer = [3, 5, 5], [7, 9]
     logits = random_logits(1, 12)
@@ -264,12 +258,10 @@ def test_penalties_are_each_rows_own():
     in_prompt = torch.rand((6, 9), generator=generator) < 0.4
     generated = torch.randint(0, 3, (6, 9), generator=generator)
     together = penalise(logits, in_prompt, generated, params, rows_each)
-    row = 0
-    for one, count in zip(params, rows_each, strict=True):
-        own = slice(row, row + count)
-        alone = penalise(logits[own], in_prompt[own], generated[own], [one], [count])
-        assert torch.equal(together[own], alone)
-        row += count
+    parts = (given.split(rows_each) for given in (logits, in_prompt, generated))
+    everyone = zip(params, rows_each, *parts, strict=True)
+    alone = [penalise(*own, [one], [count]) for one, count, *own in everyone]
+    assert torch.equal(together, torch.cat(alone))
     assert torch.equal(together[:2], logits[:2])  # no penalty changes nothing
     assert not torch.equal(together[2:], logits[2:])
 

@@ -182,9 +182,7 @@ def test_flush_returns_an_unfinished_character_as_decoding_does():
     assert stream.flush() == "\ufffd"
 
 
-# Prompts in all their forms, and what is no prompt.
-
-
+# --- prompts in all their forms, and what is no prompt
 CHAT = [{"role": "user", "content": "Hello."}]
 
 
@@ -199,8 +197,12 @@ def test_text_and_messages_are_read_and_tokens_stay(tokenizer):
         (CHAT, tokenizer.encode(text, add_special_tokens=False)),
         ("Hello.", tokenizer.encode("Hello.")),
         ([5, 6], [5, 6]),
+        (list(np.array([5, 6])), [5, 6]),
     ):
-        assert encode_prompt(tokenizer, prompt, "tiny") == ids
+        read = encode_prompt(tokenizer, prompt, "tiny")
+        assert read == ids
+        assert all(type(token) is int for token in read)
+        assert is_one(prompt)
 
 
 @pytest.mark.parametrize("more", [{"content": None}, {}])
@@ -227,11 +229,3 @@ def test_messages_need_a_chat_template_that_takes_them(tokenizer, template, mess
     tokenizer.chat_template = template
     with pytest.raises(InvalidArgument, match=message):
         encode_prompt(tokenizer, CHAT, "bare")
-
-
-def test_token_ids_may_be_numpys(tokenizer):
-    ids = list(np.array([5, 6, 7]))
-    assert is_one(ids)
-    read = encode_prompt(tokenizer, ids, "tiny")
-    assert read == [5, 6, 7]
-    assert all(type(token) is int for token in read)

@@ -12,9 +12,7 @@ from support.grown_trees import prefixes
 from eaglegbv.tree import DraftSampling, TargetProbs
 from eaglegbv.verifiers.proof.tree import ReferenceTree
 
-# Draft trees against their definition, on random tries.
-
-
+# --- draft trees against their definition, on random tries
 PATHS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5
 )
@@ -61,9 +59,7 @@ def test_the_ancestor_mask_says_whose_prefix_is_whose(batch):
             assert mask[b, i].nonzero().flatten().tolist() == [0, i]
 
 
-# The target's distribution kept as logits: the same numbers as a softmax, at the right nodes.
-
-
+# --- the target's distribution kept as logits: the same numbers as a softmax, at the right nodes
 BATCH, NODES, VOCAB = 3, 4, 50
 # Padding nodes repeat the root's row.
 ROWS = torch.tensor([[0, 1, 2, 0], [3, 4, 5, 6], [7, 7, 7, 7]])

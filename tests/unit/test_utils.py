@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,9 +27,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# One thread at a time, in order; again by the same thread; never lost by an interrupt.
-
-
+# --- one thread at a time, in order; again by the same thread; never lost by an interrupt
 def waiting(turns: FairLock, count: int) -> None:
     """Return once as many threads wait."""
     while len(turns._waiting) < count:
@@ -70,12 +69,9 @@ def test_a_thread_may_take_its_turn_again():
 def test_whoever_gives_up_waiting_is_passed_over():
     turns, order = FairLock(), list[str]()
 
-    def interrupted(turn: threading.Condition, ready: Callable[[], bool]) -> bool:
-        raise KeyboardInterrupt
-
     def give_up() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eaglegbv.utils.Condition.wait_for", interrupted)
+            patch.setattr("eaglegbv.utils.Condition.wait_for", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt), turns:
                 pass
         order.append("gave up")

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,9 +79,7 @@ def place(request: pytest.FixtureRequest) -> Place:
     return found
 
 
-def check_kernels(
-    place: Place, name: str, sizes: Sizes = SIZES, *, tolerance: float = 0.03, **scores: Any
-) -> None:
+def check_kernels(place: Place, name, sizes=SIZES, *, tolerance=0.03, **scores: Any) -> None:
     """Check that FlashInfer attends as PyTorch does, over a named batch, in every layer."""
     ours, reference = pools(place.device, sizes=sizes)
     attention = FlashInferPagedAttention(ours, place.kernels)
@@ -238,22 +237,12 @@ def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(host, on_
     on_host.faults.clear()
 
 
-class Moment:
-    """A CUDA event that has always happened."""
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 @pytest.mark.on_host
 @pytest.mark.parametrize("name", BATCHES)
 def test_flashinfers_plans_wait_for_nothing(name, on_host, monkeypatch):
     """No number is read from the device, and no copy to it is waited for."""
     monkeypatch.setattr(on_host, "on_launch", lambda launched: None)
-    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)  # has always happened
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     segments = BATCHES[name]
@@ -336,15 +325,7 @@ def test_pools_that_no_kernel_serves_are_refused_by_name():
         check_pool(KVPool(1, 16, 1, 64, torch.float32))
 
 
-def test_flashinfer_missing_is_a_clear_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(InvalidArgument, match=r"attention='flashinfer'.*eaglegbv\[gpu\]"):
-        FlashInferKernels()
-
-
-def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(
-    caplog, monkeypatch
-):
+def test_a_pool_that_flashinfer_cannot_serve_falls_back_and_is_counted(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with PretendDevice():
         narrow = KVPool(1, 16, 1, 80, torch.bfloat16, "cuda")
@@ -352,6 +333,7 @@ def test_a_pool_of_a_gpu_that_flashinfer_cannot_serve_falls_back_and_is_counted(
         found = [paged_attention(pool) for pool in (narrow, fitting)]
     assert all(isinstance(attention, TorchPagedAttention) for attention in found)
     assert "head_dim=80" in caplog.records[0].getMessage()
+    assert "attention='flashinfer'" in caplog.records[1].getMessage()
     assert "pip install 'eaglegbv[gpu]'" in caplog.records[1].getMessage()
     segment = Segment.causal(torch.zeros(2, dtype=torch.int64), torch.arange(0), torch.arange(2))
     q = torch.zeros((2, 1, 64), dtype=torch.bfloat16)
@@ -372,8 +354,6 @@ def test_wrappers_are_given_as_much_as_their_plans_may_take():
 
 
 # --- masks lie where the kernels read them
-
-
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_bit_of_a_packed_mask_lies_where_the_kernel_reads_it(name, window):

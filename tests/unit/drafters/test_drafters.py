@@ -158,9 +158,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize(("draft_sampling", "plan"), SAMPLED)
-def test_drawn_trees_carry_the_plain_distributions_over_several_commits(
-    subject, draft_sampling, plan
-) -> None:
+def test_drawn_trees_carry_the_plain_distributions(subject, draft_sampling, plan) -> None:
     """And are what these and each request's own numbers make, whatever else is in the batch.
 
     That trees made so follow their distributions is tested in test_tree_growth.py.
@@ -306,9 +304,7 @@ def replayed(session: TokenSession, snapshots: Sequence[DraftSnapshot]) -> NDArr
     return full.scatter_add_(1, found.ids, found.probs).numpy()
 
 
-def follow(
-    session: TokenSession, request: Request, snapshot: DraftSnapshot, tokens: Sequence[int]
-) -> list[NDArray[np.float64]]:
+def follow(session, request, snapshot, tokens: Sequence[int]) -> list[NDArray[np.float64]]:
     """The distributions after none, one, ... all of the tokens."""
     slots = session.allocator.allocate(len(tokens))
     dists = [replayed(session, [snapshot])[0]]

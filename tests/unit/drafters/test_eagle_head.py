@@ -10,6 +10,7 @@ from support.drafting import HEAD_DIM, KV_HEADS, Pair, causal, random_pair
 from support.published_heads import LLAMA3_ROPE
 from torch import Tensor
 from torch._dynamo.config import patch
+from torch.nn.functional import rms_norm
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -54,7 +55,7 @@ def make_head(config: EagleHeadConfig) -> EagleHead:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean() + 1e-5)
+    return rms_norm(x, x.shape[-1:], weight, 1e-5)
 
 
 def rotate(x: Tensor, position: int, scale: float = 1.0) -> Tensor:
@@ -191,7 +192,6 @@ def test_impossible_sizes_are_refused(arch: Arch, changes: dict[str, object], na
 
 
 # --- rotary embeddings against those of transformers
-
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -227,7 +227,6 @@ def test_half_precision_keeps_exact_frequencies() -> None:
 
 
 # --- compiled: what can go wrong is the compiler's front end, so its graphs are run as they are
-
 SLOTS = 1100
 """More than the positions whose angles are known from the start."""
 

@@ -248,8 +248,6 @@ def test_log_distributions_are_untempered_log_probabilities_best_first():
 
 
 # --- what a number selects
-
-
 def pick_index(probs, uniform: float) -> int:
     number = torch.tensor(uniform, dtype=torch.float64)
     return int(pick_places(torch.as_tensor(probs), number))

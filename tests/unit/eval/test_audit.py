@@ -35,15 +35,12 @@ from eaglegbv.eval.g_test import (
     power,
 )
 from eaglegbv.llm import LLM
-from eaglegbv.rng import Purpose
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.base import Rule
-from eaglegbv.verifiers.block import BlockVerifier, block, block_weights
+from eaglegbv.verifiers.block import BlockVerifier, block
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
-from eaglegbv.verifiers.proof.chooser import accepts, residual, residual_or_target
+from eaglegbv.verifiers.proof.chooser import residual
 from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
-from eaglegbv.verifiers.proof.tree import Outcome
 from eaglegbv.verifiers.registry import REFERENCES, CheckedVerifier, make_any_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
@@ -58,38 +55,13 @@ def test_an_audit_is_reproducible_and_depends_on_its_seed() -> None:
     assert first == again != other
 
 
-def block_without_weight(tree, chooser) -> Outcome:
-    """A residual without w decides about acceptance, as one paper prints it."""
-    (path,) = tree.paths
-    dists = [tree.draft_probs(path[:i]) for i in range(len(path))]
-    w = block_weights(tree, path, dists)
-    for i in range(len(path), -1, -1):
-        p = tree.target_probs(path[:i])
-        h = w[i]
-        if i < len(path):
-            mass = sum(residual(1, p, dists[i]))
-            h = 1 if w[i] == 1 else mass / (mass + 1 - w[i])
-        if i == 0 or accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
-            weights = p if i == len(path) else residual_or_target(w[i], p, dists[i])
-            return Outcome(path[:i], chooser.choose(weights, Purpose.CORRECTION, 0))
-    raise AssertionError("the root accepts")
-
-
-class Mine(Rule):
-    name = "mine"
-    draft_samplings = frozenset({DraftSampling.IID})
-    max_paths = 1
-
-
-def exact(verify) -> auditing.Subject:
-    return exact_subject(Mine(), stateless(verify))
-
-
-def test_a_wrong_rule_fails() -> None:
+def test_a_wrong_rule_fails(monkeypatch) -> None:
     sizes = Sizes(vocab=3, instances=7, paths=1)
-    assert exact(block).audit(DraftSampling.IID, sizes).passed
-    wrong = exact(block_without_weight).audit(DraftSampling.IID, sizes)
-    assert wrong.max_abs_error > 1e-3
+    subject = exact_subject(make_any_verifier("block"), stateless(block))
+    assert subject.audit(DraftSampling.IID, sizes).passed
+    # A residual without w decides about acceptance, as one paper prints it.
+    monkeypatch.setattr("eaglegbv.verifiers.block.residual", lambda w, p, q: residual(1, p, q))
+    assert subject.audit(DraftSampling.IID, sizes).max_abs_error > 1e-3
 
 
 def test_a_rule_that_forgets_its_state_fails_in_the_second_step() -> None:
@@ -116,9 +88,7 @@ def test_a_linear_program_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("draft_sampling", list(DraftSampling))
 @pytest.mark.parametrize("shape", [Shape(3, 2, 2), Shape(4, 1, 2), Shape(2, 3, 2)], ids=str)
-def test_trees_are_counted_before_they_are_listed(
-    draft_sampling: DraftSampling, shape: Shape
-) -> None:
+def test_trees_are_counted_before_they_are_listed(draft_sampling, shape) -> None:
     [problem] = instance(draft_sampling, shape, 0, steps=1, seed=0)  # positive everywhere
     assert len(drafted_paths(problem)) == count_trees(draft_sampling, shape)
 
@@ -168,9 +138,7 @@ STATEFUL = [("greedy_block", 1), ("spectr_gbv", 2)]
 
 
 @pytest.mark.parametrize(("name", "paths"), STATEFUL)
-def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(
-    name: str, paths: int
-) -> None:
+def test_batched_verifiers_with_state_pass_by_samples_of_several_steps(name, paths) -> None:
     sizes = Sizes(vocab=2, depth=3, paths=paths, instances=6, iterations=3, seed=3)
     result = sampled_subject(make_any_verifier(name), 4000).audit(DraftSampling.IID, sizes)
     assert result.passed
@@ -333,13 +301,9 @@ def halved(pair: tuple[Path, Path]) -> LLM:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_wrong_rule_in_an_engine_is_rejected(
-    llm: LLM, halved: LLM, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def planted(name: str, *_: object) -> CheckedVerifier:
-        return CheckedVerifier(Gullible())
-
-    monkeypatch.setattr("eaglegbv.verification.checked_verifier", planted)
+def test_a_wrong_rule_in_an_engine_is_rejected(llm, halved, exact, monkeypatch) -> None:
+    planted = CheckedVerifier(Gullible())
+    monkeypatch.setattr("eaglegbv.verification.checked_verifier", lambda *_: planted)
     plan = Plan(verifier="block", paths=1, depth=2, draft_temperature=1.1)  # not checked before
     own, params = (llm if exact else halved), msgspec.structs.replace(PARAMS, top_k=6)
     assert not audited(own, params, plan, exact=exact, samples=2000).passed
@@ -353,9 +317,7 @@ def test_a_wrong_rule_in_an_engine_is_rejected(
         (SamplingParams(max_tokens=3), 400, "at most 20000 possible texts"),
     ],
 )
-def test_a_pair_is_audited_with_fitting_settings_only(
-    llm: LLM, params: SamplingParams, samples: int, message: str
-) -> None:
+def test_a_pair_is_audited_with_fitting_settings_only(llm, params, samples, message) -> None:
     with pytest.raises(InvalidArgument, match=message):
         audited(llm, params, samples=samples)
 

@@ -79,14 +79,10 @@ def test_greedy_texts_agree_and_counts_add_up(library: Library, target: Path) ->
     assert answer.metrics.block_efficiency >= 1.8
 
 
-def test_seeds_repeat_and_the_model_s_own_settings_do_not_count(
-    library: Library, target: Path
-) -> None:
+def test_seeds_repeat_and_the_model_s_own_settings_do_not_count(library, target) -> None:
     way = way_of(library, target, "transformers")
-    params = SamplingParams(temperature=1.0, max_tokens=16, seed=5)
-    first = way(ASK, params, plan=PLAIN)
-    again = way(ASK, params, plan=PLAIN)
-    other = way(ASK, SamplingParams(temperature=1.0, max_tokens=16, seed=6), plan=PLAIN)
+    params = [SamplingParams(temperature=1.0, max_tokens=16, seed=seed) for seed in (5, 5, 6)]
+    first, again, other = (way(ASK, own, plan=PLAIN) for own in params)
     assert first.token_ids == again.token_ids != other.token_ids
     assert way.args[0].config.repetition_penalty in (None, 1.0)
 

@@ -19,9 +19,7 @@ QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 Call = tuple[str, int, int, int]
 
 
-def told(
-    name: str, calls: list[Call], max_batch: int | None = None
-) -> tuple[throughput.Way, list[int]]:
+def told(name: str, calls: list[Call], max_batch=None) -> tuple[throughput.Way, list[int]]:
     """A way that notes how it was asked, and its seeds."""
     seeds: list[int] = []
 
@@ -41,11 +39,8 @@ def timing(way: str, repeat: int, seconds: float, batch: int = 2) -> throughput.
 
 def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     calls: list[Call] = []
-    (first, seeds), (second, others), (single, _) = (
-        told("a", calls),
-        told("b", calls),
-        told("c", calls, 1),
-    )
+    (first, seeds), (second, others) = told("a", calls), told("b", calls)
+    single, _ = told("c", calls, 1)
     grid = throughput.Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
     timings = list(throughput.measure([first, second, single], QUESTIONS.take, grid))
     order = [name for name, batch, _, tokens in calls if tokens == 40 and batch == 1]

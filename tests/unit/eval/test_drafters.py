@@ -1,7 +1,5 @@
 """Drafters side by side: counts by depth and category, the same questions for all."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 from support.cli import run
@@ -39,9 +37,7 @@ def test_acceptance_is_pooled_over_requests() -> None:
     assert (nothing.forwards, nothing.length, nothing.shares) == (0, 0, (0, 0))
 
 
-def test_two_drafters_of_the_same_questions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_drafters_of_the_same_questions(tmp_path, capsys) -> None:
     target, head = save_pair(tmp_path)
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(f"{msgspec.json.encode(q).decode()}\n" for q in QUESTIONS))

@@ -50,10 +50,8 @@ def test_rules_against_enumeration(kind: str, n: int) -> None:
         p, q = model.p(()), model.q(())
         dists = probs_of([float(x) for x in p], [float(x) for x in q])
         found = {name: rule(dists, n).item() for name, rule in RULES.items()}
-        iid, wor = (
-            problem(DraftSampling.IID, model, shape),
-            problem(DraftSampling.WOR, model, shape),
-        )
+        iid = problem(DraftSampling.IID, model, shape)
+        wor = problem(DraftSampling.WOR, model, shape)
         assert found["one draft"] == pytest.approx(float(alpha_iid(p, q, 1)), abs=1e-12)
         assert found["RRS"] == pytest.approx(accepted_length("specinfer", iid), abs=1e-9)
         assert found["K-SEQ"] == pytest.approx(accepted_length("spectr", iid), abs=1e-9)
@@ -107,9 +105,7 @@ def test_top_keeps_the_most_likely_tokens_as_a_distribution() -> None:
     assert dists.target.tolist() == [[0.1, 0.4]]
 
 
-# Distributions collected from a pair of tables are the tables' own, place by place.
-
-
+# --- distributions collected from a pair of tables are the tables' own, place by place
 VOCAB = 5
 TOKENS = ((0, 1, 2, 3, 4, 1), (2,), (3, 3, 0, 4))
 

@@ -1,6 +1,6 @@
 """Cells are measured in parts, kept as they come, and measured once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,10 @@ from eaglegbv.eval.papers.sheets import (
     Rise,
     Sheet,
 )
-from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.request import FinishReason
-from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.global_resolution import Solver
@@ -60,9 +58,7 @@ class FakeLLM:
     fails: bool = False
     asked: list[tuple[str, int]] = field(default_factory=list)
 
-    def generate(
-        self, prompts: list[Any], params: list[SamplingParams], *, plan: Plan
-    ) -> list[Completion]:
+    def generate(self, prompts: list, params: list, *, plan: Plan) -> list[Completion]:
         self.asked.append((plan.verifier, len(prompts)))
         metrics = RequestMetrics(
             committed_tokens=len(plan.verifier),
@@ -83,17 +79,12 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Stand-ins for reading texts and judging drafts; the names of the texts judged."""
     judged: list[tuple[str, ...]] = []
 
-    def collect(
-        llm: object, questions: Sequence[Question], *, temperature: float, **rest: Any
-    ) -> list[Text]:
-        del llm, rest
+    def collect(_: object, questions, *, temperature, **rest) -> list[Text]:
+        del rest
         judged.append((f"texts of T{temperature:g}", questions[0].id))
         return [Text(name=q.id, seed=0, prompt_ids=(1,), token_ids=(1, 2)) for q in questions]
 
-    def judge(
-        pair: object, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
-    ) -> list[Cell]:
-        del pair
+    def judge(_: object, texts, settings, sampling: Sampling) -> list[Cell]:
         if len(judged) == 5:
             judged.append(())
             raise KeyboardInterrupt
@@ -113,9 +104,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return judged
 
 
-def test_a_killed_run_goes_on_where_it_stopped(
-    tmp_path: Path, drafts: list[tuple[str, ...]]
-) -> None:
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path, drafts) -> None:
     here = site(tmp_path, FakeLLM(), places=3)
 
     def measure() -> list[Cell]:
@@ -156,9 +145,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize(("way", "together"), [(Way.ENGINE, 16), (Way.TIMED, 1)])
-def test_engines_answer_every_question_in_every_setting(
-    tmp_path: Path, way: Way, together: int
-) -> None:
+def test_engines_answer_every_question_in_every_setting(tmp_path, way, together) -> None:
     llm = FakeLLM()
     here = site(tmp_path, llm, engine_questions=18)
     cells = measure_cells(here, CellStore(here, "bv"), "sheet", way, SETTINGS)
@@ -184,9 +171,7 @@ def test_a_question_that_is_not_answered_is_an_error(tmp_path: Path) -> None:
         measure_cells(here, CellStore(here, "bv"), "sheet", Way.TIMED, SETTINGS)
 
 
-# Papers as sheets: which directions are tested in which cells, and what is printed.
-
-
+# --- papers as sheets: which directions are tested in which cells, and what is printed
 COUNT = 8
 RUN = Run(
     paper="gbv",
@@ -310,11 +295,8 @@ def test_quotes_stand_beside_ours() -> None:
     )
     sheet = Sheet("s", "Title", Way.SAME_DRAFTS, settings, quotes=(quote,))
     tables = sheets.sheet_tables(sheet, [cell(settings[0], 2.0), cell(settings[1], 2.5)])
-    assert tables[0].rows == [
-        ["tokens a step", "L = 4"],
-        ["token K1", "2.000"],
-        ["block K1", "2.500"],
-    ]
+    rows = [["tokens a step", "L = 4"], ["token K1", "2.000"], ["block K1", "2.500"]]
+    assert tables[0].rows == rows
     [row] = tables[-1].rows[1:]
     assert row[:3] == ["block / token, tokens a step", "1.083", "large models"]
     assert row[3:] == ["1.250", "block K1 L4"]
@@ -342,9 +324,7 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     ]
 
 
-# Papers on one node: solvers and draft samplings on distributions of a pair of tables.
-
-
+# --- papers on one node: solvers and draft samplings on distributions of a pair of tables
 VOCAB = 8
 
 
@@ -386,9 +366,7 @@ def test_the_solvers_paper_end_to_end(table_site: Site) -> None:
     assert sum(one.startswith("exact") for one in speeds) == 2 * 3
 
 
-def test_a_node_too_large_for_a_solver_leaves_its_cell_empty(
-    table_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_too_large_for_a_solver_leaves_its_cell_empty(table_site, monkeypatch) -> None:
     monkeypatch.setattr("eaglegbv.verifiers.global_resolution.MOST_SETS", 1)
     own, _ = GR_SOLVERS.sheets
     sheet = Sheet("s", "t", Way.SOLVERS, nodes_of(("exact", "lp"), ((4, 2),)), own.directions)

@@ -1,17 +1,19 @@
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 from httpx import ConnectError
-from support.data import data_file
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.questions import DATA_VARIABLE, SUITES, load_questions, read_questions
 from eaglegbv.utils import CACHE_FOLDER, read_json_lines
 
+DATA = Path(os.environ.get(DATA_VARIABLE) or Path(__file__).parents[4] / "shared" / "data")
 CATEGORIES = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 }  # fmt: skip
@@ -26,10 +28,8 @@ def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> str:
-        raise ConnectError("no network")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", fail)
+    unreachable = Mock(side_effect=ConnectError("no network"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -50,9 +50,7 @@ def test_builtin_questions_cover_every_category_twice() -> None:
     assert found.origin == "package"
 
 
-def test_data_folder_then_cache_then_hub(
-    isolated: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None
-) -> None:
+def test_data_folder_then_cache_then_hub(isolated, monkeypatch, no_hub) -> None:
     with pytest.raises(
         InvalidArgument, match=r"questions-set='mt-bench'.*hub could not be reached"
     ):
@@ -172,9 +170,7 @@ UPSTREAM = {
 
 
 @pytest.mark.parametrize("name", sorted(UPSTREAM))
-def test_every_suite_is_read_as_its_authors_publish_it(
-    name: str, isolated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_suite_is_read_as_its_authors_publish_it(name, isolated, monkeypatch) -> None:
     row, expected = UPSTREAM[name]
     content = (json.dumps(row) + "\n").encode()
     file = SUITES[name].file
@@ -195,9 +191,7 @@ def test_every_suite_has_a_case_above() -> None:
 
 
 @pytest.mark.parametrize("name", ["mt-bench", "mgsm"])
-def test_a_suite_that_is_nowhere_says_where_it_looked(
-    name: str, isolated: Path, no_hub: None
-) -> None:
+def test_a_suite_that_is_nowhere_says_where_it_looked(name, isolated, no_hub) -> None:
     with pytest.raises(InvalidArgument, match=f"questions-set='{name}'.*--data FILE") as caught:
         load_questions(name)
     assert SUITES[name].file in str(caught.value)
@@ -222,16 +216,9 @@ HUB = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_rows_of_the_hub_are_mapped_and_stay(
-    name: str, isolated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_the_hub_are_mapped_and_stay(name, isolated, monkeypatch) -> None:
     row, expected, where = HUB[name]
-    asked = []
-
-    def download(repository: str, path: str, **kwargs: object) -> str:
-        asked.append((repository, path))
-        return str(write(isolated / "hub.jsonl", row))
-
+    download = Mock(return_value=str(write(isolated / "hub.jsonl", row)))
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     first, again = load_questions(name), load_questions(name)
@@ -239,7 +226,7 @@ def test_rows_of_the_hub_are_mapped_and_stay(
     assert again.questions == first.questions
     [question] = first.questions
     assert (question.id, question.turns, question.source) == (*expected, name)
-    assert asked == [where]
+    assert [call.args for call in download.call_args_list] == [where]
 
 
 def test_any_file_of_prompts_is_a_set(isolated: Path) -> None:
@@ -278,7 +265,6 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", sorted(set(SUITES) - {"builtin"}))
 def test_reads_the_real_sets(name: str) -> None:
-    path = data_file(f"prompts/{SUITES[name].file}")
-    if path is None:
+    if not (DATA / "prompts" / SUITES[name].file).is_file():
         pytest.skip("the data folder is not on this machine")
-    assert len(load_questions(name, path.parents[1]).questions) == COUNTS[name]
+    assert len(load_questions(name, DATA).questions) == COUNTS[name]

@@ -45,8 +45,7 @@ def test_a_file_or_a_foreign_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path, run_settings(), ENVIRONMENT)
 
 
-# Its files.
-
+# --- its files
 ENTRIES = [Estimate(2.0, 1.0, 3.0), Estimate(5.0, 4.0, 6.0)]
 
 
@@ -83,9 +82,7 @@ def test_content_is_read_or_refused_by_the_name_a_user_gave(tmp_path: Path) -> N
         read_json(path, Estimate, argument="file", expected="a figure")
 
 
-# Grids of settings: every combination once, named; what is not lossless is left out.
-
-
+# --- grids of settings: every combination once, named; what is not lossless is left out
 def names(*args: object, base: Plan | None = None, **more: object) -> list[str]:
     settings = grid(*args, base=base or Plan(), **more).settings
     return [setting.name for setting in settings]

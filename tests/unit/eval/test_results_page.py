@@ -98,11 +98,8 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
     path = add_evidence(tmp_path / "kept", "mt-bench", tmp_path / "run")
     kept = read_evidence(tmp_path / "kept")["mt-bench"]
     assert isinstance(kept, Results)
-    assert (
-        statistics.summarise(kept)
-        == statistics.summarise(results)
-        == statistics.summarise(compact(results))
-    )
+    figures = statistics.summarise(results)
+    assert statistics.summarise(kept) == figures == statistics.summarise(compact(results))
     assert b"xxx" not in path.read_bytes()
     assert b"/somewhere" not in path.read_bytes()
     write_results(tmp_path, results, statistics.summarise(results))
@@ -148,11 +145,8 @@ def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
     missing = next(line for line in text.splitlines() if "Not measured" in line)
     assert all((f"`{name}.json`" in missing) == (name not in evidence) for name in EXPECTED)
     titles = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
-    assert titles[:3] == [
-        "Which verifier when",
-        "test: 8 questions (mt-bench)",
-        "Block verification",
-    ]
+    first = ["Which verifier when", "test: 8 questions (mt-bench)", "Block verification"]
+    assert titles[:3] == first
     assert text.index("| otbv K2 L3 |") < text.index("Machine: ")  # figures first
     assert page(evidence) == text
 
@@ -196,9 +190,7 @@ def test_what_is_committed_gives_the_committed_page() -> None:
         assert path.stat().st_size < 300_000
 
 
-# Pictures of a run.
-
-
+# --- pictures of a run
 drawing = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 
 PICTURES = {

@@ -1,4 +1,5 @@
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,12 +30,8 @@ def test_each_conversation_feeds_back_its_own_answer() -> None:
     assert len(second_turns) == 2 * len(QUESTIONS)
     for messages, plan in second_turns:
         assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
-        assert [m["content"] for m in messages] == [
-            "Be brief.",
-            "One?",
-            f"{plan.verifier} answers",
-            "Two?",
-        ]
+        said = ["Be brief.", "One?", f"{plan.verifier} answers", "Two?"]
+        assert [m["content"] for m in messages] == said
 
 
 def test_warm_up_is_not_recorded() -> None:
@@ -70,9 +67,7 @@ def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> N
         Setting(plan=Plan(), baseline="transformers")
 
 
-# Conversations held at once: each once, with its own seed, whatever the order they end in.
-
-
+# --- conversations held at once: each once, with its own seed, whatever the order they end in
 ASKED = tuple(Question(str(i), "none", (f"ask {i}", "go on"), "test") for i in range(5))
 SETTING = Setting(plan=Plan(verifier="gbv", paths=2, depth=3))
 OTHER = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))
@@ -92,10 +87,7 @@ class Together:
         self.seeds: dict[tuple[str, ...], int | None] = {}
         self._both = threading.Barrier(2, timeout=30)
 
-    def __call__(
-        self, prompts: list[dict[str, str]], sampling_params: SamplingParams, *, plan: Plan
-    ) -> Completion:
-        del plan
+    def __call__(self, prompts, sampling_params: SamplingParams, **_: Plan) -> Completion:
         said = tuple(message["content"] for message in prompts)
         self.seeds[said] = sampling_params.seed
         if said[0] == "ask 4":
@@ -106,9 +98,7 @@ class Together:
         return answer(f"answer {len(prompts)}", [*range(6)], metrics)
 
 
-def hold_served(
-    done: set[tuple[str, str, int]], own: Setting = SETTING
-) -> tuple[Together, list[Record]]:
+def hold_served(done: set[Any], own: Setting = SETTING) -> tuple[Together, list[Record]]:
     records: list[Record] = []
     generate = Together()
     settings = msgspec.structs.replace(SERVED, settings=(own,))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest.mock import create_autospec
 
 import msgspec
 import numpy as np
@@ -51,7 +52,6 @@ from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.proof.enumeration import Problem, Shape
@@ -131,22 +131,19 @@ def test_means_agree_with_exact_expectations() -> None:
 
 
 def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    for rule in (OtbvVerifier, TraversalVerifier, BlockVerifier):
-        _watch(monkeypatch, rule, seen)
+    rules = (OtbvVerifier, TraversalVerifier, BlockVerifier)
+    judges = [create_autospec(rule.judge, side_effect=rule.judge) for rule in rules]
+    for rule, judge in zip(rules, judges, strict=True):
+        monkeypatch.setattr(rule, "judge", judge)
     pair = table_pair(VOCAB)
     settings = grid(("otbv", "traversal", "block"), (1, 3), (2, 4), (1.0,), base=Plan()).settings
     texts = texts_of(pair.target, count=2, length=6)
     same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
     by_size: dict[tuple[int, int], list[Any]] = {}
-    for one in seen:
+    for one in (call.args for judge in judges for call in judge.call_args_list):
         by_size.setdefault((one[1].paths, one[1].length), []).append(one)
-    assert {size: len(judged) for size, judged in by_size.items()} == {
-        (1, 2): 6,
-        (1, 4): 6,
-        (3, 2): 4,
-        (3, 4): 4,
-    }
+    counts = {size: len(judged) for size, judged in by_size.items()}
+    assert counts == {(1, 2): 6, (1, 4): 6, (3, 2): 4, (3, 4): 4}
     for judged in by_size.values():
         trees, dists = {id(j[1]) for j in judged}, {id(j[2]) for j in judged}
         assert len(trees) == len(dists) == 1
@@ -164,18 +161,6 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
             for k in range(part.paths):
                 mine = part.token_ids[b, part.path_nodes[b, k]]
                 assert torch.equal(mine, whole.token_ids[b, whole.path_nodes[b, k, :length]])
-
-
-def _watch(monkeypatch: pytest.MonkeyPatch, rule: type[Verifier], seen: list[Any]) -> None:
-    judge = rule.judge
-
-    def watched(
-        self: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> Verdict:
-        seen.append((rule.name, tree, target, uniforms))
-        return judge(self, tree, target, uniforms)
-
-    monkeypatch.setattr(rule, "judge", watched)
 
 
 def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> None:
@@ -265,9 +250,7 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     llm.generate("again", SamplingParams(max_tokens=2), plan=PLAIN)
 
 
-# Numbers of several judgements lie in different parts, and each judgement's alone are uniform.
-
-
+# --- numbers of several judgements lie in different parts, and each judgement's alone are uniform
 BATCH, LONG, MANY = 3, 40, 5
 
 
@@ -291,9 +274,7 @@ def test_numbers_are_a_latin_hypercube() -> None:
     assert not torch.equal(columns(3), columns(3, step=8))
 
 
-# A part of an offer is the tree that fewer and shorter paths make.
-
-
+# --- a part of an offer is the tree that fewer and shorter paths make
 def probs_after(prefix: Prefix) -> Candidates:
     """A draft distribution for every prefix."""
     weights = np.random.default_rng([7, *prefix]).random(VOCAB)
@@ -329,9 +310,7 @@ def offer_of(tree: DraftTree) -> Offer:
     st.sampled_from([0.0, 0.2]),
     st.data(),
 )
-def test_a_part_is_the_tree_that_fewer_and_shorter_paths_make(
-    seed: int, paths: int, length: int, min_confidence: float, data: st.DataObject
-) -> None:
+def test_a_part_is_the_tree_of_fewer_and_shorter_paths(seed, paths, length, min_confidence, data):
     few = data.draw(st.integers(1, paths))
     short = data.draw(st.integers(1, length))
     uniforms = np.random.default_rng(seed).random((2, paths, length))
@@ -373,9 +352,7 @@ def test_the_whole_is_a_part_and_other_distributions_have_none() -> None:
         Offer(other, offer.target).part(1, 2)
 
 
-# Sampled and fixed trees at equal nodes: the comparison and its findings.
-
-
+# --- sampled and fixed trees at equal nodes: the comparison and its findings
 WORDS = 6
 SMALL = StudySettings(
     temperatures=(0.0, 0.8),
@@ -401,9 +378,7 @@ LADDER = [a_tally(1, (2.5, 3.0)), a_tally(3, (3.5, 5.0))]
     ("nodes", "expected"),
     [(0.0, [2.0, 2.0]), (0.5, [2.25, 2.5]), (1.0, [2.5, 3.0]), (2.5, [3.25, 4.5])],
 )
-def test_a_mixture_of_fixed_trees_has_the_nodes_asked_for(
-    nodes: float, expected: list[float]
-) -> None:
+def test_a_mixture_of_fixed_trees_has_the_nodes_asked_for(nodes, expected) -> None:
     """Text by text: a share of the larger tree such that the mean number of nodes is right."""
     assert of_size(LADDER, nodes) == pytest.approx(expected)
 

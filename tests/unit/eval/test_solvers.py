@@ -55,9 +55,7 @@ def test_a_plan_is_lossless_and_within_its_bound(solver: Solver) -> None:
 
 
 @pytest.mark.parametrize(("width", "limit"), [(4, 12), (5, 10**6)])
-def test_a_selection_has_the_distribution_it_says(
-    monkeypatch: pytest.MonkeyPatch, width: int, limit: int
-) -> None:
+def test_a_selection_has_the_distribution_it_says(monkeypatch, width, limit) -> None:
     """Over all draws, with and without truncation; its shortfall is what it loses."""
     monkeypatch.setattr(global_resolution, "MOST_MULTISETS", limit)
     for node in nodes(Setting(vocab=8, drafts=3, width=width), 6, 2):
@@ -124,9 +122,5 @@ def test_a_node_past_the_time_limit_is_not_solved() -> None:
 
 def test_a_width_beyond_the_vocabulary_is_the_whole_of_it() -> None:
     found = settings_of([(10, 2), (4, 3)], [None, 8, 9])
-    assert [(s.vocab, s.drafts, s.width) for s in found] == [
-        (10, 2, 10),
-        (10, 2, 8),
-        (10, 2, 9),
-        (4, 3, 4),
-    ]
+    sizes = [(s.vocab, s.drafts, s.width) for s in found]
+    assert sizes == [(10, 2, 10), (10, 2, 8), (10, 2, 9), (4, 3, 4)]

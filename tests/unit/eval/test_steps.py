@@ -4,6 +4,7 @@ import time
 from functools import partial
 from math import sqrt
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -24,9 +25,7 @@ SMALL = random_models.Shape(
 )
 
 
-def made(
-    shape: random_models.Shape = SMALL, dtype: torch.dtype = torch.float32, **options: object
-) -> Pair:
+def made(shape: random_models.Shape = SMALL, dtype=torch.float32, **options: object) -> Pair:
     pair = random_models.random_pair(
         shape, slots=512, max_context=256, dtype=dtype, device=CPU, **options
     )
@@ -84,9 +83,7 @@ def test_plain_decoding_has_no_draft() -> None:
     )
 
 
-def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(monkeypatch) -> None:
     setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
     monkeypatch.setattr("eaglegbv.eval.step_bench.barrier_of", lambda _: partial(time.sleep, 0.02))
     found = report(setting)
@@ -123,17 +120,12 @@ def test_a_profile_is_read() -> None:
     assert step_bench.launches_and_busy(events) == (7, pytest.approx(0.7))
 
 
-def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(monkeypatch) -> None:
     setting = step_bench.StepSetting(plan=PLAIN, context=8, steps=2)
     pair = made()
 
-    def forward(*arguments: object, **named: object) -> None:
-        raise RuntimeError("no memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr(pair.target, "forward", forward)
+        patched.setattr(pair.target, "forward", Mock(side_effect=RuntimeError("no memory")))
         with pytest.raises(StepFailed, match="no memory"):
             report(setting, pair)
     assert pair.target.allocator.num_used == 0
@@ -174,20 +166,14 @@ def test_a_made_pair_accepts_as_much_as_is_asked_for(dtype: torch.dtype, wanted:
     assert reached == pytest.approx(wanted, rel=0.05)
     assert not drafter.head.embedding.equal(target.input_embeddings)
     # Without noise nearly all is accepted, also of a chain.
-    assert (
-        random_models.block_efficiency(
-            target, drafter, Plan(paths=1, depth=4), 0.0, temperature=1.0
-        )
-        > 4
-    )
+    chain = Plan(paths=1, depth=4)
+    assert random_models.block_efficiency(target, drafter, chain, 0.0, temperature=1.0) > 4
     for impossible in (1.0, 4.99, 6.0):
         with pytest.raises(InvalidArgument, match=f"efficiency={impossible}"):
             random_models.tune(target, drafter, plan, impossible, temperature=1.0)
 
 
-def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(monkeypatch) -> None:
     # Each layer magnifies rounding as one of width 4096 would.
     deep = random_models.Shape(
         hidden=256, layers=32, heads=2, kv_heads=1, intermediate=512, vocab=8000, draft_vocab=50
@@ -200,9 +186,7 @@ def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_random_head_is_on_the_device_shares_the_embedding_and_rotates_exactly(
-    device: str,
-) -> None:
+def test_a_random_head_is_on_the_device_shares_the_embedding_and_rotates_exactly(device) -> None:
     config = made().drafter.head.config
     embedding = torch.zeros(64, 32, device=device, dtype=torch.bfloat16)
     head = random_models.random_head(config, embedding)

@@ -134,15 +134,11 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
         (0.9, 0.98, 0.01, "below"),
     ],
 )
-def test_an_interval_that_holds_one_leaves_the_side_open(
-    low: float, high: float, slack: float, side: str
-) -> None:
+def test_an_interval_that_holds_one_leaves_the_side_open(low, high, slack, side) -> None:
     assert Estimate((low + high) / 2, low, high).told("above", "below", "neither", slack) == side
 
 
-# Two runs compared, question by question.
-
-
+# --- two runs compared, question by question
 def figure(comparison: Comparison, name: str) -> Difference:
     return next(one for one in comparison.differences if one.figure == name)
 

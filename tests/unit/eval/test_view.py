@@ -2,6 +2,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -39,13 +40,12 @@ def trees(tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text of each script."""
+    """Tags with their attributes, and the texts in each kind of tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.title = ""
+        self.texts: dict[str | None, list[str]] = defaultdict(list)
         self.inside: str | None = None
         self.feed(text)
         self.close()
@@ -58,15 +58,12 @@ class Page(HTMLParser):
         self.inside = None
 
     def handle_data(self, data: str) -> None:
-        if self.inside == "script":
-            self.scripts.append(data)
-        if self.inside == "title":
-            self.title += data
+        self.texts[self.inside].append(data)
 
 
 def parsed(text: str) -> tuple[Page, dict]:
     found = Page(text)
-    data, script = found.scripts
+    data, script = found.texts["script"]
     assert script.lstrip().startswith('"use strict"')
     assert "@@" not in script
     return found, json.loads(data)
@@ -80,7 +77,7 @@ def test_a_page_refers_to_nothing_outside_itself(trace: Path, trees: Path) -> No
         assert not [tag for tag, _ in found.tags if tag in {"link", "img", "iframe", "base"}]
         policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
         assert policy.startswith("default-src 'none'")
-        script = found.scripts[-1]
+        script = found.texts["script"][-1]
         for word in ("fetch", "XMLHttpRequest", "import ", "innerHTML", "document.write", "eval("):
             assert word not in script
         # What the script looks for is there, or made by itself.
@@ -97,7 +94,7 @@ def test_nothing_in_an_answer_ends_the_script() -> None:
     answers = [turn["text"] for c in data["conversations"] for turn in c["turns"]]
     assert NASTY in answers
     content = results_content(run) | {"title": NASTY}
-    assert parsed(page(content))[0].title == NASTY
+    assert "".join(parsed(page(content))[0].texts["title"]) == NASTY
 
 
 def test_a_run_is_shown_with_its_own_figures(tmp_path: Path) -> None:
@@ -106,7 +103,7 @@ def test_a_run_is_shown_with_its_own_figures(tmp_path: Path) -> None:
     for source in (tmp_path, path):
         found, data = parsed(view(source))
         assert data["kind"] == "results"
-        assert found.title == "test: target"
+        assert found.texts["title"] == ["test: target"]
         shown = {one["name"]: one for one in data["settings"]}
         for summary in summarise(run):
             one = shown[summary.setting]
@@ -154,9 +151,7 @@ def test_trees_are_shown_request_by_request(trees: Path) -> None:
     ]
 
 
-def test_a_trace_too_large_for_a_page_is_cut_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_too_large_for_a_page_is_cut_and_says_so(tmp_path, monkeypatch) -> None:
     path = write_trace(tmp_path / "trees.json", [(bush(20),)] * 9)
     monkeypatch.setattr("eaglegbv.eval.view.MOST_NODES", 70)
     _, data = parsed(view(path))

@@ -62,10 +62,8 @@ class SeesSiblings(TorchPagedAttention):
     """Ignores who sees whom."""
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
-        return super().attend(call, q, k, v, self.blind(batch))
-
-    def blind(self, batch: PackedBatch) -> PackedBatch:
-        return pack([self.change(segment) for segment in batch.segments])
+        changed = pack([self.change(segment) for segment in batch.segments])
+        return super().attend(call, q, k, v, changed)
 
     def change(self, segment: Segment) -> Segment:
         return replace(segment, visible=None)

@@ -11,7 +11,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from support.packed_trees import Text, random_parents, scattered
-from support.tiny_models import LAYERS, VOCAB, tiny_model
+from support.tiny_models import CONFIGS, LAYERS, VOCAB, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -21,20 +21,7 @@ from eaglegbv.errors import InvalidArgument, ModelNotSupported
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FINAL
 
-SUPPORTED = [
-    "llama",
-    "qwen2",
-    "qwen2_window",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "opt",
-    "gpt2",
-    "phi3",
-    "mixtral",
-    "gpt_oss",
-]
+SUPPORTED = [name for name in CONFIGS if name not in {"bloom", "gptj", "stablelm"}]
 FEATURE_LAYERS = (1, 2, LAYERS - 1)
 
 
@@ -183,12 +170,10 @@ def test_loading_what_is_not_there(tmp_path, monkeypatch):
         load_model(tmp_path / "missing")
     with pytest.raises(InvalidArgument, match="existing model folder"):
         load_model("nobody/no-such-model")
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
-    with pytest.raises(ModelNotSupported, match="model type"):
-        load_model(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelNotSupported, match="weights"):
-        load_model(tmp_path)
+    for kind, message in (("no-such-type", "model type"), ("llama", "weights")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ModelNotSupported, match=message):
+            load_model(tmp_path)
 
 
 def test_a_quantised_model_without_its_package_is_refused_in_a_line(tmp_path):

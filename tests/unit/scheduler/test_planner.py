@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.simulated_engine import Simulation, World, constant, make_request
+from support.simulated_engine import Simulation, World, constant, decoding
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason
@@ -19,8 +19,7 @@ from eaglegbv.scheduler.planner import (
     size_class,
 )
 
-# Seconds of a step.
-
+# --- seconds of a step
 PLANS = [PLAIN, *(Plan(paths=k, depth=d) for k, d in ((3, 4), (1, 2), (2, 6), (4, 8)))]
 
 
@@ -113,9 +112,7 @@ def test_a_first_step_that_was_held_up_is_forgotten_after_the_second() -> None:
     assert max(error(costs, shape(1, plan)) for plan in PLANS) < 0.25
 
 
-# Tokens of a step.
-
-
+# --- tokens of a step
 def feed(acceptance: Acceptance, chances: list[float], *, paths: int = 3, steps: int = 300) -> None:
     generator = np.random.default_rng(7)
     for step in range(steps):
@@ -158,8 +155,7 @@ def test_what_a_number_of_paths_brings_follows_from_others(exponent: float) -> N
     assert acceptance.hazards[1, 0] == pytest.approx(1 - 0.5 ** (2**exponent), abs=0.06)
 
 
-# The choice.
-
+# --- the choice
 WORLDS = {
     "good drafter": World(chance=constant(0.8)),
     "middling drafter": World(),
@@ -249,9 +245,8 @@ def test_the_search_costs_a_hundredth_of_the_time_at_most(batch: int) -> None:
     assert 0 < simulation.share(PlanReason.PROBE, 1500) < 0.05
     probed = [step[0][1] is PlanReason.PROBE for step in simulation.log]
     assert {len(list(run)) for probe, run in itertools.groupby(probed) if probe} == {2}
-    assert (
-        len({step[0][0] for step, probe in zip(simulation.log, probed, strict=True) if probe}) > 2
-    )
+    tried = {step[0][0] for step, probe in zip(simulation.log, probed, strict=True) if probe}
+    assert len(tried) > 2
 
 
 def test_probes_count_what_drafters_read_for_them() -> None:
@@ -262,9 +257,7 @@ def test_probes_count_what_drafters_read_for_them() -> None:
     assert simulation.share(PLAIN, 400) > 0.95
 
 
-# What changes the choice.
-
-
+# --- what changes the choice
 def test_a_batch_that_drains_comes_to_draft() -> None:
     simulation = begin(LARGE)
     shares = []
@@ -276,7 +269,7 @@ def test_a_batch_that_drains_comes_to_draft() -> None:
     assert shares[2] > 0.9
     assert max(shares[1], shares[3]) < 0.2
     # While others prefill, a plan has to pay in the batch that they will make.
-    request, drafts = make_request(-1, AUTO, 1.0), []
+    request, drafts = decoding(-1, AUTO, 1.0), []
     for others in (31, 0, 31, 0):
         simulation.planner.assign([request], others=others)
         drafts.append(request.plan.speculative)
@@ -339,9 +332,7 @@ def test_one_hard_text_in_the_beginning_does_not_keep_drafting_off() -> None:
     assert np.median(shares) > 0.9
 
 
-# Lookups.
-
-
+# --- lookups
 def sometimes(place: int, step: int) -> int:
     """Every other request's text has a loop in the second half of each 40 steps."""
     return 16 if place % 2 == 0 and step % 40 >= 20 else 0
@@ -377,7 +368,7 @@ def test_lookups_that_are_not_accepted_are_left_and_sampled_requests_have_none()
 def test_a_long_match_is_expected_to_go_on_before_any_was_tried() -> None:
     tokens = {}
     for matched in (0, 1, 4, 16):
-        planner, request = Planner(World().recorded()), make_request(0, AUTO, 0.0)
+        planner, request = Planner(World().recorded()), decoding(0, AUTO, 0.0)
         for _ in range(20):
             planner.assign([request], matched=lambda _, count=matched: count)
         assert (request.plan.source is Source.LOOKUP) <= (matched > 0)
@@ -385,11 +376,9 @@ def test_a_long_match_is_expected_to_go_on_before_any_was_tried() -> None:
     assert tokens[16] == 16
 
 
-# What is learned from which step, and what is told.
-
-
+# --- what is learned from which step, and what is told
 def expected(planner: Planner, members: int = 1) -> dict[str, float]:
-    requests = [make_request(-n, AUTO, 1.0) for n in range(members)]
+    requests = [decoding(-n, AUTO, 1.0) for n in range(members)]
     scores = planner.scores(requests, AUTO, members)
     assert scores is not None
     return dict(zip(map(plan_name, scores.plans), scores.seconds.tolist(), strict=True))
@@ -399,7 +388,7 @@ def test_a_step_that_others_take_part_in_teaches_nothing() -> None:
     simulation = Simulation(World())
     simulation.run(1, 200)
     planner, before = simulation.planner, expected(simulation.planner)
-    members = [make_request(-n, AUTO, 1.0) for n in range(1, 9)]
+    members = [decoding(-n, AUTO, 1.0) for n in range(1, 9)]
     for _ in range(100):
         planner.assign([], others=1)
         planner.assign(members[:1], others=7)
@@ -420,7 +409,7 @@ def test_times_count_from_the_second_step_alike_on() -> None:
     """The first one of a kind takes ten times as long here, and nobody is misled."""
     simulation = Simulation(World())
     simulation.run(1, 300)
-    planner, request = simulation.planner, make_request(-1, AUTO, 1.0)
+    planner, request = simulation.planner, decoding(-1, AUTO, 1.0)
     before, usual = None, expected(planner)
     for _ in range(300):
         planner.assign([request])
@@ -438,7 +427,7 @@ def test_plans_keep_to_the_limits_and_fixed_ones_are_kept() -> None:
     assert plans <= {PLAIN, *auto.candidates}
     assert len(plans) > 4
     planner, plan = Planner(), Plan(paths=2, depth=2)
-    fixed, free = make_request(0, None, 1.0), make_request(1, AUTO, 1.0)
+    fixed, free = decoding(0, None, 1.0), decoding(1, AUTO, 1.0)
     fixed.plan = plan
     for _ in range(20):
         planner.assign([fixed, free])
@@ -451,13 +440,13 @@ def test_plans_keep_to_the_limits_and_fixed_ones_are_kept() -> None:
 def test_greedy_and_sampled_steps_are_learned_apart() -> None:
     simulation = Simulation(World(chance=constant(0.9)))
     simulation.run(1, 100, temperature=0.0)
-    assert "tokens/s" in simulation.planner.explain([make_request(-1, AUTO, 0.0)])
-    assert "nothing is known" in simulation.planner.explain([make_request(-2, AUTO, 1.0)])
+    assert "tokens/s" in simulation.planner.explain([decoding(-1, AUTO, 0.0)])
+    assert "nothing is known" in simulation.planner.explain([decoding(-2, AUTO, 1.0)])
 
 
 def test_it_says_in_words_why_a_plan_was_chosen() -> None:
     simulation = Simulation(World())
-    requests, told = [make_request(n, AUTO, 1.0) for n in (-1, -2)], {}
+    requests, told = [decoding(n, AUTO, 1.0) for n in (-1, -2)], {}
     for _ in range(4):
         simulation.run(2, 100)
     planner = simulation.planner
@@ -472,33 +461,30 @@ def test_it_says_in_words_why_a_plan_was_chosen() -> None:
     plan, why = told[PlanReason.PROBE]
     assert why.startswith(f"{plan_name(plan)} has not run for ")
     assert planner.explain(requests).startswith("tokens/s expected at batch 2: ")
-    assert (
-        planner.explain([make_request(0, None, 1.0)]) == "no request leaves its plan to the engine"
-    )
-    planner.assign([make_request(0, None, 1.0)])
+    fixed = [decoding(0, None, 1.0)]
+    assert planner.explain(fixed) == "no request leaves its plan to the engine"
+    planner.assign(fixed)
     assert planner.why == ""
     assert Planner().known == KnownCosts()
 
 
-# Whether a drafter should read a prompt.
-
-
+# --- whether a drafter should read a prompt
 def test_prompts_are_worth_reading_until_plain_decoding_was_better() -> None:
     world = World(chance=constant(0.05), draft=(8.0, 1.0, 2.0, 0.4))
     planner = (simulation := Simulation(world)).planner
-    auto, fixed = (make_request(-1, plan, 1.0) for plan in (AUTO, None))
+    auto, fixed = (decoding(-1, plan, 1.0) for plan in (AUTO, None))
     fixed.drafted = True
     assert planner.worth_reading(auto, rows=20, batch=2)
     simulation.run(2, 200)
     assert not planner.worth_reading(auto, rows=20, batch=2)
     assert planner.worth_reading(fixed, rows=20, batch=2)
-    assert planner.worth_reading(make_request(-2, AUTO, 0.0), rows=20, batch=2)
+    assert planner.worth_reading(decoding(-2, AUTO, 0.0), rows=20, batch=2)
 
 
 def test_what_is_expected_of_a_batch_is_what_was_best_in_batches_of_its_size() -> None:
     # A request that drafts costs more than it gains, which the step's own cost hides in small ones.
     world = World(step=(20.0, 0.5), draft=(0.5, 3.0, 0.2, 1.5))
-    planner, auto = (simulation := Simulation(world)).planner, make_request(-1, AUTO, 1.0)
+    planner, auto = (simulation := Simulation(world)).planner, decoding(-1, AUTO, 1.0)
     for batch in (1, 16):
         simulation.run(batch, 150)
     worth = {n: planner.worth_reading(auto, rows=20, batch=n) for n in (1, 2, 9, 16, 64)}
@@ -512,7 +498,7 @@ def test_a_long_prompt_is_worth_reading_for_a_long_answer() -> None:
 
     def most(answer: int) -> int:
         """The longest prompt that is read, to a tenth."""
-        request = make_request(-1, AUTO, 1.0, max_tokens=1 + answer)
+        request = decoding(-1, AUTO, 1.0, max_tokens=1 + answer)
         worth = [planner.worth_reading(request, rows=10 * n, batch=4) for n in range(1000)]
         assert worth == sorted(worth, reverse=True)
         return 10 * sum(worth)

@@ -1,13 +1,11 @@
 """Texts that begin alike share slots; every block has its users, and idle ones are free memory."""
 
 import pytest
+from support.requests import make_request
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
-from eaglegbv.rng import RequestRng
-from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import BLOCK, PrefixCache, idle_slots
 
@@ -23,20 +21,9 @@ class Shop:
         self.kv = KVSlots(self.allocator, self.cache)
         self.open: list[Request] = []
 
-    def read(
-        self, prompt: tuple[int, ...], *, drafted: bool = False, skips: bool = False
-    ) -> Request:
+    def read(self, prompt: tuple[int, ...], **how: bool) -> Request:
         """Admit a request and read its prompt; a first token follows."""
-        r = Request(
-            number=len(self.open),
-            prompt_ids=prompt,
-            params=SamplingParams(),
-            plan=PLAIN,
-            rng=RequestRng(0),
-            max_tokens=50,
-            drafted=drafted,
-            skips=skips,
-        )
+        r = make_request(len(self.open), prompt, **how)
         self.open.append(r)
         self.admit(r)
         r.token_ids.append(7)

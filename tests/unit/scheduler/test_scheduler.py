@@ -4,14 +4,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.requests import make_request
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import Phase
 from eaglegbv.request import Request
-from eaglegbv.rng import RequestRng
-from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import GROWTH, PrefillChunk, Scheduler, StepBatch
@@ -20,9 +18,7 @@ from eaglegbv.scheduler.scheduler import GROWTH, PrefillChunk, Scheduler, StepBa
 class Pool:
     """A scheduler over a pool, and a stand-in for the engine: every text token is 0."""
 
-    def __init__(
-        self, *, max_batch: int, slots: int, prefill_tokens: int = 1000, share: bool = False
-    ) -> None:
+    def __init__(self, *, max_batch, slots, prefill_tokens=1000, share=False) -> None:
         self.allocator = SlotAllocator(slots)
         self.cache = PrefixCache(self.allocator, enabled=share)
         self.kv = KVSlots(self.allocator, self.cache)
@@ -64,18 +60,9 @@ class Pool:
         return batch
 
 
-def request(number, *, prompt=4, max_tokens=5, step_slots=1, priority=0):
+def request(number, *, prompt=4, max_tokens=5, **more):
     """A request that needs ``prompt`` + ``max_tokens`` + 1: 10 by default."""
-    return Request(
-        number=number,
-        prompt_ids=(0,) * prompt,
-        params=SamplingParams(max_tokens=max_tokens),
-        plan=PLAIN,
-        rng=RequestRng(number),
-        max_tokens=max_tokens,
-        step_slots=step_slots,
-        priority=priority,
-    )
+    return make_request(number, (0,) * prompt, max_tokens=max_tokens, **more)
 
 
 def numbers(batch):
@@ -235,13 +222,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
     )
     def add(self, prompt: int, max_tokens: int, step_slots: int, priority: int) -> None:
-        r = request(
-            self.added,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            step_slots=step_slots,
-            priority=priority,
-        )
+        sizes = {"prompt": prompt, "max_tokens": max_tokens, "step_slots": step_slots}
+        r = request(self.added, priority=priority, **sizes)
         self.added += 1
         if prompt + max_tokens + 1 > self.SLOTS:
             with pytest.raises(InvalidArgument):

@@ -121,8 +121,6 @@ def test_root_alone_is_a_sample_of_the_target(name: str) -> None:
 
 
 # --- the edges of floating point
-
-
 def constant(batch: Batch, u: float) -> VerifyUniforms:
     return VerifyUniforms(*(torch.full_like(x, u) for x in astuple(batch.uniforms)))
 
@@ -258,8 +256,6 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
 
 
 # --- faulty probabilities: found before anything is committed, request by request
-
-
 @every_rule_on_devices
 def test_a_request_with_nan_leaves_the_others_alone(name, draft_sampling) -> None:
     rng = np.random.default_rng(4)
@@ -336,8 +332,6 @@ def test_unknown_name_lists_the_known(make: Callable[[str], object], name: str, 
 
 
 # --- transport runs at the forks of trees alone, and how much room there is for them is no matter
-
-
 def of_iid_paths(paths: int, length: int, vocab: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     return random_batch(IID, rng, 30, paths=paths, length=length, vocab=vocab)
@@ -387,8 +381,6 @@ def test_a_fork_that_is_not_counted_is_decided_otherwise() -> None:
 
 
 # --- what a verification must not do: read on the host, or outgrow the logits
-
-
 @every_rule_on_devices
 def test_no_host_reads(name, draft_sampling, monkeypatch) -> None:
     # On a CPU, where nothing is waited for, forks are counted; elsewhere they are bounded.

@@ -34,14 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of i
 Case = tuple[DraftTree, TargetProbs, VerifyUniforms]
 
 
-def case(
-    seed: int,
-    *,
-    paths: int,
-    length: int,
-    requests: int = 1,
-    draft_sampling: DraftSampling = DraftSampling.IID,
-) -> Case:
+def case(seed, *, paths, length, requests=1, draft_sampling=DraftSampling.IID) -> Case:
     """Return what an engine would hand over for trees that a host drafted."""
     rng = np.random.default_rng(seed)
     batch = random_batch(draft_sampling, rng, requests, paths=paths, length=length, vocab=VOCAB)

@@ -99,9 +99,7 @@ of such tokens, and with it the path selected among several, is not defined by t
 """
 
 
-def start(
-    rng: np.random.Generator, size: int, vocab: int, kinds: Sequence[str] = KINDS
-) -> list[Running]:
+def start(rng, size: int, vocab: int, kinds: Sequence[str] = KINDS) -> list[Running]:
     """Requests with targets of the given kinds."""
     return [
         Running(Model(vocab, kinds[k], int(rng.integers(2**31)), 0.5))
@@ -265,7 +263,6 @@ class Always:
 
 
 # --- layers along texts that the drafter thinks next to impossible: rho has an upper limit
-
 VOCAB, TOKENS, SAMPLES = 4, 6, 800
 PROMPT = [1, 2]
 

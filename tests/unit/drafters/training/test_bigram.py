@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from eaglegbv.drafters.training.data import Document, join_documents
 from eaglegbv.drafters.training.target import BOS, CHAT_TEMPLATE, END
 from eaglegbv.errors import InvalidArgument
 
-Run = Callable[[list[str]], str]
 VOCAB = 5
 
 
@@ -63,9 +61,7 @@ def test_cross_entropy_is_that_of_the_smoothed_distribution() -> None:
     assert cross_entropy(found, prior, found) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_command_writes_a_table_of_the_targets_vocabulary(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_the_command_writes_a_table_of_the_targets_vocabulary(target, chats, tmp_path, train):
     assert "held-out cross-entropy" in train(arguments(target, chats, tmp_path))
     facts = json.loads((tmp_path / "config.json").read_text())
     assert set(facts["tokens"]) == {"counting", "prose"}
@@ -75,7 +71,7 @@ def test_the_command_writes_a_table_of_the_targets_vocabulary(
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
 
 
-def test_a_tokenizer_of_older_files(target: Path, chats: Path, tmp_path: Path, train: Run) -> None:
+def test_a_tokenizer_of_older_files(target, chats, tmp_path, train) -> None:
     folder = shutil.copytree(target, tmp_path / "target")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()

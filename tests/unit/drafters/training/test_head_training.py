@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,6 @@ from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_token
 from eaglegbv.drafters.training.train import Progress, Schedule
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.validation import target_answers
-
-Run = Callable[[list[str]], str]
 
 
 def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> list[str]:
@@ -93,9 +90,7 @@ def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) ->
     assert scores(tmp_path / "more")[-1] == pytest.approx(min(found), abs=0.02)
 
 
-def test_a_run_killed_at_any_time_ends_as_an_undisturbed_one(
-    target: Path, chats: Path, tmp_path: Path, train: Run, kill_after: Callable[..., None]
-) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(target, chats, tmp_path, train, kill_after):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     short = ("--steps", "9", "--validate", "0")
     began = time.monotonic()
@@ -111,9 +106,7 @@ def test_a_run_killed_at_any_time_ends_as_an_undisturbed_one(
     assert (killed / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_without_the_targets_answers_a_run_with_kept_runs_is_the_same_on_files_that_are_there(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_without_answers_a_run_on_kept_runs_is_the_same_again(target, chats, tmp_path, train):
     for out in ("first", "second"):
         kept = ("--keep-runs", str(tmp_path / "runs"), "--regenerate", "0", "--loss", "block")
         kept += ("--steps", "4", "--evaluate-every", "2", "--validate", "0")
@@ -125,9 +118,7 @@ def test_without_the_targets_answers_a_run_with_kept_runs_is_the_same_on_files_t
     assert (tmp_path / "runs" / "held_out" / "features").exists()
 
 
-def test_a_preset_gives_defaults_and_a_dry_run_says_what_the_run_needs(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_a_preset_gives_defaults_and_a_dry_run_tells_the_needs(target, chats, tmp_path, train):
     run = f"eagle --arch eagle3 --target {target} --data {chats} --out {tmp_path / 'out'}"
     options = "--preset quick --batch 2 --window 48 --max-new-tokens 16 --device cpu --dry-run"
     printed = train(f"{run} {options} --keep-runs {tmp_path / 'runs'}".split())
@@ -147,9 +138,7 @@ def test_minutes_hold_the_evaluations() -> None:
     assert rates[3] == pytest.approx(0.01 * schedule.learning_rate)
 
 
-def test_a_head_goes_on_with_other_draft_tokens_but_not_as_another_kind_or_size(
-    target: Path, chats: Path, tmp_path: Path, train: Run
-) -> None:
+def test_a_head_goes_on_with_other_draft_tokens_and_as_no_other(target, chats, tmp_path, train):
     first, second = tmp_path / "first", tmp_path / "second"
     own = ("--regenerate", "0", "--validate", "0", "--draft-vocab", "20")
     train(arguments("eagle3", target, chats, first, *own, "--steps", "1"))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eaglegbv.drafters.training import train as loop
 from eaglegbv.errors import InvalidArgument
-
-Run = Callable[[list[str]], str]
 
 STEPS = 30
 
@@ -37,7 +34,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def finished(chats: Path, train: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(chats, train, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished")
     train(arguments(chats, out))
     return out
@@ -68,9 +65,7 @@ def test_it_loads_in_transformers(finished: Path) -> None:
     assert output.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(
-    chats: Path, finished: Path, tmp_path: Path, train: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(chats, finished, tmp_path, train, monkeypatch):
     out, save = tmp_path / "out", loop._save
 
     def save_and_die(*what: Any) -> None:
@@ -90,6 +85,6 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     assert losses(out) == losses(finished)
 
 
-def test_a_checkpoint_of_another_run_is_refused(chats: Path, finished: Path, train: Run) -> None:
+def test_a_checkpoint_of_another_run_is_refused(chats, finished, train) -> None:
     with pytest.raises(InvalidArgument, match=r"^resume="):
         train(arguments(chats, finished, "--resume", "--seed", "1"))

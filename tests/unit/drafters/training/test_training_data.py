@@ -84,10 +84,9 @@ def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:
 
 
 def test_data_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"^data="):
-        find_files([tmp_path / "missing"])
-    with pytest.raises(InvalidArgument, match=r"^data="):
-        find_files([tmp_path])
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(InvalidArgument, match=r"^data="):
+            find_files([path])
 
 
 def test_holding_out_depends_on_content_alone() -> None:
@@ -137,9 +136,7 @@ def test_packing_lays_documents_end_to_end() -> None:
     assert torch.equal(rows.is_response, rows.is_real)
 
 
-# Rows as they are in the wild.
-
-
+# --- rows as they are in the wild
 ROW = json.dumps(
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 )
@@ -284,9 +281,7 @@ def test_prompts_end_where_an_answer_begins() -> None:
 
 
 @pytest.mark.parametrize(("regenerate", "most", "held_out"), [(40, 256, 5), (3, 9, 1), (40, 2, 2)])
-def test_the_target_answers_few_prompts_more_than_asked_for_and_only_once(
-    regenerate: int, most: int, held_out: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_few_more_prompts_are_answered_than_asked(regenerate, most, held_out, tokenizer, tmp_path):
     lines = (
         {"messages": [{"role": r, "content": f"{i}"} for r in ("user", "assistant")]}
         for i in range(300)

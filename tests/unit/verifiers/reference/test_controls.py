@@ -6,6 +6,7 @@ same check catches the mistake.
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,13 +18,12 @@ from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.block import acceptance, block, block_verification, block_weights
+from eaglegbv.verifiers.block import block, block_verification
 from eaglegbv.verifiers.gbv import gbv, skewed_probs
 from eaglegbv.verifiers.greedy_block import Visit, greedy_block, greedy_verification
 from eaglegbv.verifiers.otbv import otbv, select_child
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
-    Number,
     Prefix,
     Probs,
     ProbsAt,
@@ -32,7 +32,6 @@ from eaglegbv.verifiers.proof.chooser import (
     exact_probs,
     inverse_cdf,
     residual,
-    residual_or_target,
 )
 from eaglegbv.verifiers.proof.enumeration import Problem, completed, draft, stateless, target_joint
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
@@ -52,18 +51,8 @@ IID = DraftSampling.IID
 # --- wrong rules, judged by the distribution of what they commit
 def block_without_weight(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """GBV's Equation 5 as printed: R = sum (p - q)+, without w."""
-    (path,) = tree.paths
-    dists = [tree.draft_probs(path[:i]) for i in range(len(path))]
-    w = block_weights(tree, path, dists)
-    for i in range(len(path), -1, -1):
-        p = tree.target_probs(path[:i])
-        h: Number = w[i]
-        if i < len(path):
-            h = acceptance(w[i], sum(residual(1, p, dists[i])))
-        if i == 0 or accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
-            weights = p if i == len(path) else residual_or_target(w[i], p, dists[i])
-            return Outcome(path[:i], chooser.choose(weights, Purpose.CORRECTION, 0))
-    raise AssertionError("the root accepts")
+    with patch("eaglegbv.verifiers.block.residual", lambda w, p, q: residual(1, p, q)):
+        return block(tree, chooser)
 
 
 def forgetful(verify: VerifyWithState) -> VerifyWithState:
@@ -246,8 +235,6 @@ def test_a_wrong_layer_is_rejected(right, wrong, shape, seed) -> None:
 
 
 # --- wrong use of numbers
-
-
 TOY = Problem(IID, lambda prefix: (1 / 3, 2 / 3), lambda prefix: (2 / 3, 1 / 3), Shape(2, 3, 1))
 
 
