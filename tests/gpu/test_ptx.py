@@ -90,7 +90,7 @@ BINARY: dict[str, Callable[[int, int], int]] = {
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_whole_numbers(name: str) -> None:
+def test_whole_numbers(name):
     body = f"ld.global.u32 %r1, [%a1]; ld.global.u32 %r2, [%a1+128]; {name} %r3, %r1, %r2;"
     for first in EDGES:
         left, right = words(first), words(*EDGES)
@@ -99,7 +99,7 @@ def test_whole_numbers(name: str) -> None:
         assert found.tolist() == words(*expected).tolist()
 
 
-def test_bfloat16_is_rounded_as_pytorch_rounds() -> None:
+def test_bfloat16_is_rounded_as_pytorch_rounds():
     bits = np.random.default_rng(0).integers(0, 1 << 32, (LANES,), dtype=np.uint32)
     given = bits.view(np.float32)
     body = """ld.global.f32 %f1, [%a1]; cvt.rn.bf16x2.f32 %r3, 0f3F800000, %f1;
@@ -110,7 +110,7 @@ def test_bfloat16_is_rounded_as_pytorch_rounds() -> None:
     assert (run(body, given) >> 16 == 0x3F80).all()
 
 
-def test_lanes_that_part_meet_again() -> None:
+def test_lanes_that_part_meet_again():
     """Each adds up its own number of times; those that did not are counted by a barrier."""
     body = """
     mov.u32 %r1, 0; mov.u32 %r2, 0; mov.u32 %r5, shared_words;
@@ -128,7 +128,7 @@ def test_lanes_that_part_meet_again() -> None:
     assert found.tolist() == [(lane ^ 1) * ((lane ^ 1) - 1) // 2 for lane in range(64)]
 
 
-def test_a_barrier_that_some_never_reach_is_an_error() -> None:
+def test_a_barrier_that_some_never_reach_is_an_error():
     body = "setp.lt.u32 %p1, %r0, 5; @%p1 bra AWAY; bar.sync 0; bra END; AWAY: bar.sync 0; END:"
     with pytest.raises(AssertionError, match="a thread is missing"):
         run(body, words(0))
@@ -145,7 +145,7 @@ def test_a_barrier_that_some_never_reach_is_an_error() -> None:
         ("mov.u32 %r1, 2; st.shared.u32 [%r1], %r0;", "no multiple"),
     ],
 )
-def test_memory_of_others_is_not_touched(body: str, match: str) -> None:
+def test_memory_of_others_is_not_touched(body, match):
     with pytest.raises(MemoryFault, match=match):
         run(body, words(0), shared=".extern .shared .align 16 .b8 dynamic[];", shared_bytes=64)
 
@@ -170,6 +170,6 @@ def test_memory_of_others_is_not_touched(body: str, match: str) -> None:
         "A: B: A: add.s32 %r1, %r2, %r3",
     ],
 )
-def test_what_is_not_known_is_an_error(text: str) -> None:
+def test_what_is_not_known_is_an_error(text):
     with pytest.raises(NotImplementedError):
         run(f"{text};", words(0))

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.g_test import g_test, joint_probs
-from support.sglang_engine import PROMPT, missing_sglang, pair_arguments, token_ids
-from support.sglang_pair import VOCAB, SGLangPair, save_sglang_pair
+from support.sglang_engine import PROMPT, missing_sglang, three_tokens, token_ids
+from support.sglang_pair import SGLangPair, save_sglang_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,33 +30,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> SGLangPair:
         ("spectr_gbv", "eagle1", 2, 3),
     ],
 )
-def test_distribution_of_three_tokens(
-    verifier: str, head: str, K: int, L: int, pair: SGLangPair
-) -> None:
+def test_distribution_of_three_tokens(verifier, head, K, L, pair):
     from eaglegbv.backends.sglang import Settings, engine
 
-    own = pair_arguments(pair, head, K, L)
-    for name in list(own):
-        if name.startswith(("speculative_", "model_path")):
-            del own[name]
-    settings = Settings(verifier=verifier)
-    drafter = getattr(pair, head)
+    own = {"skip_tokenizer_init": True, "context_length": 256}
     # FlashInfer and FlashAttention have neither float32 nor heads of 16.
     own |= {"dtype": "float32", "attention_backend": "triton"}
+    drafter, settings = getattr(pair, head), Settings(verifier=verifier)
     started = engine(pair.target, drafter, paths=K, depth=L, settings=settings, **own)
     try:
         for temperature, top_p in ((1.0, 1.0), (0.7, 0.9)):
-            params = {"temperature": temperature, "top_p": top_p, "max_new_tokens": 5}
+            params = {"temperature": temperature, "top_p": top_p}
+            same = params | {"max_new_tokens": 5, "ignore_eos": True}
             texts: list[list[int]] = []
             while len(texts) < SAMPLES:
-                texts += token_ids(
-                    started.generate(
-                        input_ids=[PROMPT] * 1000, sampling_params=params | {"ignore_eos": True}
-                    )
-                )
-            dist = joint_probs(pair.next_probs(temperature, top_p), PROMPT, 3)
-            cells = [(a * VOCAB + b) * VOCAB + c for a, b, c, *_ in texts]
-            outcome = g_test(cells, dist)
+                answers = started.generate(input_ids=[PROMPT] * 1000, sampling_params=same)
+                texts += token_ids(answers)
+            outcome = three_tokens(pair, texts, **params)
             assert outcome.p_value > 1e-4, outcome
     finally:
         started.shutdown()

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,12 +19,6 @@ from eaglegbv.utils import CACHE_FOLDER
 
 STEPS = tuple(Measured(StepShape.of([plan], 1, 100), 0.01) for plan in (PLAIN, Plan()))
 LIMITS, SIZES = AutoPlan(max_paths=2, max_depth=2), EngineConfig(kv_slots=4096, max_batch=1)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def cache_of(*facts: object, dtype: torch.dtype = torch.float32) -> CostCache:
@@ -54,15 +47,15 @@ def test_calibration_leaves_nothing_behind_and_keeps_to_its_time(pair):
         assert (costs.seconds([step.shape for step in (*steps, *STEPS)]) > 0).all()
 
 
-def test_costs_are_measured_once_and_kept(folder, caplog):
+def test_costs_are_measured_once_and_kept(cache, caplog):
     first = LLM(plan=LIMITS, engine=SIZES)
-    [kept] = folder.iterdir()
+    [kept] = cache.iterdir()
     written = kept.read_bytes()
     answer = first.generate("Hello", SamplingParams(max_tokens=6, ignore_eos=True))
     assert len(answer.token_ids) == 6
     LLM(plan=LIMITS, engine=SIZES)
     assert kept.read_bytes() == written
-    assert [path.name for path in folder.iterdir()] == [kept.name]
+    assert [path.name for path in cache.iterdir()] == [kept.name]
     wrong = msgspec.json.decode(written)
     wrong["sampled"][0][1] = -1.0
     for damaged in (written[:-20], msgspec.json.encode(wrong)):
@@ -74,9 +67,9 @@ def test_costs_are_measured_once_and_kept(folder, caplog):
         assert msgspec.json.decode(kept.read_bytes(), type=KnownCosts).sampled
 
 
-def test_kept_costs_that_the_first_steps_refute_are_replaced(folder):
+def test_kept_costs_that_the_first_steps_refute_are_replaced(cache):
     LLM(plan=LIMITS, engine=SIZES)
-    [kept] = folder.iterdir()
+    [kept] = cache.iterdir()
     known = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
     wrong = tuple(Measured(step.shape, min(3600.0, 1e3 * step.seconds)) for step in known.sampled)
     kept.write_bytes(msgspec.json.encode(KnownCosts(greedy=known.greedy, sampled=wrong)))
@@ -114,10 +107,10 @@ def test_a_disturbed_calibration_says_so_and_measures_again(pair, monkeypatch, c
     assert ("the first steps will check them" in caplog.text) == answers[1]
 
 
-def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(folder):
+def test_nothing_is_measured_where_plans_are_fixed_or_it_is_turned_off(cache):
     LLM(plan=Plan(), engine=EngineConfig(kv_slots=4096))
     LLM(engine=EngineConfig(kv_slots=4096, calibrate=False))
-    assert not folder.exists()
+    assert not cache.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch, caplog):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from support.g_test import GTest, g_test
+from support.g_test import g_test
 from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 from torch import Tensor
 
@@ -48,26 +48,6 @@ def tiny() -> TinyEngine:
     return tiny_engine(vocab=VOCAB, sharpness=3.0, slots=16_384, max_batch=512)
 
 
-FREE = SamplingParams(max_tokens=TOKENS)
-
-
-def g_test_of(tiny: TinyEngine, params: SamplingParams, requests: list[Request]) -> GTest:
-    exact = tiny.joint_probs(PROMPT, TOKENS, params)
-    return g_test(cells_of(requests, VOCAB), exact, shift=SHIFT, level=LEVEL)
-
-
-def check_sampling(tiny: TinyEngine, plan: Plan, params: SamplingParams = FREE) -> None:
-    """Check texts by the G-test, and that drafts were accepted at every depth."""
-    requests = tiny.sample(PROMPT, params, [plan], SAMPLES)
-    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
-    result = g_test_of(tiny, params, requests)
-    assert result.power > POWER, result
-    assert result.p_value > LEVEL, result
-    accepted = np.array([r.metrics.accepted_by_depth for r in requests if r.metrics.drafted_nodes])
-    assert accepted.shape[1] == plan.depth
-    assert accepted.sum(axis=0).min() > 0
-
-
 @pytest.mark.parametrize(
     ("name", "arch", "settings"),
     [
@@ -83,8 +63,18 @@ def check_sampling(tiny: TinyEngine, plan: Plan, params: SamplingParams = FREE) 
     ids=["otbv", "wor", "warped", "penalised"],
 )
 def test_joint_distribution_is_the_targets(name, arch, settings):
+    """And drafts are accepted at every depth."""
     own = tiny_engine(vocab=VOCAB, arch=arch, sharpness=3.0, slots=16_384, max_batch=512)
-    check_sampling(own, PLANS[name], SamplingParams(max_tokens=TOKENS, **settings))
+    plan, params = PLANS[name], SamplingParams(max_tokens=TOKENS, **settings)
+    requests = own.sample(PROMPT, params, [plan], SAMPLES)
+    assert own.target.allocator.num_free == own.target.allocator.num_slots
+    exact = own.joint_probs(PROMPT, TOKENS, params)
+    result = g_test(cells_of(requests, VOCAB), exact, shift=SHIFT, level=LEVEL)
+    assert result.power > POWER, result
+    assert result.p_value > LEVEL, result
+    accepted = np.array([r.metrics.accepted_by_depth for r in requests if r.metrics.drafted_nodes])
+    assert accepted.shape[1] == plan.depth
+    assert accepted.sum(axis=0).min() > 0
 
 
 @pytest.mark.parametrize("arch", list(Arch))
@@ -167,7 +157,6 @@ def test_metrics_add_up(tiny):
 
 
 # Drafts and probabilities that cannot be right are refused before anything is committed.
-
 
 PARAMS = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
 SPOILED_PLANS = [

@@ -14,7 +14,7 @@ import torch
 from support.drafting import random_table
 from support.g_test import g_test, joint_probs
 from support.tabular_target import TabularTarget
-from support.tiny_engine import cells_of
+from support.tiny_engine import cells_of, served
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
@@ -59,14 +59,8 @@ def exact_probs(target: TabularTarget) -> np.ndarray:
 
 def p_value(drafter: Drafter, plan: Plan, samples: int) -> float:
     target = tabular_target()
-    engine = engine_of(target, drafter)
-    requests = [
-        engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, seed=seed), plan)
-        for seed in range(samples)
-    ]
-    while engine.has_work:
-        engine.step()
-    assert not any(request.error for request in requests)
+    params = [SamplingParams(max_tokens=TOKENS, seed=seed) for seed in range(samples)]
+    requests = served(engine_of(target, drafter), [(PROMPT, own, plan) for own in params])
     return g_test(cells_of(requests, VOCAB), exact_probs(target)).p_value
 
 
@@ -125,10 +119,7 @@ def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature):
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
     texts = []
     for drafter, own in ((NgramDrafter(), plan), (tabular_drafter(), looked), (None, looked)):
-        engine = engine_of(tabular_target(), drafter)
-        request = engine.add([1, 2, 1, 2], params, own)
-        while engine.has_work:
-            engine.step()
+        [request] = served(engine_of(tabular_target(), drafter), [([1, 2, 1, 2], params, own)])
         texts.append((request.token_ids, request.metrics.accepted_tokens))
         assert not request.draft_states
     assert texts[0] == texts[1] == texts[2]

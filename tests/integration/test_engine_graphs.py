@@ -10,7 +10,7 @@ from gpu.cuda.flashinfer_on_host import HostKernels
 from gpu.cuda.runtime import Launched
 from support.flashinfer_stand import StandAttention
 from support.tape import TapeRecorder
-from support.tiny_engine import TinyEngine, tiny_engine
+from support.tiny_engine import TinyEngine, served, tiny_engine
 from torch import Tensor
 from torch._dynamo.config import patch
 
@@ -67,7 +67,7 @@ def texts(
     return [request.token_ids for request in requests]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def any_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stand-ins serve pools whose sizes FlashInfer's kernels would not."""
     monkeypatch.setattr("eaglegbv.attention.flashinfer.check_pool", lambda pool: None)
@@ -151,7 +151,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eaglegbv.drafters.tree_growth._most_likely", most_likely)
 
 
-@pytest.mark.usefixtures("any_pool", "ranked_on_device")
+@pytest.mark.usefixtures("ranked_on_device")
 @pytest.mark.parametrize(
     "name", ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"]
 )
@@ -196,7 +196,6 @@ def test_recorded_kernels_commit_what_planned_ones_do(name, lengths, on_host, mo
     assert replays(own) > recorder.recorded > 1
 
 
-@pytest.mark.usefixtures("any_pool")
 def test_trees_of_one_plan_outlive_the_drawing_of_others():
     """Recordings share their memory, and a step may replay several before it looks at a tree."""
     plans = [SETTINGS[name][0] for name in ("iid", "fixed", "wor")]
@@ -214,7 +213,6 @@ MIXTURES = [[sampling(top_k=k) for k in own] for own in ((5, 8), (8, 5), (6, 7),
 UNLIKE = ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0})
 
 
-@pytest.mark.usefixtures("any_pool")
 @pytest.mark.parametrize(
     ("plan", "batches"),
     [
@@ -233,7 +231,6 @@ def test_one_recording_serves_many_settings(plan, batches):
         assert sum(bool(trees) for _, trees in recorder.made) == len(batch)
 
 
-@pytest.mark.usefixtures("any_pool")
 def test_long_texts_are_drafted_for_on_the_host(monkeypatch):
     """A wrapper's list of keys has an end: beyond it trees grow on the host, and are counted."""
     monkeypatch.setattr("eaglegbv.attention.flashinfer._MOST_ROW_KEYS", 44)
@@ -246,7 +243,6 @@ def test_long_texts_are_drafted_for_on_the_host(monkeypatch):
     assert metrics.value(GRAPH_DRAFTS, "replayed") > 0
 
 
-@pytest.mark.usefixtures("any_pool")
 def test_a_draining_batch_records_nothing_that_was_recorded_before():
     plan, params = SETTINGS["iid"]
     recorder = TapeRecorder()
@@ -269,7 +265,6 @@ class ShortOfMemory(TapeRecorder):
         return super().record(work)
 
 
-@pytest.mark.usefixtures("any_pool")
 def test_what_was_recorded_is_replayed_though_something_else_cannot_be():
     plan = Plan(paths=2, depth=2)
     taped = tiny_engine(slots=512, graphs=ShortOfMemory(), attention=StandAttention)
@@ -330,11 +325,8 @@ def test_graphs_commit_what_eager_steps_do(name, backend):
         )
         engine = Engine(target, drafter, EngineConfig(max_batch=3), compile_backend=backend)
         engine.record(plan, params)
-        requests = [engine.add(prompt, params, plan) for prompt in PROMPTS]
-        while engine.has_work:
-            engine.step()
+        requests = served(engine, [(prompt, params, plan) for prompt in PROMPTS])
         texts.append([request.token_ids for request in requests])
-        assert [request.error for request in requests] == [None] * len(PROMPTS)
         assert target.graph_counts["replayed"] > 0
         drafts = {"replayed": target.graph_counts["replayed"]} if plan.speculative else {}
         assert drafter.graph_counts == drafts

@@ -4,10 +4,10 @@ Where target and drafter are tables nothing is rounded, so that every answer mus
 seed gives alone, token for token.
 """
 
-import itertools
 import logging
 from collections.abc import Callable
-from unittest.mock import Mock
+from itertools import chain, repeat
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -100,16 +100,10 @@ def mixed(exact: ExactEngine) -> list[tuple[Request, Spec]]:
     return [*zip(requests, specs, strict=True), (exact.add(late), late)]
 
 
-def fail_after(calls: int, error: BaseException, original: Callable[..., object]) -> object:
+def fail_after(calls: int, error: BaseException, original: Callable[..., object]) -> Mock:
     """A function that raises ``error`` at the call after ``calls``, and works before and later."""
-    count = itertools.count()
-
-    def broken(*args: object, **kwargs: object) -> object:
-        if next(count) == calls:
-            raise error
-        return original(*args, **kwargs)
-
-    return broken
+    effects = chain(repeat(DEFAULT, calls), [error], repeat(DEFAULT))
+    return Mock(wraps=original, side_effect=effects)
 
 
 FAULTS = {
@@ -200,7 +194,6 @@ def test_the_check_notices_a_leak():
 
 
 # Observers, counters and gauges: they see every step, and harm none.
-
 
 SPEC = Spec((3, 1, 4, 1, 5), SamplingParams(max_tokens=12, seed=1), PLANS[4])
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import g_test
-from support.tiny_engine import TinyEngine, cells_of, tiny_engine
+from support.tiny_engine import TinyEngine, cells_of, served, tiny_engine
 from torch import Tensor
 
 from eaglegbv import verification
@@ -39,12 +39,6 @@ def drafter_of(tiny: TinyEngine) -> EagleDrafter:
 OTBV = Plan(verifier="otbv", paths=3, depth=3)
 STATEFUL = Plan(verifier="spectr_gbv", paths=2, depth=3)
 PLANS = [OTBV, STATEFUL, PLAIN]
-
-
-def named(plan: Plan) -> str:
-    return plan.verifier
-
-
 SIZES = {"vocab": VOCAB, "sharpness": 2.5, "slots": 512}
 
 
@@ -71,7 +65,7 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [rng.integers(VOCAB, size=length).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=named)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.verifier)
 def test_preempted_requests_go_on_where_they_were(tiny, plan):
     """After every number of steps; verifiers with state leave something at many of them."""
     [prompt] = prompts(0, 17)
@@ -150,7 +144,7 @@ def check_like_alone(
     return ours
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=named)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.verifier)
 def test_texts_that_begin_alike_share_and_give_what_they_give_alone(sharing, plain, plan):
     """At block boundaries too: the head's row before the first own token reads that token."""
     [stem] = prompts(4, 48)
@@ -191,7 +185,6 @@ def test_plain_requests_leave_nothing_to_drafted_ones(sharing):
 # Verifiers with state: lossless over steps, request by request.
 # At depth 3 a step that stops at once leaves a layer on the next two tokens, and the steps after it
 # leave theirs on top: the fourth token may be under two, the fifth under three.
-
 
 TOKENS, SAMPLES = 5, 2_000
 PROMPT = [4]
@@ -276,10 +269,8 @@ def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(monke
         return tree
 
     monkeypatch.setattr(EagleDrafter, "draft", watched)
-    for seed in range(6):
-        half.engine.add(PROMPT * (1 + seed), SamplingParams(max_tokens=12, seed=seed), plan)
-    while half.engine.has_work:
-        half.engine.step()
+    params = [SamplingParams(max_tokens=12, seed=seed) for seed in range(6)]
+    served(half.engine, [(PROMPT * (1 + own.seed), own, plan) for own in params])
     assert compared > 100
 
 

@@ -10,20 +10,12 @@ from pathlib import Path
 
 import pytest
 from support.cli import run as cli
-from support.saved_pair import save_pair
 from typer.main import get_command
 
 from eaglegbv.cli.train import app
-from eaglegbv.loading import TINY_TARGET
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    target, head = save_pair(tmp_path_factory.mktemp("pair"))
-    return ["--model", str(target), "--drafter", str(head)]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +28,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("chat_stream.py", "a" * 400 + "\nHello\n", {"you> ": 3, "starting over": 1}),
     ],
 )
-def test_an_example_prints_what_it_says(name, text, found, pair, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [name, *pair, "--max-tokens", "8"])
+def test_an_example_prints_what_it_says(name, text, found, saved_pair, capsys, monkeypatch):
+    target, head = map(str, saved_pair)
+    arguments = ["--model", target, "--drafter", head, "--max-tokens", "8"]
+    monkeypatch.setattr("sys.argv", [name, *arguments])
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     # Measuring what steps cost takes longer than all examples together.
     monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
@@ -66,7 +60,6 @@ def test_train_tiny_pair():
         known[name].make_context(name, arguments)  # raises on an option that is not there
 
 
-@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
 def test_my_drafter():
     # In a process of its own: it registers its drafter.
     command = [sys.executable, str(ROOT / "examples" / "my_drafter.py")]
@@ -83,7 +76,6 @@ def test_examples_are_short_and_tested(path):
     assert path.name in Path(__file__).read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="the tiny pair is not trained yet")
 def test_python_of_the_readme(capsys):
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     exec(code, {})

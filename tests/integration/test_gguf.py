@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.tiny_models import random_llama
@@ -15,38 +14,18 @@ from eaglegbv import gguf as converting
 from eaglegbv.cli.main import app
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.gguf import convert, find_model
-from eaglegbv.utils import CACHE_FOLDER
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "model.layers": "blk",
-}
 
 
-def stored(name: str, weight: torch.Tensor, heads: dict[str, int]) -> tuple[str, np.ndarray]:
-    """Return a weight as llama.cpp has it: queries and keys with their halves interleaved."""
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    for part, number in heads.items():
-        if part in name:
-            rows, columns = weight.shape
-            halves = weight.view(number, 2, rows // number // 2, columns)
-            weight = halves.transpose(1, 2).reshape(rows, columns)
-    return name, weight.contiguous().numpy()
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return queries or keys as llama.cpp has them: with their halves interleaved."""
+    rows, columns = weight.shape
+    halves = weight.view(heads, 2, rows // heads // 2, columns)
+    return halves.transpose(1, 2).reshape(rows, columns)
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +66,18 @@ def file(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> P
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.named_parameters():
-        writer.add_tensor(*stored(name, weight.detach(), heads))
+        for part in (part for part in heads if part in name):
+            weight = interleaved(weight, heads[part])
+        own = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(own, weight.detach().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def test_the_folder_is_the_model_of_the_file(file, model, tmp_path):

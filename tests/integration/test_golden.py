@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from support.tabular_target import TabularTarget
+from support.tiny_engine import served
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
@@ -115,18 +116,15 @@ def run(case: str, make_drafter: Callable[[], Drafter] = table_drafter) -> list[
     """Return what every seed's request gives, all served by one engine, some after others."""
     config = EngineConfig(max_batch=48, kv_slots=SLOTS, check_slots=True)
     engine = Engine(ExactTable(exact_logits(noise=0)), make_drafter(), config)
-    requests = []
+    asked = []
     for seed in range(SEEDS):
         prompt = [(seed // 4 + i * i) % VOCAB for i in range(1 + seed % 5)]
         params = SamplingParams(seed=seed, max_tokens=TOKENS, **PARAMS[seed % len(PARAMS)])
-        requests.append(engine.add(prompt, params, plan_of(case, seed)))
-    while engine.has_work:
-        engine.step()
-    return [written(request) for request in requests]
+        asked.append((prompt, params, plan_of(case, seed)))
+    return [written(request) for request in served(engine, asked)]
 
 
 def written(request: Request) -> str:
-    assert request.error is None
     digits = "".join(np.base_repr(token, 36) for token in request.token_ids)
     return f"{digits}:{request.metrics.target_forwards}"
 

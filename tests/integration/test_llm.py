@@ -5,11 +5,12 @@ import itertools
 import json
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
-from support.saved_pair import CONTEXT, save_pair
+from support.saved_pair import CONTEXT
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
 from eaglegbv.config import PLAIN, AutoPlan
@@ -24,13 +25,8 @@ CHAT = [{"role": "user", "content": "Name a fruit."}]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def llm(pair: tuple[Path, Path]) -> LLM:
-    return LLM(*pair, paths=2, depth=3)
+def llm(saved_pair: tuple[Path, Path]) -> LLM:
+    return LLM(*saved_pair, paths=2, depth=3)
 
 
 def test_text_ids_and_messages_are_one_prompt_each(llm):
@@ -163,28 +159,28 @@ ONE_PATH = {"verifier": "greedy_block", "paths": 1}
         ({"drafter": "ngram", "plan": Plan(draft_sampling="iid")}, "'iid': expected one the draf"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(pair, monkeypatch, options, message):
+def test_what_cannot_be_is_refused_before_loading(saved_pair, monkeypatch, options, message):
     monkeypatch.delattr("eaglegbv.llm.load_pair")
     with pytest.raises(InvalidArgument, match=message):
-        LLM(**{"model": pair[0], "drafter": pair[1], **options})
+        LLM(**{"model": saved_pair[0], "drafter": saved_pair[1], **options})
 
 
-def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(pair, caplog):
-    assert LLM(pair[0], verifier="otbv").drafter_name == "ngram"
+def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(saved_pair, caplog):
+    assert LLM(saved_pair[0], verifier="otbv").drafter_name == "ngram"
     assert "no drafter is given: drafts are looked up in the text itself" in caplog.text
 
 
-def test_what_loading_finds_is_refused(pair, tmp_path):
+def test_what_loading_finds_is_refused(saved_pair, tmp_path):
     with pytest.raises(InvalidArgument, match=r"dtype='half'.*bfloat16"):
-        LLM(pair[0], plan=PLAIN, dtype="half")
-    (tmp_path / "config.json").write_text((pair[0] / "config.json").read_text())
+        LLM(saved_pair[0], plan=PLAIN, dtype="half")
+    (tmp_path / "config.json").write_text((saved_pair[0] / "config.json").read_text())
     with pytest.raises(InvalidArgument, match=r"model='.*': expected a model with a tokenizer"):
         LLM(tmp_path, "ngram")
 
 
-def test_plain_decoding_needs_no_drafter(pair):
+def test_plain_decoding_needs_no_drafter(saved_pair):
     engine = EngineConfig(seed=3, max_batch=2)
-    llm = LLM(pair[0], plan=PLAIN, engine=engine, dtype="bfloat16")
+    llm = LLM(saved_pair[0], plan=PLAIN, engine=engine, dtype="bfloat16")
     assert llm.dtype == torch.bfloat16
     answers = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=5), progress=False)
     assert [len(answer.token_ids) for answer in answers] == [5, 5, 5]
@@ -193,8 +189,8 @@ def test_plain_decoding_needs_no_drafter(pair):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-def test_compiled_it_answers_the_same(llm, pair):
-    compiled = LLM(*pair, paths=2, depth=3, compile_backend="eager")
+def test_compiled_it_answers_the_same(llm, saved_pair):
+    compiled = LLM(*saved_pair, paths=2, depth=3, compile_backend="eager")
     params = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = ["ab", CHAT, "a longer one"]
     ours, expected = (one.generate(prompts, params) for one in (compiled, llm))
@@ -203,8 +199,8 @@ def test_compiled_it_answers_the_same(llm, pair):
     assert compiled.generate("ab", params).token_ids == llm.generate("ab", params).token_ids
 
 
-def test_urgent_requests_overtake(pair):
-    llm = LLM(*pair, paths=2, depth=3, engine=EngineConfig(max_batch=1))
+def test_urgent_requests_overtake(saved_pair):
+    llm = LLM(*saved_pair, paths=2, depth=3, engine=EngineConfig(max_batch=1))
     params = SamplingParams(max_tokens=30, seed=5, ignore_eos=True)
     expected = llm.generate("slow", params)
     stream = llm.stream("slow", params, priority=1)
@@ -222,12 +218,8 @@ def test_a_step_that_breaks_off_ends_its_own_requests_only(llm, monkeypatch):
     expected = llm.generate("good", PARAMS)
     stream = llm.stream("bad", PARAMS)
     next(stream)
-    target = llm._engine._target
-
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("out of memory, say")
-
-    monkeypatch.setattr(target, "forward", broken)
+    error = RuntimeError("out of memory, say")
+    monkeypatch.setattr(llm._engine._target, "forward", Mock(side_effect=error))
     with pytest.raises(StepFailed, match="a step broke off: RuntimeError: out of memory, say"):
         list(stream)
     monkeypatch.undo()
@@ -258,8 +250,8 @@ def test_a_completion_is_json(llm):
 
 
 @pytest.mark.parametrize("closing", [True, False], ids=["closed", "deleted"])
-def test_models_are_freed_without_the_garbage_collector(pair, closing):
-    llm = LLM(*pair, paths=2, depth=3)
+def test_models_are_freed_without_the_garbage_collector(saved_pair, closing):
+    llm = LLM(*saved_pair, paths=2, depth=3)
     llm.generate("abc", PARAMS)
     stream = llm.stream("abc", PARAMS)
     next(stream)

@@ -5,7 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -93,18 +93,6 @@ def test_prompts_added_before_an_interrupt_do_not_stay(llm, monkeypatch):
     assert unread(llm)
 
 
-def streamed(llm: LLM, act: Callable[[], None], *, after: int) -> tuple[str, Completion]:
-    """Stream a text, doing something else after some pieces."""
-    pieces = []
-    for number, piece in enumerate(llm.stream("a text", PARAMS)):
-        pieces.append(piece)
-        if number == after:
-            act()
-    assert pieces[-1].completion is not None
-    assert [t for p in pieces for t in p.token_ids] == pieces[-1].completion.token_ids
-    return "".join(piece.text for piece in pieces), pieces[-1].completion
-
-
 def test_an_interrupt_behind_a_commit_loses_no_text_of_others(llm, monkeypatch):
     whole = llm.generate("a text", PARAMS)
     commit, seen = Engine._commit, []
@@ -116,13 +104,15 @@ def test_an_interrupt_behind_a_commit_loses_no_text_of_others(llm, monkeypatch):
             raise KeyboardInterrupt
         return commits
 
-    def interrupt() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_commit", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate("other", PARAMS, plan=Plan(verifier="token", paths=1, depth=2))
-
-    text, completion = streamed(llm, interrupt, after=1)
+    stream = llm.stream("a text", PARAMS)
+    pieces = [next(stream), next(stream)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("other", PARAMS, plan=Plan(verifier="token", paths=1, depth=2))
+    pieces += stream
+    text, completion = "".join(piece.text for piece in pieces), pieces[-1].completion
+    assert [t for p in pieces for t in p.token_ids] == completion.token_ids
     if completion.finish_reason is FinishReason.LENGTH:
         assert completion.token_ids == whole.token_ids
     assert text == completion.text == whole.text[: len(text)]
@@ -179,7 +169,6 @@ def test_an_observer_may_cancel_and_not_step(llm):
 
 
 # Threads share an LLM: each gets what it would get alone, and nobody waits for the others' end.
-
 
 THREADS = 4
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from httpx import ConnectError, Request, Response
@@ -11,7 +12,6 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from support.drafting import random_table
-from support.saved_pair import save_pair
 from support.tiny_models import random_llama
 from transformers import AutoTokenizer
 
@@ -27,10 +27,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(
+    saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A target, a head, a smaller model of the same tokenizer and a table."""
-    base = tmp_path_factory.mktemp("pair")
-    target, head = save_pair(base)
+    (target, head), base = saved_pair, tmp_path_factory.mktemp("others")
     vocab = len(AutoTokenizer.from_pretrained(str(target)))
     small, table = base / "small", base / "table"
     random_llama(vocab, seed=1, max_position_embeddings=128).save_pretrained(small)
@@ -141,21 +142,13 @@ def _response(status: int) -> Response:
     ],
 )
 def test_a_name_the_hub_does_not_know_is_said_at_once(monkeypatch, error, why):
-    asked = []
-
-    def refuse(_: object, name: str, **__: object) -> None:
-        asked.append(name)
-        raise error
-
-    monkeypatch.setattr(HfApi, "repo_info", refuse)
+    monkeypatch.setattr(HfApi, "repo_info", asked := Mock(side_effect=error))
     with pytest.raises(InvalidArgument, match=rf"model='nobody/none': expected .* \({why}"):
         LLM("nobody/none", "ngram")
-    assert asked == ["nobody/none"]
+    assert [call.args for call in asked.call_args_list] == [("nobody/none",)]
 
 
 def test_what_the_hub_minds_besides_is_left_to_the_download(monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise HfHubHTTPError("too many", response=_response(429))
-
-    monkeypatch.setattr(HfApi, "repo_info", refuse)
+    error = HfHubHTTPError("too many", response=_response(429))
+    monkeypatch.setattr(HfApi, "repo_info", Mock(side_effect=error))
     check_model("nobody/some")

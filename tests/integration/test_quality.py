@@ -35,7 +35,6 @@ def test_torch_waits_until_a_command_needs_it():
 # What the documents import exists, and what they call can be called: without SGLang or a GPU too.
 # The same for the test of SGLang on a GPU, which imports the documented names when it runs.
 
-
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = {
     f"{path.name}-{number}": code

@@ -1,4 +1,7 @@
-"""SGLang's engine under pressure: memory taken away, prompts in parts, requests that leave."""
+"""SGLang's engine under pressure, and its own EAGLE: what both answer is as it should be.
+
+Memory is taken away, prompts come in parts, requests leave.
+"""
 
 import asyncio
 
@@ -63,3 +66,16 @@ def test_retracted_chunked_and_aborted_requests(verifier, head, K, L, pair, plai
 
         engine.loop.run_until_complete(asyncio.wait_for(leave_early(), 600))
         assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy
+
+
+def test_sglangs_own_eagle_samples_the_same_distribution(pair, plain_greedy):
+    """With the stand-in kernel."""
+    own = pair_arguments(pair, "eagle1", 3, 3)
+    own |= {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 10}
+    params = {"temperature": 1.0, "max_new_tokens": 5, "ignore_eos": True}
+    with start({"EAGLE_SAMPLES": "1"}, **own) as engine:
+        assert token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)) == plain_greedy
+        texts = token_ids(engine.generate(input_ids=[PROMPT] * 960, sampling_params=params))
+    outcome = three_tokens(pair, texts)
+    assert outcome.p_value > 1e-5, outcome
+    assert len({tuple(text) for text in texts}) > 500

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.cli import documented, documented_commands, run
@@ -52,16 +53,11 @@ def test_heads_of_other_formats_are_written_anew(tmp_path):
 
 
 def test_the_targets_configuration_is_read_as_sglang_is_told_to(pair, monkeypatch):
-    asked: list[dict[str, Any]] = []
-
-    def load(model: Path, **options: Any) -> Any:
-        asked.append(options)
-        return load_config(model)
-
+    load = Mock(return_value=load_config(pair.target))
     monkeypatch.setattr("eaglegbv.backends.sglang.launch.load_config", load)
     for others in ([], ["--tp", "2", "--revision", "abc", "--trust-remote-code"]):
         launch(pair.target, pair.eagle1, paths=3, depth=4, settings=Settings(), others=others)
-    assert asked == [
+    assert [call.kwargs for call in load.call_args_list] == [
         {"revision": None, "trust_remote_code": False},
         {"revision": "abc", "trust_remote_code": True},
     ]
@@ -113,3 +109,50 @@ def test_without_an_accelerator_a_device_must_be_named(monkeypatch):
         check_ready(["--tp", "2"])
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     check_ready()
+
+
+# Settings come from the environment and are checked before a server starts.
+
+LARGEST = Settings(verifier="block", draft_width=5, draft_temperature=0.5, seed=2**64 - 1)
+SINGLE = {"EAGLEGBV_VERIFIER": "gbv", "EAGLEGBV_DRAFT_WIDTH": "8", "EAGLEGBV_SEED": "7"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PATH": "/bin"}, Settings()),
+        (
+            SINGLE | {"EAGLEGBV_DRAFT_TEMPERATURE": "1.5"},
+            Settings(verifier="gbv", draft_width=8, draft_temperature=1.5, seed=7),
+        ),
+        # JSON wins over single variables.
+        (
+            SINGLE | {JSON_VARIABLE: '{"verifier": "block", "seed": 3}'},
+            Settings(verifier="block", draft_width=8, seed=3),
+        ),
+        (LARGEST.to_environment(), LARGEST),
+    ],
+    ids=["defaults", "variables", "json", "its own"],
+)
+def test_what_is_said_is_read(environment, expected):
+    assert Settings.from_environment(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"EAGLEGBV_DRAFT_WIDTH": "0"}, "draft_width=0"),
+        ({"EAGLEGBV_DRAFT_WIDTH": "many"}, "EAGLEGBV_DRAFT_WIDTH='many'"),
+        ({"EAGLEGBV_DRAFT_TEMPERATURE": "0"}, "draft_temperature=0"),
+        ({"EAGLEGBV_DRAFT_TEMPERATURE": "nan"}, "draft_temperature=nan"),
+        ({"EAGLEGBV_SEED": "-1"}, "seed=-1"),
+        ({JSON_VARIABLE: "{"}, JSON_VARIABLE),
+        ({JSON_VARIABLE: "[]"}, JSON_VARIABLE),
+        ({JSON_VARIABLE: '{"paths": 3}'}, "'paths'"),
+        ({JSON_VARIABLE: '{"draft_width": true}'}, "draft_width=True"),
+        ({JSON_VARIABLE: '{"verifier": 3}'}, "verifier=3"),
+    ],
+)
+def test_what_is_wrong_is_named(environment, named):
+    with pytest.raises(InvalidArgument, match=named.replace("[", r"\[")):
+        Settings.from_environment(environment)

@@ -1,8 +1,10 @@
 """The Python API served by SGLang, and what SGLang's own arguments are refused for."""
 
 import json
+import os
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from support.saved_pair import save_pair
@@ -11,7 +13,6 @@ from support.sglang_engine import (
     NEEDS_SGLANG,
     STAND_IN,
     cpu_environment,
-    environment,
     pair_arguments,
 )
 from support.sglang_pair import SGLangPair
@@ -34,7 +35,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_llm_serves_through_sglang(verifier, paths, tmp_path):
     """Text: the Python API, a head in another format, grammars, stop strings, streams."""
     target, head = save_pair(tmp_path)
-    with environment(cpu_environment()):
+    with patch.dict(os.environ, cpu_environment(), clear=True):
         cpu = {k: v for k, v in CPU_ARGUMENTS.items() if k not in ("dtype", "device")}
         plan = {"verifier": verifier, "paths": paths, "depth": 3}
         llm = LLM(target, head, backend="sglang", device="cpu", **plan, **cpu)
@@ -87,7 +88,7 @@ def resolve(pair: SGLangPair, changes: dict[str, Any]) -> None:
 
     load_plugins()
     arguments = CPU_ARGUMENTS | pair_arguments(pair, "eagle1", 3, 3) | changes
-    with environment(cpu_environment()):
+    with patch.dict(os.environ, cpu_environment(), clear=True):
         sglang_arguments.ServerArgs(**arguments).resolve_once()
 
 

@@ -1,6 +1,5 @@
 """Acceptance, from what SGLang counts."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -42,16 +41,11 @@ def test_counts_without_speculation():
     assert counts.offered_by_depth == []
 
 
-@dataclass
-class Req:
+def req(*output_ids: int, finished_len: int | None = None) -> SimpleNamespace:
     """What is read of SGLang's requests."""
-
-    output_ids: list[int]
-    finished_len: int | None = None
-    is_retracted: bool = False
-
-    def finished(self) -> bool:
-        return self.finished_len is not None
+    own = SimpleNamespace(output_ids=[*output_ids], finished_len=finished_len, is_retracted=False)
+    own.finished = lambda: own.finished_len is not None
+    return own
 
 
 def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
@@ -64,7 +58,7 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
         metrics_collector=SimpleNamespace(labels={"model": "m"}),
     )
     processor = SimpleNamespace(metrics_reporter=reporter)
-    going, ending, ended = Req([5]), Req([5]), Req([5, 6], finished_len=2)
+    going, ending, ended = req(5), req(5), req(5, 6, finished_len=2)
     gauges = {"acceptance_length": Mock(), "block_efficiency": Mock()}
     monkeypatch.setattr(metrics, "gauge", lambda name, *labels: gauges[name])
     delivered = Delivered()

@@ -1,17 +1,107 @@
-"""What a round costs outside graphs: operations to launch, and time on the host."""
+"""What a round costs outside graphs: operations to launch, and time on the host.
 
+Each operation is a launch on a GPU, where one more copies the random numbers there. Views and
+allocations launch nothing and are left out, as are SGLang's own operations. This lists them:
+
+    PYTHONPATH=tests python tests/sglang/test_round_operations.py VERIFIER K L [greedy]
+"""
+
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from support.sglang_batch import Req, sampling
-from support.sglang_round import round_operations
+from support.sglang_batch import Req, kernel_arguments, sampling
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from eaglegbv.backends.sglang import verify
 from eaglegbv.backends.sglang.tree_layout import RoundBuffers
-from eaglegbv.backends.sglang.verify import RequestBook
+from eaglegbv.backends.sglang.verify import Acceptance, GraphJudge, RequestBook, Round, verifying
 from eaglegbv.config import Plan
+from eaglegbv.cuda_graphs import Recorder, Work
 
 MOST = 40
+VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
+
+
+class EagerOperations(TorchDispatchMode, Recorder):
+    """Notes each operation with the part of the round in which it ran, but for those of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+        self.part = ""
+        self._recorded = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        aliases = [result.alias_info for result in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not (self._recorded or view or name.startswith(("aten.empty", "aten.new_empty"))):
+            self.found.append((self.part, name))
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Leave out what a graph replays."""
+        self._recorded = True
+        yield
+        self._recorded = False
+
+    def record(self, work: Work) -> Work:
+        def replay() -> tuple[Tensor, ...]:
+            with self.in_graph():
+                return work()
+
+        return replay
+
+
+def round_operations(
+    verifier: str, paths: int, length: int, *, greedy: bool = False, batch: int = 5
+) -> list[tuple[str, str]]:
+    """Return part and name of each operation of a round."""
+    plan = Plan(verifier=verifier, paths=paths, depth=length)
+    operations = EagerOperations()
+    nodes = paths * length + 1
+    book, requests = RequestBook(plan, 0), [Req() for _ in range(batch)]
+    target_ids = torch.arange(DRAFT_VOCAB) + VOCAB - DRAFT_VOCAB
+    buffers = RoundBuffers(8, 8, book.numbers, WIDTH, target_ids=target_ids)
+    judge = GraphJudge(plan, buffers, torch.zeros(8 * nodes, VOCAB))
+    judge.record(operations)
+    settings = sampling(torch.ones(batch, 1), torch.arange(batch) < 2 if greedy else None)
+    slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)
+    given = kernel_arguments(torch.zeros(batch, nodes).long(), length)
+    logits, temperatures = torch.randn(batch * nodes, VOCAB), torch.ones(batch * nodes, 1)
+    softmax = verify.in_place_softmax(lambda *_: logits)
+    sample = verify.sampling(lambda **_: None, walk=lambda **_: None)
+    with operations:
+        operations.part = "drafting"
+        buffers.load(book.uniforms(requests), settings)
+        with operations.in_graph():
+            growth = buffers.growth(buffers.roots(slots), paths, length)
+            packed = [buffers.roots(slots).pack().unsqueeze(1)]
+            every = buffers.temperatures(batch).repeat_interleave(paths, dim=0)
+            for _ in range(length - 1):
+                probs = buffers.short_probs(head, every)
+                packed.append(growth.grow(probs, torch.zeros(len(head), 1).double()).pack())
+            tokens = torch.cat((torch.ones(batch, 1).long(), growth.tree()[2]), dim=1)
+            drafted = torch.cat(packed, dim=1)
+        operations.part = "verification"
+
+        def accept(probs: Tensor) -> Acceptance:
+            return judge.accept(tokens, drafted, probs)
+
+        with verifying(Round(accept, judge.space(batch), settings)):
+            target = softmax(logits, temperatures).view(batch, nodes, -1)
+            sample(**given, target_probs=target)
+        book.advance(requests)
+        operations.part = "the next round's roots"
+        buffers.keep_roots(slots, head[:batch])
+    return operations.found
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -37,3 +127,10 @@ def test_random_numbers_and_bookkeeping_take_a_millisecond_of_the_host():
         book.advance(requests)
         took.append(time.thread_time() - start)
     assert min(took) < 1e-3, min(took)
+
+
+if __name__ == "__main__":
+    name, K, L, *rest = sys.argv[1:]
+    listed = round_operations(name, int(K), int(L), greedy="greedy" in rest)
+    lines = [f"{part:24}{operation}" for part, operation in listed]
+    sys.stdout.write("\n".join((*lines, f"{len(lines)} operations\n")))

@@ -2,10 +2,10 @@
 
 import json
 import sys
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from support.cli import documented_commands
 from support.saved_pair import save_pair
@@ -22,11 +22,8 @@ COMMAND = "import sys; from eaglegbv.cli.main import main; main(sys.argv[1:])"
 
 
 def ask(url: str, path: str, body: dict[str, object] | None = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url + path, data, headers)
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return answer.read().decode()
+    answer = httpx.request("POST" if body else "GET", url + path, json=body, timeout=600)
+    return answer.raise_for_status().text
 
 
 @pytest.fixture(scope="module")

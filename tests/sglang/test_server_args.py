@@ -3,6 +3,7 @@
 import json
 import pickle
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.saved_pair import save_pair
@@ -149,18 +150,13 @@ def test_a_head_must_be_of_the_kind_and_fit_the_target(pair, tmp_path):
 
 
 def test_a_head_of_the_hub_is_fetched_and_checked(pair, monkeypatch):
-    asked = []
-
-    def fetch(name: str, *, revision: str) -> str:
-        asked.append((name, revision))
-        return str(pair.eagle1)
-
+    fetch = Mock(return_value=str(pair.eagle1))
     monkeypatch.setattr("eaglegbv.loading.snapshot_download", fetch)
     named = {"speculative_draft_model_path": "some/head"}
     own = arguments(pair, **named)
     settle(own)
     assert own.speculative_draft_model_path == str(pair.eagle1)
-    assert asked == [("some/head", "main")]
+    fetch.assert_called_once_with("some/head", revision="main")
     with pytest.raises(InvalidArgument, match="expected EAGLEGBV, for the head in some/head"):
         settle(arguments(pair, **named, speculative_algorithm="EAGLEGBV3"))
 

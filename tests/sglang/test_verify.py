@@ -4,6 +4,7 @@ import gc
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from eaglegbv.backends.sglang.verify import (
     verifying,
 )
 from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
+from eaglegbv.cuda_graphs import NotRecordable, Recorder
 from eaglegbv.rng import Purpose, RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.verifiers.paths import Residual, draw_residual
@@ -178,14 +179,9 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier):
 
 
 def test_what_cannot_be_recorded_runs_as_it_is():
-    class Nothing(Recorder):
-        def record(self, work: Work) -> Work:
-            raise NotRecordable("a test")
-
-    own = draw_trees(6, 2, 2)
-    outcome = graph_judge(own, "otbv", Nothing()).accept(
-        own.node_tokens.flatten(), own.packed, own.probs
-    )
+    own, nothing = draw_trees(6, 2, 2), Mock(**{"record.side_effect": NotRecordable("a test")})
+    unrecorded = graph_judge(own, "otbv", nothing)
+    outcome = unrecorded.accept(own.node_tokens.flatten(), own.packed, own.probs)
     assert torch.equal(outcome.nodes, judge(own, "otbv").nodes)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.sglang_engine import cpu_environment, missing_sglang
@@ -71,10 +72,7 @@ def test_other_versions_are_refused(monkeypatch):
 
 
 def test_a_missing_sglang_is_a_plain_sentence(monkeypatch):
-    def missing(_: str) -> str:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(version_check, "version", missing)
+    monkeypatch.setattr(version_check, "version", Mock(side_effect=PackageNotFoundError))
     with pytest.raises(NotInstalled, match=r"^SGLang is not installed: pip install 'eaglegbv\["):
         version_check.check_version()
 

@@ -25,6 +25,7 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 from support.requests import make_request
 from support.tiny_models import random_llama as tiny_llama
+from support.tiny_models import spread
 
 
 def random_llama(vocab: int, *, seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
@@ -164,13 +165,13 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
         model = tiny_llama(
             VOCAB, num_hidden_layers=5, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS
         )
-        _randomise(model)
+        spread(model, 0.25)
         embedding = model.get_input_embeddings().weight.detach()
         config = head_config_of(model.config, arch, draft_vocab=draft_vocab)
         head: EagleHead
         if arch is Arch.EAGLE1:
             head = Eagle1Head(config, embedding, model.lm_head.weight.detach())
-            _randomise(head)
+            spread(head, 0.25)
             # Its state has no norm: keep it from growing from one drafted token to the next.
             with torch.no_grad():
                 head.fc.weight.mul_(0.4)
@@ -178,16 +179,9 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
         else:
             chosen = torch.randperm(VOCAB)[:draft_vocab]
             head = Eagle3Head(replace(config, feature_layers=FEATURE_LAYERS), embedding, chosen)
-            _randomise(head)
+            spread(head, 0.25)
     head = head.eval().requires_grad_(requires_grad=False)
     return Pair(model, head, copy.deepcopy(head).double())
-
-
-def _randomise(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.25)
 
 
 class Session(TokenSession):

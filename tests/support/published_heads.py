@@ -23,6 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from support.tiny_models import spread
+
 VOCAB = 40
 HIDDEN = 32
 WIDE = 48
@@ -68,12 +70,7 @@ def make_target(family: str) -> PreTrainedModel:
     """A random target whose greedy text is not one token over and over."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(TARGETS[family]())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(std=0.2)
-    return model.eval()
+        return spread(AutoModelForCausalLM.from_config(TARGETS[family]()), 0.2)
 
 
 @dataclass
@@ -141,15 +138,18 @@ def _flat(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _layer(prefix: str, inputs: int, *, hidden: int, kv: int, dim: int) -> dict[str, Any]:
+def layer(
+    prefix: str, inputs: int, *, hidden: int, kv: int, dim: int, wide: int = WIDE
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a decoder layer of four heads, by name."""
     return {
         f"{prefix}self_attn.q_proj.weight": (4 * dim, inputs),
         f"{prefix}self_attn.k_proj.weight": (kv * dim, inputs),
         f"{prefix}self_attn.v_proj.weight": (kv * dim, inputs),
         f"{prefix}self_attn.o_proj.weight": (hidden, 4 * dim),
-        f"{prefix}mlp.gate_proj.weight": (WIDE, hidden),
-        f"{prefix}mlp.up_proj.weight": (WIDE, hidden),
-        f"{prefix}mlp.down_proj.weight": (hidden, WIDE),
+        f"{prefix}mlp.gate_proj.weight": (wide, hidden),
+        f"{prefix}mlp.up_proj.weight": (wide, hidden),
+        f"{prefix}mlp.down_proj.weight": (hidden, wide),
         f"{prefix}post_attention_layernorm.weight": (hidden,),
     }
 
@@ -159,7 +159,7 @@ def _eagle1(*, fc_bias: bool = False, kv: int = 2) -> dict[str, Tensor]:
         "embed_tokens.weight": (VOCAB, HIDDEN),
         "fc.weight": (HIDDEN, 2 * HIDDEN),
         **({"fc.bias": (HIDDEN,)} if fc_bias else {}),
-        **_layer("layers.0.", HIDDEN, hidden=HIDDEN, kv=kv, dim=8),
+        **layer("layers.0.", HIDDEN, hidden=HIDDEN, kv=kv, dim=8),
     }
     return _tensors(shapes, torch.float16)
 
@@ -186,7 +186,7 @@ def _eagle3(
         "fc.weight": (hidden, 3 * HIDDEN),
         f"{prefix}input_layernorm.weight": (hidden,),
         f"{prefix}hidden_norm.weight": (hidden,),
-        **_layer(prefix, 2 * hidden, hidden=hidden, kv=kv, dim=dim),
+        **layer(prefix, 2 * hidden, hidden=hidden, kv=kv, dim=dim),
         "norm.weight": (hidden,),
         "lm_head.weight": (draft_vocab, hidden),
         **(more or {}),

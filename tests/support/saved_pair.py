@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from eaglegbv.drafters.checkpoint import save_head
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head
 from eaglegbv.drafters.training.heads import head_config_of
 from support.tiny_models import random_llama
 
@@ -21,17 +21,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_pair(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+def save_pair(folder: Path) -> tuple[Path, Path]:
     """Write a random target and an EAGLE-1 head into ``folder`` and return their folders."""
     target, head = folder / "target", folder / "head"
     tokenizer = _byte_tokenizer()
     tokenizer.save_pretrained(str(target))
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         sizes = {"intermediate_size": 2 * HIDDEN, "max_position_embeddings": CONTEXT}
         model = random_llama(len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
         model.save_pretrained(target)
-        save_head(_eagle1(model), head, torch.float32)
+        config = head_config_of(model.config, Arch.EAGLE1, draft_vocab=len(tokenizer))
+        config = replace(config, num_kv_heads=config.num_heads)
+        embedding = model.get_input_embeddings().weight.detach()
+        eagle1 = Eagle1Head(config, embedding, model.lm_head.weight.detach())
+        save_head(eagle1, head, torch.float32)
     return target, head
 
 
@@ -43,10 +47,3 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def _eagle1(model: LlamaForCausalLM) -> EagleHead:
-    config = head_config_of(model.config, Arch.EAGLE1, draft_vocab=model.config.vocab_size)
-    config = replace(config, num_kv_heads=config.num_heads)
-    embedding = model.get_input_embeddings().weight.detach()
-    return Eagle1Head(config, embedding, model.lm_head.weight.detach())

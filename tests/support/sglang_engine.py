@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -65,24 +66,12 @@ def cpu_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 @contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Let ``values`` be the whole environment in the body: child processes inherit it."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
 def sglang_engine(settings: Mapping[str, str] | None = None, **arguments: object) -> Iterator[Any]:
     """Start an engine with the stand-in, and stop it."""
     if str(STAND_IN) not in sys.path:
         sys.path.insert(0, str(STAND_IN))
-    with environment(cpu_environment(settings)):
+    # Child processes inherit what is the whole environment here.
+    with patch.dict(os.environ, cpu_environment(settings), clear=True):
         import sglang
 
         engine = sglang.Engine(**(CPU_ARGUMENTS | arguments))
@@ -116,13 +105,3 @@ def pair_arguments(pair: SGLangPair, head: str, K: int, L: int) -> dict[str, obj
         "speculative_num_steps": L,
         "speculative_eagle_topk": K,
     }
-
-
-def plain_greedy_texts(pair: SGLangPair) -> list[list[int]]:
-    """Return what SGLang answers greedily to :data:`PROMPTS` without speculation.
-
-    Stopping an engine ends all child processes, those of others too: one at a time.
-    """
-    arguments = {"model_path": str(pair.target), "skip_tokenizer_init": True}
-    with sglang_engine(**arguments, context_length=256) as engine:
-        return token_ids(engine.generate(input_ids=PROMPTS, sampling_params=GREEDY))

@@ -1,6 +1,7 @@
 """A random target of 16 tokens with EAGLE-1 and EAGLE-3 heads, saved as SGLang reads them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,14 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.published_heads import layer
+from support.tiny_models import random_llama, spread
+
 VOCAB = 16
 DRAFT_VOCAB = 12
 HIDDEN = 64
 INTERMEDIATE = 128
-KV = 32
 LAYERS = 4
-CONTEXT = 256
 EOS = 1
 
 
@@ -28,29 +30,25 @@ class SGLangPair:
     eagle1: Path
     eagle3: Path
 
-    def next_probs(self, temperature: float, top_p: float) -> "NextProbs":
-        """Return the target's exact distributions under these settings."""
+    def next_probs(
+        self, temperature: float, top_p: float
+    ) -> Callable[[list[list[int]]], NDArray[np.float64]]:
+        """Return what tells next tokens' exact distributions after sequences of one length.
+
+        They are ``[sequences, vocab]``, by transformers in float64, under these settings.
+        """
         model = LlamaForCausalLM.from_pretrained(self.target, dtype=torch.float64).eval()
-        return NextProbs(model, temperature, top_p)
 
+        @torch.no_grad()
+        def after(sequences: list[list[int]]) -> NDArray[np.float64]:
+            logits = model(torch.tensor(sequences)).logits[:, -1]
+            dists = (logits / temperature).softmax(dim=1)
+            values, order = dists.sort(dim=1, descending=True, stable=True)
+            values[values.cumsum(dim=1) - values >= top_p] = 0
+            dists = torch.zeros_like(dists).scatter_(1, order, values)
+            return (dists / dists.sum(dim=1, keepdim=True)).numpy()
 
-@dataclass(frozen=True, slots=True)
-class NextProbs:
-    """From sequences of one length to their next token's, by transformers in float64."""
-
-    model: LlamaForCausalLM
-    temperature: float
-    top_p: float
-
-    def __call__(self, sequences: list[list[int]]) -> NDArray[np.float64]:
-        """Return ``[sequences, vocab]``."""
-        with torch.no_grad():
-            logits = self.model(torch.tensor(sequences)).logits[:, -1]
-        dists = (logits / self.temperature).softmax(dim=1)
-        values, order = dists.sort(dim=1, descending=True, stable=True)
-        values[values.cumsum(dim=1) - values >= self.top_p] = 0
-        dists = torch.zeros_like(dists).scatter_(1, order, values)
-        return (dists / dists.sum(dim=1, keepdim=True)).numpy()
+        return after
 
 
 def save_sglang_pair(folder: Path, *, seed: int = 1) -> SGLangPair:
@@ -58,33 +56,14 @@ def save_sglang_pair(folder: Path, *, seed: int = 1) -> SGLangPair:
     pair = SGLangPair(folder / "target", folder / "eagle1", folder / "eagle3")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _target()
+        sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+        tokens = {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 2}
+        model = spread(random_llama(VOCAB, **sizes, **tokens), 0.15)
         model.save_pretrained(pair.target)
         _save(pair.eagle1, _eagle1(), "LlamaForCausalLMEagle", model.config)
         _save(pair.eagle3, _eagle3(model), "LlamaForCausalLMEagle3", model.config)
     return pair
-
-
-def _target() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=EOS,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 0.15)
-    return model
 
 
 def _eagle1() -> dict[str, torch.Tensor]:
@@ -111,15 +90,10 @@ def _eagle3(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def _layer(prefix: str, inputs: int) -> dict[str, torch.Tensor]:
+    shapes = layer(prefix, inputs, hidden=HIDDEN, kv=2, dim=HIDDEN // 4, wide=INTERMEDIATE)
     return {
-        prefix + "self_attn.q_proj.weight": _random(HIDDEN, inputs),
-        prefix + "self_attn.k_proj.weight": _random(KV, inputs),
-        prefix + "self_attn.v_proj.weight": _random(KV, inputs),
-        prefix + "self_attn.o_proj.weight": _random(HIDDEN, HIDDEN),
-        prefix + "mlp.gate_proj.weight": _random(INTERMEDIATE, HIDDEN),
-        prefix + "mlp.up_proj.weight": _random(INTERMEDIATE, HIDDEN),
-        prefix + "mlp.down_proj.weight": _random(HIDDEN, INTERMEDIATE),
-        prefix + "post_attention_layernorm.weight": torch.ones(HIDDEN),
+        name: torch.ones(shape) if "norm" in name else _random(*shape)
+        for name, shape in shapes.items()
     }
 
 

@@ -14,6 +14,8 @@ from eaglegbv.attention.base import Segment, pack
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.models.target import Target, TargetOutput
 
+HIDDEN = 8
+
 
 class TabularTarget(Target):
     """Random logits for every state, where a state is the last ``order`` tokens.
@@ -29,10 +31,8 @@ class TabularTarget(Target):
         order: int = 2,
         seed: int = 0,
         scale: float = 1.5,
-        hidden_size: int = 8,
         max_context: int = 1024,
         max_slots: int = 1024,
-        eos_token_ids: frozenset[int] = frozenset(),
         features: tuple[int, ...] = (),
     ) -> None:
         """Draw the tables, by ``seed``; larger values of ``scale`` give more peaked distributions.
@@ -43,16 +43,16 @@ class TabularTarget(Target):
         self.max_context = max_context
         self.dtype = torch.float32
         self.device = torch.device("cpu")
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = frozenset()
         self.features = features
         self.allocator = SlotAllocator(max_slots)
         generator = torch.Generator().manual_seed(seed)
         states = int((vocab_size + 1) ** order)
         self._order = order
-        torch.randn((vocab_size, hidden_size), generator=generator)  # numbers that tests began with
-        output = torch.randn((vocab_size, hidden_size), generator=generator)
-        self._features = torch.randn((states, hidden_size), generator=generator)
-        self._logits: Tensor = self._features @ output.T * (scale / hidden_size**0.5)
+        torch.randn((vocab_size, HIDDEN), generator=generator)  # numbers that tests began with
+        output = torch.randn((vocab_size, HIDDEN), generator=generator)
+        self._features = torch.randn((states, HIDDEN), generator=generator)
+        self._logits: Tensor = self._features @ output.T * (scale / HIDDEN**0.5)
         self._token_of_slot = torch.full((max_slots,), vocab_size)
 
     def logits_after(self, token_ids: Sequence[int]) -> Tensor:

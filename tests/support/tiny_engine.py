@@ -1,6 +1,6 @@
 """A small random target with a small random EAGLE head, put together into an engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -63,11 +63,7 @@ class TinyEngine:
     ) -> list[Request]:
         """Requests that differ in their seeds, with these plans in turn, answered."""
         seeded = (msgspec.structs.replace(params, seed=seed) for seed in range(count))
-        requests = [self.engine.add(prompt, p, plans[p.seed % len(plans)]) for p in seeded]
-        while self.engine.has_work:
-            self.engine.step()
-        assert not any(request.error for request in requests)
-        return requests
+        return served(self.engine, [(prompt, p, plans[p.seed % len(plans)]) for p in seeded])
 
     def joint_probs(
         self, prompt: list[int], tokens: int, params: SamplingParams | None = None
@@ -93,6 +89,17 @@ class TinyEngine:
             return warp(logits, settings).double().softmax(dim=1).numpy()
 
         return joint_probs(next_probs, prompt, tokens)
+
+
+def served(
+    engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams, Planning]]
+) -> list[Request]:
+    """Return requests that were added, and stepped until all had ended, none by an error."""
+    requests = [engine.add(*own) for own in asked]
+    while engine.has_work:
+        engine.step()
+    assert not any(request.error for request in requests)
+    return requests
 
 
 def cells_of(requests: list[Request], vocab: int) -> list[int]:
@@ -127,9 +134,10 @@ def tiny_engine(
     model = _model(vocab, sharpness, head_dim, layers)
     read = default_feature_layers(layers)
     features = (FINAL,) if arch is Arch.EAGLE1 else read
-    own = _model_copy(model).to(dtype).to(device)
+    copy = LlamaForCausalLM(LlamaConfig(**model.config.to_dict())).eval()
+    copy.load_state_dict(model.state_dict())
     target = HFTarget(
-        own,
+        copy.to(dtype).to(device),
         features=features,
         max_slots=slots,
         graphs=graphs,
@@ -153,12 +161,6 @@ def _model(vocab: int, sharpness: float, head_dim: int, layers: int) -> LlamaFor
         # A normed hidden state has length sqrt(width).
         model.lm_head.weight.normal_(std=sharpness / WIDTH**0.5)
     return model
-
-
-def _model_copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    copy = LlamaForCausalLM(LlamaConfig(**model.config.to_dict()))
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
 
 
 def _head(target: HFTarget, model: LlamaForCausalLM, arch: Arch) -> EagleHead:

@@ -1,6 +1,7 @@
 """Tiny random models of many architectures, built from configurations: no downloads."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from transformers import (
@@ -27,6 +28,8 @@ from transformers import (
 VOCAB = 48
 LAYERS = 4
 WINDOW = 4
+
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {
@@ -118,8 +121,13 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(std=0.15)
-    return model.to(dtype).eval()
+        return spread(model, 0.15).to(dtype)
+
+
+def spread(model: Module, std: float) -> Module:
+    """Draw all weights of a model but its norms' anew, and return it, to be evaluated."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=std)
+    return model.eval()

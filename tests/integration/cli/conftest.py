@@ -1,16 +1,17 @@
 from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 from httpx import ConnectError
 from support.cli import Result, run
-from support.saved_pair import save_pair
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def pair(saved_pair: tuple[Path, Path]) -> list[str]:
     """Options that name a tiny random pair."""
-    target, head = save_pair(tmp_path_factory.mktemp("pair"))
+    target, head = saved_pair
     return ["--model", str(target), "--drafter", str(head), "--device", "cpu"]
 
 
@@ -35,9 +36,6 @@ def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep questions of this machine and of the hub out."""
-
-    def offline(*arguments: object, **options: object) -> str:
-        raise ConnectError("no network")
-
+    offline = Mock(side_effect=ConnectError("no network"))
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", offline)
     monkeypatch.delenv("EAGLEGBV_DATA", raising=False)

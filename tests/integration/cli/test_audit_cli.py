@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
 QUICK = ("--vocab", "2", "--instances", "3")
 
 
-def test_without_json_it_is_readable(cli) -> None:
+def test_without_json_it_is_readable(cli):
     result = cli("audit", "--verifier", "token", *QUICK)
     headings, row = result.out.splitlines()
     assert "max error" in headings
@@ -19,7 +19,7 @@ def test_without_json_it_is_readable(cli) -> None:
     assert row.endswith(" lossless")
 
 
-def test_all_is_every_verifier_with_every_distribution(cli) -> None:
+def test_all_is_every_verifier_with_every_distribution(cli):
     result = cli("audit", "--all", "--vocab", "2", "--instances", "7", "--seed", "3", "--json")
     found = [json.loads(line) for line in result.out.splitlines()]
     assert sorted((one["verifier"], one["draft_sampling"]) for one in found) == sorted(
@@ -34,7 +34,7 @@ def test_all_is_every_verifier_with_every_distribution(cli) -> None:
             assert one["block_efficiency"] <= one["lp_optimum"] + 1e-9
 
 
-def test_a_claim_too_many_is_caught(cli, tmp_path: Path) -> None:
+def test_a_claim_too_many_is_caught(cli, tmp_path):
     """The example is not lossless where the first child of a node is not drawn."""
     module = tmp_path / "mine.py"
     text = EXAMPLE.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ class Careless(TokenVerifier):
 """
 
 
-def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
+def test_a_batched_class_is_tested_by_samples(cli, tmp_path):
     module = tmp_path / "batched.py"
     module.write_text(BATCHED, encoding="utf-8")
     arguments = ("audit", "--module", str(module), *QUICK, "--samples", "2000", "--json")
@@ -79,7 +79,7 @@ def test_a_batched_class_is_tested_by_samples(cli, tmp_path: Path) -> None:
         *(("otbv", "greedy"), ("specinfer", "wor")),
     ],
 )
-def test_the_batched_implementation_by_samples(cli, name: str, draft_sampling: str) -> None:
+def test_the_batched_implementation_by_samples(cli, name, draft_sampling):
     options = ("--verifier", name, "--draft-sampling", draft_sampling, "--samples", "2000")
     result = cli("audit", *options, "--vocab", "2", "--instances", "7", "--seed", "3", "--json")
     assert json.loads(result.out)["detectable_shift"] < 0.1
@@ -93,14 +93,14 @@ def test_the_batched_implementation_by_samples(cli, name: str, draft_sampling: s
         (BATCHED.replace('"mine"', "7"), "Mine.name=7"),
     ],
 )
-def test_a_module_that_cannot_be_used_is_named(cli, tmp_path, text: str, message: str) -> None:
+def test_a_module_that_cannot_be_used_is_named(cli, tmp_path, text, message):
     module = tmp_path / "broken.py"
     module.write_text(text, encoding="utf-8")
     result = cli("audit", "--module", str(module), status=2)
     assert message in result.err
 
 
-def test_pair(cli, pair: list[str]) -> None:
+def test_pair(cli, pair):
     options = ("--prompt", "ab", "--tokens", "2", "--top-k", "2", "--samples", "60", "--json")
     result = cli("audit", "pair", *pair, *options)
     found = json.loads(result.out)
@@ -112,7 +112,7 @@ def test_pair(cli, pair: list[str]) -> None:
     assert "detects: how far" in table
 
 
-def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair: list[str]) -> None:
+def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair):
     options = ("--prompt", "ab", "--prompt", "hello", "--tokens", "2", "--top-k", "2", "--samples")
     how = ("--dtype", "bfloat16", "--verifier", "otbv,block", "--json")
     result = cli("audit", "pair", *pair, *options, "100", *how)
@@ -129,12 +129,10 @@ def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair: list[
         assert wrong[0].strip("-") in refused.err
 
 
-PICTURE = ("--trees", "20", "--vocab", "8", "--depth", "2", "--temperatures", "0.5,1")
-
-
-def test_picture(cli, tmp_path: Path) -> None:
+def test_picture(cli, tmp_path):
     out = tmp_path / "picture.svg"
-    arguments = ("audit", "picture", *PICTURE, "--paths", "1,2", "--at-paths", "2")
+    sizes = ("--trees", "20", "--vocab", "8", "--depth", "2", "--temperatures", "0.5,1")
+    arguments = ("audit", "picture", *sizes, "--paths", "1,2", "--at-paths", "2")
     result = cli(*arguments, "--out", str(out))
     headings, *rows = result.out.splitlines()
     assert "block efficiency" in headings

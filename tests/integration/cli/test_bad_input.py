@@ -153,9 +153,7 @@ BAD = {
     ("command", "arguments", "message"),
     [(command, *case) for command, cases in BAD.items() for case in cases],
 )
-def test_bad_input_is_one_clear_line(
-    cli, pair, tmp_path: Path, command: str, arguments: str, message: str
-) -> None:
+def test_bad_input_is_one_clear_line(cli, pair, tmp_path, command, arguments, message):
     usual = {"generate": pair, "bench mt-bench": [*pair, *QUICK, "--out", str(tmp_path)]}
     usual["bench batch"] = [*pair, "--questions-set", "builtin", "--repeats", "1", "--prompts", "1"]
     result = cli(*command.split(), *usual.get(command, ()), *shlex.split(arguments), status=2)

@@ -18,7 +18,7 @@ def bench(cli, pair, *arguments: str, **ends: int):
     return cli("bench", "mt-bench", *pair, *arguments, **ends)
 
 
-def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
+def test_conversations_too_long_are_reported(cli, pair, tmp_path):
     question = {"id": "long", "category": "math", "turns": ["a" * 200, "b" * 200], "source": "test"}
     short = {"id": "short", "category": "math", "turns": ["a", "b"], "source": "test"}
     data = tmp_path / "questions.jsonl"
@@ -29,7 +29,7 @@ def test_conversations_too_long_are_reported(cli, pair, tmp_path: Path) -> None:
     assert "long, repeat 2" in (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
 
 
-def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path: Path) -> None:
+def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "run"
     verifiers = ["--verifiers", "none,token,otbv", "--paths", "1,2", "--depth", "2"]
@@ -94,8 +94,8 @@ def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path: Path) -> None
     ids=" ".join,
 )
 def test_pictures_without_matplotlib_are_refused_before_anything_runs(
-    cli, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, command, tmp_path, monkeypatch
+):
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     result = cli(
         *command, *([] if "results" in command else ["--out", str(tmp_path / "run")]), status=2
@@ -104,9 +104,7 @@ def test_pictures_without_matplotlib_are_refused_before_anything_runs(
     assert not (tmp_path / "run").exists()
 
 
-def test_any_set_runs_and_what_determines_it_is_recorded(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_set_runs_and_what_determines_it_is_recorded(cli, pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "data" / "prompts" / "gsm8k_test.jsonl"
     data.parent.mkdir(parents=True)
@@ -142,9 +140,7 @@ def test_any_set_runs_and_what_determines_it_is_recorded(
     assert "(other questions_sha256)" in result.err
 
 
-def test_what_the_engine_is_compiled_by_is_recorded(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_engine_is_compiled_by_is_recorded(cli, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)  # it takes a minute
     options = ["--questions", "1", "--repeats", "1", "--max-tokens", "4", "--out", str(tmp_path)]
     options += ["--verifiers", "none,otbv", "--questions-set", "builtin"]
@@ -155,7 +151,7 @@ def test_what_the_engine_is_compiled_by_is_recorded(
     assert "(--compile eager, now none)" in again.err
 
 
-def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path):
     target = tmp_path / "target"
     shutil.copytree(pair[1], target)
     (target / "chat_template.jinja").unlink()
@@ -165,7 +161,7 @@ def test_a_model_without_a_chat_template_is_refused(cli, pair, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path: Path) -> None:
+def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path):
     lists = ["--verifiers", "none,block,otbv", "--paths", "1,2", "--depth", "1"]
     lists += ["--temperature", "0.5,1", "--draft-sampling", "iid,fixed", "--draft-temperature", "2"]
     short = ["--questions-set", "builtin", "--questions", "1", "--repeats", "1"]
@@ -180,7 +176,7 @@ def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path: Path) -> None:
     assert all(s["errors"] == 0 and s["speedup"] is not None for s in content["summary"])
 
 
-def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path: Path) -> None:
+def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path):
     short = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "4"]
     short += ["--places", "1", "--judgements", "1", "--engine-questions", "1"]
     result = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
@@ -203,7 +199,7 @@ def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path: Path) 
 SIZES = ["--vocab", "10,100", "--drafts", "2", "--width", "all,8", "--instances", "2"]
 
 
-def test_solvers_as_one_json_object_and_as_a_table(cli) -> None:
+def test_solvers_as_one_json_object_and_as_a_table(cli):
     result = cli("bench", "solvers", *SIZES, "--seed", "3", "--time-limit", "60000", "--json")
     report = json.loads(result.out)
     assert report.keys() == {"seed", "time_limit_ms", "tolerance", "rows"}
@@ -218,7 +214,7 @@ def test_solvers_as_one_json_object_and_as_a_table(cli) -> None:
     assert len(lines) == 4 * 2
 
 
-def test_study_writes_json_and_a_picture(cli, tmp_path) -> None:
+def test_study_writes_json_and_a_picture(cli, tmp_path):
     pytest.importorskip("matplotlib")
     result = cli(
         *("bench", "study", "--questions-set", "builtin", "--questions", "2", "--places", "1"),

@@ -7,17 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.fake_llm import answer
 from transformers.utils import logging
 
 from eaglegbv.backends.sglang import llm as sglang_llm
 from eaglegbv.eval.runner import read_results
 from eaglegbv.metrics import RequestMetrics
-from eaglegbv.request import FinishReason
-from eaglegbv.text import Completion, Delta
+from eaglegbv.text import Delta
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -33,7 +32,7 @@ def bench(cli, pair, *arguments: str, **ends: int):
     return cli("bench", "mt-bench", *pair, *QUICK, *arguments, **ends)
 
 
-def test_baselines_take_turns_with_the_engine(cli, pair, tmp_path: Path) -> None:
+def test_baselines_take_turns_with_the_engine(cli, pair, tmp_path):
     names = ["transformers", "lookup:2", "exit:1:2", f"assistant:{pair[1]}"]
     options = ["--verifiers", "none,otbv", "--depth", "2", "--baselines", ",".join(names)]
     bench(cli, pair, *options, "--temperature", "0", "--out", str(tmp_path))
@@ -59,7 +58,7 @@ def test_baselines_take_turns_with_the_engine(cli, pair, tmp_path: Path) -> None
     assert "question by question in turns" in report
 
 
-def test_transformers_alone_runs_no_plan(cli, pair, tmp_path: Path) -> None:
+def test_transformers_alone_runs_no_plan(cli, pair, tmp_path):
     bench(cli, pair, "--backend", "transformers", "--out", str(tmp_path))
     results = read_results(tmp_path / "results.json")
     assert [setting.name for setting in results.settings.settings] == ["transformers"]
@@ -89,8 +88,7 @@ class FakeSGLang:
         yield Delta(text="a", token_ids=[97])
         time.sleep(0.01)
         yield Delta(text="bcde", token_ids=[98, 99, 100, 101])
-        how = {"finish_reason": FinishReason.LENGTH, "metrics": metrics}
-        whole = Completion(text="abcde", token_ids=[*range(97, 102)], **how)
+        whole = answer("abcde", [*range(97, 102)], metrics)
         yield Delta(text="", token_ids=[], completion=whole)
 
     def shutdown(self) -> None:
@@ -105,7 +103,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     return FakeSGLang.log
 
 
-def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> None:
+def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path):
     options = ["--backend", "sglang", "--verifiers", "none,otbv,gbv", "--temperature", "0.5,1"]
     options += ["--backend-arguments", '{"mem_fraction_static": 0.5}']
     bench(cli, pair, *options, "--out", str(tmp_path))
@@ -140,9 +138,7 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL on Windows")
-def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(
-    cli, pair, tmp_path: Path
-) -> None:
+def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(cli, pair, tmp_path):
     out = tmp_path / "run"
     settings, repeats = ["none", "token", "otbv"], 4
     command = ["bench", "mt-bench", *pair, "--questions-set", "builtin", "--questions", "4"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ QUICK = ("--questions-set", "builtin", "--tokens", "6", "--repeats", "1", "--pro
 SIZES = "hidden=32,layers=4,heads=2,kv_heads=1,intermediate=48,vocab=64,draft_vocab=32"
 
 
-def test_ways_stand_side_by_side(cli, pair, tmp_path: Path) -> None:
+def test_ways_stand_side_by_side(cli, pair, tmp_path):
     out = tmp_path / "batch.json"
     ways = ("--ways", "auto,2x2,none,transformers,lookup:2", "--batches", "1,2")
     result = cli("bench", "batch", *pair, *QUICK, *ways, "--explain", "--out", str(out))
@@ -30,18 +29,13 @@ def test_ways_stand_side_by_side(cli, pair, tmp_path: Path) -> None:
     assert all(timing["tokens"] == 6 * timing["batch"] for timing in timings)
 
 
-def test_a_missing_file_is_said_before_any_model_is_loaded(
-    cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("eaglegbv.cli.options.Models.load", load)
+def test_a_missing_file_is_said_before_any_model_is_loaded(cli, monkeypatch, tmp_path):
+    monkeypatch.delattr("eaglegbv.cli.options.Models.load")
     result = cli("bench", "batch", "--data", str(tmp_path / "none.jsonl"), status=2)
     assert "data=" in result.err
 
 
-def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path: Path) -> None:
+def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path):
     out = tmp_path / "made.json"
     made = ("--shape", "tiny", "--efficiency", "3.5", "--ways", "2x4,none", "--device", "cpu")
     result = cli("bench", "batch", *made, *QUICK, "--batches", "2", "--out", str(out))
@@ -54,7 +48,7 @@ def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path: 
     assert [timing["tokens"] for timing in facts["timings"]] == [2 * 6] * 2
 
 
-def test_many_settings_over_one_pair_lose_nothing(cli, tmp_path: Path) -> None:
+def test_many_settings_over_one_pair_lose_nothing(cli, tmp_path):
     out = tmp_path / "step.jsonl"
     out.write_text('{"an": "earlier run"}\n')
     options = ("--plans", "2x2,token:2x2,none", "--contexts", "8", "--steps", "2", "--batches", "2")
@@ -78,7 +72,7 @@ def test_many_settings_over_one_pair_lose_nothing(cli, tmp_path: Path) -> None:
     assert settings[0]["report"]["launches"] is None
 
 
-def test_steps_of_a_real_model(cli, pair) -> None:
+def test_steps_of_a_real_model(cli, pair):
     options = ("--plans", "block:1x2,none", "--contexts", "8", "--steps", "2")
     result = cli("bench", "step", *pair, *options)
     _, drafted, plain, weights = result.out.splitlines()

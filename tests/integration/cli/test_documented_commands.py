@@ -68,13 +68,13 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
-def test_every_documented_pair_has_a_stand_in() -> None:
+def test_every_documented_pair_has_a_stand_in():
     pairs = [(option(c, "--model"), option(c, "--drafter")) for c in commands()]
     assert sorted(pairs) == sorted(STAND_INS)
     assert all(command[:3] == ["eaglegbv", "bench", "mt-bench"] for command in commands())
 
 
-def test_they_run_as_documented(tmp_path: Path) -> None:
+def test_they_run_as_documented(tmp_path):
     home, prompts = tmp_path / "home", tmp_path / "data" / "prompts"
     for (model, drafter), name in STAND_INS.items():
         target, head = snapshot(home, model), PUBLISHED[name]()

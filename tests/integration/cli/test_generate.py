@@ -6,6 +6,7 @@ import shutil
 import sys
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,7 @@ def generate(cli, pair, *arguments: str, **ends: int):
     return cli("generate", *pair, "--max-tokens", "12", "--seed", "3", *arguments, **ends)
 
 
-def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
+def test_stream_and_no_stream_print_the_json_text(cli, pair):
     # A seed gives the same text again under a fixed plan.
     options = ["--prompt", "Hello", "--verifier", "otbv", "--ignore-eos"]
     text = json.loads(generate(cli, pair, *options, "--json").out)["text"]
@@ -35,7 +36,7 @@ def test_stream_and_no_stream_print_the_json_text(cli, pair) -> None:
         )
 
 
-def test_a_seed_that_was_not_given_is_told_where_it_repeats_the_text(cli, pair) -> None:
+def test_a_seed_that_was_not_given_is_told_where_it_repeats_the_text(cli, pair):
     options = ("--prompt", "Hello", "--max-tokens", "12", "--ignore-eos")
     fixed = ("generate", *pair, *options, "--verifier", "gbv")
     first = cli(*fixed)
@@ -47,9 +48,7 @@ def test_a_seed_that_was_not_given_is_told_where_it_repeats_the_text(cli, pair) 
         assert "seed" not in cli("generate", *pair, *options, *other).err
 
 
-def test_prompt_comes_from_a_file_or_standard_input(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_comes_from_a_file_or_standard_input(cli, pair, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("Hello", encoding="utf-8-sig")
     fixed = ("--verifier", "otbv")
@@ -62,7 +61,7 @@ def test_prompt_comes_from_a_file_or_standard_input(
     assert "expected a readable file" in refused.err
 
 
-def test_system_and_raw_change_what_the_model_reads(cli, pair) -> None:
+def test_system_and_raw_change_what_the_model_reads(cli, pair):
     def prompt_ids(*options: str) -> list[int]:
         result = generate(cli, pair, "--prompt", "Hello", "--json", *options)
         return json.loads(result.out)["prompt_token_ids"]
@@ -71,7 +70,7 @@ def test_system_and_raw_change_what_the_model_reads(cli, pair) -> None:
     assert len(system) > len(plain) > len(raw) == len("Hello")
 
 
-def test_the_drafter_is_told_how_to_draft(cli, pair) -> None:
+def test_the_drafter_is_told_how_to_draft(cli, pair):
     options = ["--verifier", "gbv", "--paths", "2", "--depth", "3", "--draft-sampling", "iid"]
     more = ["--draft-width", "8", "--draft-temperature", "1.5"]
     result = generate(cli, pair, "--prompt", "Hello", "--json", *options, *more)
@@ -90,16 +89,14 @@ def test_the_drafter_is_told_how_to_draft(cli, pair) -> None:
     assert json.loads(single.out)["plan"]["paths"] == 1
 
 
-def test_without_a_drafter_drafts_are_looked_up_and_a_line_says_so(cli, pair) -> None:
+def test_without_a_drafter_drafts_are_looked_up_and_a_line_says_so(cli, pair):
     said = "no --drafter: drafts are looked up in the text itself (ngram)\n"
     result = generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
     assert result.err.startswith(said)
     assert said not in generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "none").err
 
 
-def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_a_model_brings_runs_only_if_it_is_trusted(cli, pair, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(pair[1], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -117,7 +114,7 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(
     assert (tmp_path / "ran").exists()
 
 
-def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, pair) -> None:
+def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, pair):
     result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
     answer = json.loads(result.out)
     assert len(answer["token_ids"]) == 12
@@ -132,16 +129,14 @@ def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, p
     assert set(plans) <= {"none", *(plan_name(plan) for plan in AUTO.candidates)}
 
 
-def test_measuring_costs_is_announced_and_done_once(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_costs_is_announced_and_done_once(cli, pair, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
     first, again = (generate(cli, pair, "--prompt", "Hello") for _ in range(2))
     assert first.err.startswith("measuring what steps cost on this machine, once ")
     assert "measuring" not in again.err
 
 
-def test_a_trace_holds_every_step(cli, pair, tmp_path: Path) -> None:
+def test_a_trace_holds_every_step(cli, pair, tmp_path):
     path = tmp_path / "trace.json"
     result = generate(cli, pair, "--prompt", "Hello", "--json", "--trace", str(path))
     forwards = json.loads(result.out)["metrics"]["target_forwards"]
@@ -151,9 +146,7 @@ def test_a_trace_holds_every_step(cli, pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["--stream", "--no-stream", "--json"])
-def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
-    cli, pair, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_ctrl_c_keeps_the_text_so_far_and_its_figures(cli, pair, monkeypatch, how):
     fixed = ("--prompt", "Hello", "--verifier", "none", "--ignore-eos")
     whole = generate(cli, pair, *fixed).out
     stream = LLM.stream
@@ -183,7 +176,7 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_figures(
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
-def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(cli, pair, tmp_path):
     fixed = ("--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")
     result = generate(cli, pair, *fixed, "--trace", str(FULL), status=2)
     assert result.out.strip()  # the answer is not lost
@@ -198,13 +191,9 @@ def test_a_full_disk_is_one_line(cli, pair, tmp_path: Path) -> None:
     assert page.err.count("\n") == 1
 
 
-def test_an_error_of_the_disk_is_one_line(
-    cli, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", "records.jsonl")
-
-    monkeypatch.setattr(Journal, "add", full)
+def test_an_error_of_the_disk_is_one_line(cli, pair, tmp_path, monkeypatch):
+    error = OSError(errno.EROFS, "Read-only file system", "records.jsonl")
+    monkeypatch.setattr(Journal, "add", Mock(side_effect=error))
     short = ("--questions-set", "builtin", "--questions", "1", "--max-tokens", "4")
     result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"), status=2)
     assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'records.jsonl'\n"

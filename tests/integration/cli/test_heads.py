@@ -1,7 +1,6 @@
 """``eaglegbv inspect`` and ``eaglegbv export``."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -13,7 +12,7 @@ from eaglegbv.loading import TINY, TINY_TARGET
 Cli = Callable[..., Result]
 
 
-def test_inspect_says_what_was_detected(cli: Cli) -> None:
+def test_inspect_says_what_was_detected(cli):
     result = cli("inspect", "eagle3", "--target", "tiny")
     lines = dict(line.split("  ", 1) for line in result.out.splitlines() if "  " in line)
     facts = {label: fact.strip() for label, fact in lines.items()}
@@ -27,7 +26,7 @@ def test_inspect_says_what_was_detected(cli: Cli) -> None:
     assert "SGLang and SpecForge count outputs" in result.out
 
 
-def test_inspect_without_a_target(cli: Cli) -> None:
+def test_inspect_without_a_target(cli):
     result = cli("inspect", "eagle1")
     assert "EAGLE-1" in result.out
     assert "were not checked" in result.out
@@ -47,13 +46,13 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("name", sorted(TRAPS))
-def test_inspect_tells_of_traps(name: str, cli: Cli, tmp_path: Path) -> None:
+def test_inspect_tells_of_traps(name, cli, tmp_path):
     result = cli("inspect", str(PUBLISHED[name]().write(tmp_path)))
     for text in TRAPS[name]:
         assert text in result.out
 
 
-def test_inspect_tells_of_what_the_target_adds(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_tells_of_what_the_target_adds(cli, tmp_path):
     head = PUBLISHED["eagle3_llama31"]()
     make_target(head.target).config.save_pretrained(tmp_path / "target")
     folder = head.write(tmp_path / "head")
@@ -62,7 +61,7 @@ def test_inspect_tells_of_what_the_target_adds(cli: Cli, tmp_path: Path) -> None
     assert "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1" in result.out
 
 
-def test_inspect_names_what_is_wrong(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_names_what_is_wrong(cli, tmp_path):
     result = cli(
         "inspect", "eagle3", "--target", str(PUBLISHED["eagle1_vicuna"]().write(tmp_path)), status=2
     )
@@ -72,7 +71,7 @@ def test_inspect_names_what_is_wrong(cli: Cli, tmp_path: Path) -> None:
     assert "pytorch_model.bin" in result.err
 
 
-def test_export_writes_what_inspect_reads(cli: Cli, tmp_path: Path) -> None:
+def test_export_writes_what_inspect_reads(cli, tmp_path):
     for form in ("eagle", "sglang", "speculators"):
         folder = tmp_path / form
         done = cli("export", "eagle3", str(folder), "--format", form, "--target", "tiny")
@@ -87,7 +86,7 @@ def test_export_writes_what_inspect_reads(cli: Cli, tmp_path: Path) -> None:
     assert exported["layers.0.mlp.up_proj.weight"].equal(own["midlayer.mlp.up_proj.weight"])
 
 
-def test_export_refuses_what_would_be_lost(cli: Cli, tmp_path: Path) -> None:
+def test_export_refuses_what_would_be_lost(cli, tmp_path):
     head = PUBLISHED["speculators_residual"]().write(tmp_path / "c")
     result = cli("export", str(head), str(tmp_path / "d"), "--format", "sglang", status=2)
     assert "norm_before_residual" in result.err

@@ -11,23 +11,11 @@ from eaglegbv.cli.bench import _watched
 from eaglegbv.eval.records import Record
 
 
-class Stderr(io.StringIO):
-    """Standard error that is a terminal, or is not."""
-
-    def __init__(self, *, terminal: bool) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_what_is_done_and_how_it_goes(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, seconds: float
-) -> None:
-    shown = Stderr(terminal=terminal)
+def test_what_is_done_and_how_it_goes(monkeypatch, terminal, seconds):
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(options, "LINE_SECONDS", seconds)
     monkeypatch.setenv("COLUMNS", "200")

@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return commands
 
 
-def test_one_server_a_plan_and_nothing_twice(cli, started: list[str], tmp_path: Path) -> None:
+def test_one_server_a_plan_and_nothing_twice(cli, started, tmp_path):
     command = ["bench", "served", *QUICK, "--verifiers", "none,gbv", "--temperature", "0.5,1"]
     command += ["--eagle", "0", "--seed", "7", "--out", str(tmp_path), "--tp", "2"]
     result = cli(*command)
@@ -73,14 +73,14 @@ def test_one_server_a_plan_and_nothing_twice(cli, started: list[str], tmp_path: 
     assert started == []
 
 
-def test_the_documented_command(cli, started: list[str], tmp_path: Path) -> None:
+def test_the_documented_command(cli, started, tmp_path):
     *_, command = documented_commands("sglang.md", **{"mt-bench": "builtin"})
     cli(*command[1:], "--questions", "1", "--out", str(tmp_path))
     assert all("--tp 2" in line for line in started)
     assert any(line.startswith("eagle") for line in started)
 
 
-def test_other_models_keep_their_names(cli, pair, started: list[str], tmp_path: Path) -> None:
+def test_other_models_keep_their_names(cli, pair, started, tmp_path):
     named = [*pair[:2], "--verifiers", "none", "--out", str(tmp_path)]
     cli("bench", "served", *QUICK, *named)
     header = json.loads((tmp_path / "run.json").read_bytes())["settings"]

@@ -18,7 +18,7 @@ def run_folder(tmp_path: Path) -> Path:
     return folder.path
 
 
-def test_writes_a_page_where_it_is_told_or_beside(cli, run_folder: Path, tmp_path: Path) -> None:
+def test_writes_a_page_where_it_is_told_or_beside(cli, run_folder, tmp_path):
     cli("view", str(run_folder))
     text = (run_folder / "view.html").read_text(encoding="utf-8")
     assert "otbv K2 L3" in text
@@ -28,9 +28,7 @@ def test_writes_a_page_where_it_is_told_or_beside(cli, run_folder: Path, tmp_pat
     assert out.read_text(encoding="utf-8") == text
 
 
-def test_a_trace_of_a_process_that_was_killed_shows_what_was_there(
-    cli, pair, tmp_path: Path
-) -> None:
+def test_a_trace_of_a_process_that_was_killed_shows_what_was_there(cli, pair, tmp_path):
     llm = LLM(pair[1], pair[3], plan=Plan(verifier="none"), device="cpu")
     trace, left = tmp_path / "trace.json", tmp_path / "left.json"
     with Tracer(trace) as tracer:
@@ -51,7 +49,7 @@ def test_a_trace_of_a_process_that_was_killed_shows_what_was_there(
         assert refused.err.count("\n") == 1
 
 
-def test_the_trees_of_generate_are_shown(cli, pair, tmp_path: Path) -> None:
+def test_the_trees_of_generate_are_shown(cli, pair, tmp_path):
     trace, plain = tmp_path / "trace.json", tmp_path / "plain.json"
     same = ("generate", *pair, "--prompt", "hello", "--max-tokens", "6", "--seed", "2", "--json")
     same = (*same, "--verifier", "otbv", "--paths", "2", "--depth", "3", "--ignore-eos")
@@ -72,7 +70,7 @@ def test_the_trees_of_generate_are_shown(cli, pair, tmp_path: Path) -> None:
     assert page.count('"multiplicity":') == len(trees)
 
 
-def test_errors_are_one_line(cli, run_folder: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(cli, run_folder, tmp_path):
     other = tmp_path / "g.json"
     other.write_text("{}")
     (tmp_path / "empty").mkdir()
