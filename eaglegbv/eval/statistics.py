@@ -31,13 +31,9 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(value, value, value)
 
     def told(self, above: str, below: str, neither: str, slack: float = 0.0) -> str:
-        """Return which holds: the whole interval is above 1, below 1, or neither.
+        """Return the word for an interval above 1, below it, or around it: not told apart from it.
 
-        Args:
-            above: Said where it is above; likewise ``below``.
-            below: See ``above``.
-            neither: Said where it contains 1, so that two figures cannot be told apart.
-            slack: How far an end may be from 1 and still count as 1.
+        An end may be so far from 1 as ``slack`` and still count as 1.
         """
         if self.low > 1 + slack:
             return above

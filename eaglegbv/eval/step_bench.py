@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
 from eaglegbv.engine import Engine
-from eaglegbv.eval.random_models import barrier_of, random_prompts
+from eaglegbv.eval.random_models import random_prompts
 from eaglegbv.loading import Pair
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.models.hf import HFTarget
@@ -142,7 +141,7 @@ class Floors:
         cuda = self._like.is_cuda
         auto = cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
         run = (auto or cuda_graphs.Recorder()).record(work)
-        wait = barrier_of(self._like.device) or (lambda: None)
+        wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
         times = []
         for _ in range(_FLOOR_RUNS):
             wait()
@@ -183,16 +182,13 @@ def launches_and_busy(events: Any) -> tuple[int, float]:  # noqa: ANN401  the pr
     return launches, sum(e.self_device_time_total for e in own) / 1e6
 
 
-@dataclass(slots=True)
-class _Collector:
-    """Keeps the records of steps in which all requests decode."""
-
-    records: list[StepRecord] = field(default_factory=list)
+class _Decoded(list[StepRecord]):
+    """The records of steps in which all requests decode."""
 
     def on_step(self, record: StepRecord) -> None:
         """Keep a record."""
         if not record.prefilling:
-            self.records.append(record)
+            self.append(record)
 
 
 def time_steps(
@@ -218,7 +214,7 @@ def time_steps(
         prefill_tokens=max(1024, setting.batch * setting.context),  # no request is ahead
     )
     make = partial(Engine, pair.target, pair.drafter, config, compile_backend=compile_backend)
-    barrier = barrier_of(pair.target.device)
+    barrier = torch.cuda.synchronize if pair.target.device.type == "cuda" else None
     with _decoding(make(), pair, setting) as engine:
         _timed(engine, setting)
         with cuda_graphs.OperationWatch() as watched:
@@ -265,11 +261,11 @@ def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engi
 
 
 def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
-    collector = _Collector()
-    engine.observe(collector)
-    while len(collector.records) < setting.steps:
+    records = _Decoded()
+    engine.observe(records)
+    while len(records) < setting.steps:
         _step(engine)
-    return collector.records
+    return records
 
 
 def _step(engine: Engine) -> None:
