@@ -267,10 +267,7 @@ def picture(
     chosen = opts.entries("verifiers", verifiers, str)
     ks, ts = opts.entries("paths", paths, int), opts.entries("temperatures", temperatures, float)
     # Both check their arguments before either measures.
-    lazy = (
-        measure(chosen, [at_paths], ts, settings),
-        measure(chosen, ks, [1.0], settings),
-    )
+    lazy = measure(chosen, [at_paths], ts, settings), measure(chosen, ks, [1.0], settings)
     by_temperature, by_paths = map(list, lazy)
     figures = list(dict.fromkeys([*by_temperature, *by_paths]))
     if as_json:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
@@ -84,10 +84,8 @@ def harvest(
         numbers += here
     if not found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
-    widest = max(q.shape[1] for _, q, _ in found)
-    pad = torch.nn.functional.pad
     columns = [
-        torch.cat([pad(part, (0, widest - part.shape[1])) for part in parts])
+        pad_sequence([row for part in parts for row in part], batch_first=True)
         for parts in zip(*found, strict=True)
     ]
     return Harvest(NodeProbs.of(*columns), np.array(numbers))

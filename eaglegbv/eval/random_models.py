@@ -12,7 +12,7 @@ made so that they are right as often as one wants, at full size and without publ
 Values of attention must hold an embedding, so only as many of its entries as they have are not 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import log, sqrt
 
 import msgspec
@@ -303,3 +303,8 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     prompts: list[list[int]] = torch.randint(vocab, (count, length), generator=generator).tolist()
     return prompts
+
+
+def barrier_of(device: torch.device) -> Callable[[], None] | None:
+    """Return a function that waits for ``device`` to finish its work; None if none is needed."""
+    return torch.cuda.synchronize if device.type == "cuda" else None

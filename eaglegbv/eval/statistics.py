@@ -45,11 +45,8 @@ def bootstrap_ratio(
 ) -> Estimate:
     """Return sum(above) / sum(below), or its ratio to that of ``base``, with its interval.
 
-    Args:
-        above: Numerators, one for each unit (a question); units are resampled as a whole.
-        below: Denominators of the same units.
-        base: Nothing, or numerators and denominators, of the same units, to compare with.
-        seed: Seed of the resampling.
+    All have one entry for each unit (a question), and units are resampled as a whole, by ``seed``;
+    ``base`` is nothing, or other numerators and denominators to compare with.
     """
     ones = [1.0] * len(above)
     return bootstrap([above, below, *(base or (ones, ones))], _double_ratio, seed=seed)

@@ -26,7 +26,7 @@ from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
 from eaglegbv.engine import Engine
-from eaglegbv.eval.random_models import random_prompts
+from eaglegbv.eval.random_models import barrier_of, random_prompts
 from eaglegbv.loading import Pair
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.models.hf import HFTarget
@@ -141,7 +141,7 @@ class Floors:
         cuda = self._like.is_cuda
         auto = cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
         run = (auto or cuda_graphs.Recorder()).record(work)
-        wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+        wait = barrier_of(self._like.device) or (lambda: None)
         times = []
         for _ in range(_FLOOR_RUNS):
             wait()
@@ -214,7 +214,7 @@ def time_steps(
         prefill_tokens=max(1024, setting.batch * setting.context),  # no request is ahead
     )
     make = partial(Engine, pair.target, pair.drafter, config, compile_backend=compile_backend)
-    barrier = torch.cuda.synchronize if pair.target.device.type == "cuda" else None
+    barrier = barrier_of(pair.target.device)
     with _decoding(make(), pair, setting) as engine:
         _timed(engine, setting)
         with cuda_graphs.OperationWatch() as watched:
