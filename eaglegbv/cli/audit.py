@@ -16,7 +16,7 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.audit_engine import audit_pair
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, package_subjects
 from eaglegbv.eval.audit_module import as_subject, load_verifiers
-from eaglegbv.eval.audit_picture import SyntheticSettings, draw, measure
+from eaglegbv.eval.audit_picture import NOISE, SHARPNESS, SyntheticSettings, draw, measure
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.sampling import SamplingParams
@@ -27,7 +27,7 @@ from eaglegbv.verifiers.registry import make_any_verifier
 FAILED = 1
 PATHS = 2
 
-app = opts.make_app(invoke_without_command=True)
+app = opts.make_app()
 
 PAIR_LEGEND = (
     "cells: texts compared, rare ones together; G: how far their counts are from what they are "
@@ -62,7 +62,7 @@ Job: TypeAlias = tuple[Subject, DraftSampling, Sizes]
 """An audit to run: a verifier, the draft sampling of its trees, and sizes of the problems."""
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def audit(
     context: typer.Context,
     verifier: Annotated[
@@ -267,10 +267,7 @@ def picture(
     chosen = opts.entries("verifiers", verifiers, str)
     ks, ts = opts.entries("paths", paths, int), opts.entries("temperatures", temperatures, float)
     # Both check their arguments before either measures.
-    lazy = (
-        measure(chosen, [at_paths], ts, settings),
-        measure(chosen, ks, [1.0], settings),
-    )
+    lazy = measure(chosen, [at_paths], ts, settings), measure(chosen, ks, [1.0], settings)
     by_temperature, by_paths = map(list, lazy)
     figures = list(dict.fromkeys([*by_temperature, *by_paths]))
     if as_json:
@@ -279,9 +276,8 @@ def picture(
     else:
         opts.print_rows([msgspec.structs.asdict(one) for one in figures], COLUMNS)
     if out is not None:
-        target, drafter = settings.sharpness, settings.noise
         caption = (
-            f"Synthetic models: V = {vocab}, L = {depth}, target logits N(0, {target:g}\u00b2), "
-            f"drafter's error N(0, {drafter:g}\u00b2); {trees} trees a point; bars: 95%"
+            f"Synthetic models: V = {vocab}, L = {depth}, target logits N(0, {SHARPNESS:g}\u00b2), "
+            f"drafter's error N(0, {NOISE:g}\u00b2); {trees} trees a point; bars: 95%"
         )
         typer.echo(f"wrote {draw(by_temperature, by_paths, out, caption=caption)}", err=True)

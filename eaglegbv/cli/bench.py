@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import typer
@@ -149,8 +149,8 @@ def mt_bench(
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
-    serving = _serving(kind, models, settings)
-    template = serving.tokenizer.chat_template
+    sittings, tokenizer, precision, place = _serving(kind, models, settings)
+    template = tokenizer.chat_template
     if template is None:
         expected = "a model whose tokenizer has a chat template"
         raise InvalidArgument("model", settings.model, expected)
@@ -158,10 +158,10 @@ def mt_bench(
     template = template if isinstance(template, str) else template["default"]
     folder = RunFolder(
         out or Path("runs") / chosen.suite,
-        msgspec.structs.replace(settings, template=template, dtype=serving.dtype),
-        describe_environment(serving.device, serving.packages),
+        msgspec.structs.replace(settings, template=template, dtype=precision),
+        describe_environment(place, ("sglang",) if kind is BackendName.SGLANG else ()),
     )
-    _hold(serving.sittings, chosen.questions, folder)
+    _hold(sittings, chosen.questions, folder)
     _report(folder, plots=plots)
 
 
@@ -279,19 +279,12 @@ class Sitting:
     baselines: Mapping[str, Generate] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """What answers in all settings of a run."""
-
-    # Sittings in order; settings of different sittings do not take turns.
-    sittings: tuple[Sitting, ...]
-    tokenizer: PreTrainedTokenizerBase  # the target's tokenizer
-    dtype: str  # dtype in which the target computes
-    device: str  # device on which the target runs
-    packages: tuple[str, ...] = ()  # further packages whose versions matter
+Serving: TypeAlias = tuple[Sequence[Sitting], PreTrainedTokenizerBase, str, str]
+"""What answers in all settings of a run: sittings in order, and the target's tokenizer, dtype and
+device. Settings of different sittings do not take turns."""
 
 
-def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> Backend:
+def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> Serving:
     arguments = settings.backend_arguments
     if arguments and kind is not BackendName.SGLANG:
         raise InvalidArgument("backend-arguments", arguments, "none but with --backend sglang")
@@ -308,29 +301,29 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> B
             raise InvalidArgument("baselines", given, expected)
         check_model(target)
         # One engine for each plan, one after another.
-        sittings = tuple(
+        sittings = [
             Sitting(own, partial(_sglang_engine, models, own[0].plan, arguments))
             for own in _by_plan(settings.settings)
-        )
+        ]
         device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
-        return Backend(sittings, load_tokenizer(target), dtype, device, packages=("sglang",))
+        return sittings, load_tokenizer(target), dtype, device
     check_model(target)
     baselines = _baselines(models, settings.settings)
     place, precision = place_of(models.device, models.dtype)
     # No setting answers by a plan.
     first = next(iter(baselines.values()))
     sitting = Sitting(settings.settings, lambda: nullcontext(first), baselines)
-    return Backend((sitting,), load_tokenizer(target), dtype_name(precision), str(place))
+    return [sitting], load_tokenizer(target), dtype_name(precision), str(place)
 
 
-def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Backend:
+def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Serving:
     """Load this package's engine, and also transformers if a baseline needs it."""
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
     # Every setting and repeat answers the same prompts, and must read them itself.
     llm = models.load(widest, EngineConfig(prefix_cache=False))
     sitting = Sitting(settings, lambda: nullcontext(llm.generate), _baselines(models, settings))
-    return Backend((sitting,), llm.tokenizer, dtype_name(llm.dtype), str(llm.device))
+    return [sitting], llm.tokenizer, dtype_name(llm.dtype), str(llm.device)
 
 
 def _by_plan(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:

@@ -14,7 +14,6 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.comparison import (
     DrafterReport,
     category_table,
-    converse,
     depth_table,
     drafter_report,
 )
@@ -27,6 +26,7 @@ from eaglegbv.eval.questions import load_questions
 from eaglegbv.eval.records import Record, Setting, describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
+from eaglegbv.eval.runner import run
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import (
@@ -87,15 +87,24 @@ def drafters(
     engine = EngineConfig(prefix_cache=False)
     found: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
+    held: list[Record] = []
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
+
+        def keep(record: Record) -> None:
+            held.append(record)
+            bar.update()
+
         for name, where in named:
             models = opts.made_of(given, opts.Models, drafter=where)
             llm = models.load(plans[0], engine)
             for plan in plans:
                 own = (Setting(plan=plan, temperature=temperature),)
                 settings = opts.run_settings(given, chosen, models, own)
-                held = converse(llm, chosen.questions, settings, batch, lambda _: bar.update())
+                held = []
+                # Seeds follow from that of the settings, so they are the same for all drafters.
+                run(llm.generate, chosen.questions, settings, at_once=batch, on_record=keep)
+                held.sort(key=lambda record: settings.question_ids.index(record.question_id))
                 drafted = llm.drafter_name or "none"
                 found.append(drafter_report(name, drafted, plan, held, first.get(plan)))
                 first.setdefault(plan, held)
@@ -266,12 +275,8 @@ def solvers(
 ) -> None:
     """Compare the solvers of optimal transport for independent drafts at one node.
 
-    Times are medians of processor time from the two distributions and the drafts to the selected
-    draft. A solver succeeds if it is in time and its bound on the lost acceptance is within 1e-3.
-    If the bound is larger, K-SEQ takes its place (a fall-back). A solver refuses nodes that are too
-    large for it. The deviation is the largest L1 distance of the committed distribution from the
-    target's.
-
+    Times are medians of processor time to the selected draft. A solver succeeds if it is in time
+    and its bound on the lost acceptance is within 1e-3; docs/solvers.md tells what the columns are.
     By default the standard sizes are measured; with --vocab and --drafts, all pairs of theirs.
     """
     if (vocab is None) != (drafts is None):

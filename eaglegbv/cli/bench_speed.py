@@ -21,7 +21,7 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval import random_models, step_bench, throughput
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
-from eaglegbv.eval.questions import PromptSource, load_questions
+from eaglegbv.eval.questions import load_questions, make_prompts
 from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.records import describe_environment
 from eaglegbv.eval.report import plain_text
@@ -92,16 +92,16 @@ def batch(
         engines = _loaded(models, names, verifier)
         assert isinstance(engines.plain, LLM)
         asked = [messages(question.turns[0]) for question in questions]
-        source = PromptSource([engines.plain.encode(own) for own in asked])
+        texts = [engines.plain.encode(own) for own in asked]
     else:
         engines = _made(shape, names, verifier, efficiency, grid, models)
         vocab = _shape(shape, None).draft_vocab
-        source = PromptSource(random_models.random_prompts(vocab, most, MADE_PROMPT))
+        texts = random_models.random_prompts(vocab, most, MADE_PROMPT)
     chosen = [_way(engines, name, verifier) for name in names]
     timings = []
     cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
     with opts.progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
-        for timing in throughput.measure(chosen, source.take, grid):
+        for timing in throughput.measure(chosen, partial(make_prompts, texts), grid):
             timings.append(timing)
             rate = f"{timing.way}, batch {timing.batch}: {timing.rate:.0f} tokens/s"
             bar.update(note=rate)

@@ -191,20 +191,18 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         expected = "--prompt or --prompt-file, not both"
         raise InvalidArgument("prompt-file", str(prompt_file), expected)
-    text = prompt if prompt_file is None else _read(prompt_file)
+    text = prompt
+    if prompt_file is not None:
+        try:
+            stdin = str(prompt_file) == "-"
+            raw = typer.get_binary_stream("stdin").read() if stdin else prompt_file.read_bytes()
+            text = raw.decode("utf-8-sig")  # without a byte-order mark
+        except (OSError, UnicodeDecodeError) as error:
+            expected = f"a readable file ({error})"
+            raise InvalidArgument("prompt-file", str(prompt_file), expected) from error
     if not text or not text.strip():
         raise InvalidArgument("prompt", text, "a text that is not empty")
     return text
-
-
-def _read(path: Path) -> str:
-    """Return a file's text without a byte-order mark; ``-`` is standard input."""
-    try:
-        stdin = str(path) == "-"
-        raw = typer.get_binary_stream("stdin").read() if stdin else path.read_bytes()
-        return raw.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("prompt-file", str(path), f"a readable file ({error})") from error
 
 
 def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, object]:

@@ -57,11 +57,10 @@ def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
     return option
 
 
-def make_app(text: str | None = None, *, invoke_without_command: bool = False) -> typer.Typer:
+def make_app(text: str | None = None) -> typer.Typer:
     """Return an application, or a group of its commands; ``text`` is its help."""
     return typer.Typer(
         no_args_is_help=text is not None,
-        invoke_without_command=invoke_without_command,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # it would take brackets, as in eaglegbv[bench], for markup

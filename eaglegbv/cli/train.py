@@ -75,11 +75,6 @@ def _take_preset(context: typer.Context, preset: Preset | None) -> Preset | None
     return preset
 
 
-@app.callback()
-def main() -> None:
-    """Train a target, an EAGLE head or a bigram table."""
-
-
 @app.command()
 def target(
     data: Data,

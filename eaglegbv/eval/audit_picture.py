@@ -17,32 +17,29 @@ from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
 from eaglegbv.eval.paired_comparison import Offer
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import DraftSampling, TargetProbs
-from eaglegbv.utils import require_integer, require_integers, require_number
+from eaglegbv.utils import require_integer, require_integers
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
 
 CHUNK = 500  # number of trees drawn together
+SHARPNESS, NOISE = 3.0, 1.0  # standard deviations of the target's logits, and the drafter's error
 
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A synthetic pair of models, and what to measure on it.
 
     At every prefix the target's logits are newly drawn normal numbers with standard deviation
-    ``sharpness``. The drafter's are the target's plus normal noise. Both are divided by the
-    temperature.
+    :data:`SHARPNESS`. The drafter's are the target's plus normal numbers with :data:`NOISE`. Both
+    are divided by the temperature.
     """
 
     vocab: int = 64  # number of tokens
     depth: int = 6  # length of a drafted path, L
-    sharpness: float = 3.0  # standard deviation of the target's logits
-    noise: float = 1.0  # standard deviation of the drafter's error
     trees: int = 3000  # number of trees per figure
     seed: int = 0  # seed of all random numbers
 
     def __post_init__(self) -> None:
         require_integers(self, vocab=(2, 4096), depth=(1, 32), trees=(2, 10**6))
-        for name in ("sharpness", "noise"):
-            require_number(name, getattr(self, name), 0, 100)
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,8 +120,8 @@ def draw_batch(
     """Draw ``size`` trees of ``paths`` independent paths, each from a separate pair of models."""
     count = paths * settings.depth
     shape = (size, 1 + count, settings.vocab)
-    logits = settings.sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
-    noise = settings.noise * torch.randn(shape, generator=generator, dtype=torch.float64)
+    logits = SHARPNESS * torch.randn(shape, generator=generator, dtype=torch.float64)
+    noise = NOISE * torch.randn(shape, generator=generator, dtype=torch.float64)
     p, q = (x.div(temperature).softmax(dim=2) for x in (logits, logits + noise))
 
     def probs_after(tokens: Tensor) -> Tensor:
@@ -160,10 +157,8 @@ def draw(
         caption: What was measured, in a line or two.
 
     Raises:
-        NotInstalled: matplotlib is missing.
         InvalidArgument: The file cannot be written.
     """
-    plots.check_matplotlib()
     most = max(figure.paths for figure in by_temperature)
     several = [figure for figure in by_paths if figure.verifier not in SINGLE]
     panels = [

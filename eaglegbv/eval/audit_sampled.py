@@ -93,12 +93,9 @@ class RunTexts:
 
     def only(self, chosen: Tensor) -> "RunTexts":
         """Return the requests where ``chosen`` ``[batch]`` bool is set."""
-        layers = Layers(
-            self.layers.rho[chosen],
-            self.layers.drafts[chosen],
-            self.layers.remaining[chosen],
-            self.layers.most_drafts,
-        )
+        own = self.layers
+        drafts, remaining = own.drafts[chosen], own.remaining[chosen]
+        layers = replace(own, rho=own.rho[chosen], drafts=drafts, remaining=remaining)
         return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_probs_at)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
@@ -60,16 +60,18 @@ class Harvest:
 
 
 def harvest(
-    pair: Pair, texts: Sequence[Text], *, temperature: float, width: int, sampling: Sampling
+    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
 ) -> Harvest:
     """Return the distributions at places of texts that ``paired_comparison.collect`` wrote.
 
-    Texts and distributions are of one ``temperature``; draft distributions keep ``width`` tokens.
+    Texts and settings are of one temperature; draft distributions keep as many tokens as the widest
+    of the settings'.
 
     Raises:
         InvalidArgument: The temperature is 0, where distributions are points, or no text is long
             enough.
     """
+    width, temperature = max(s.plan.draft_width for s in settings), settings[0].temperature
     if not temperature > 0:
         raise InvalidArgument("temperature", temperature, "a positive number")
     plan = Plan(verifier="block", paths=1, depth=1, draft_width=width)
@@ -82,10 +84,8 @@ def harvest(
         numbers += here
     if not found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
-    widest = max(q.shape[1] for _, q, _ in found)
-    pad = torch.nn.functional.pad
     columns = [
-        torch.cat([pad(part, (0, widest - part.shape[1])) for part in parts])
+        pad_sequence([row for part in parts for row in part], batch_first=True)
         for parts in zip(*found, strict=True)
     ]
     return Harvest(NodeProbs.of(*columns), np.array(numbers))
@@ -100,7 +100,7 @@ def node_cells(
     draft width the tokens that draft distributions keep; all have one temperature. Errors are those
     of :func:`harvest`.
     """
-    places = _widest(pair, texts, settings, sampling)
+    places = harvest(pair, texts, settings, sampling)
     steps = tuple(np.bincount(places.texts, minlength=len(texts)).tolist())
     cells = []
     for setting in settings:
@@ -119,23 +119,15 @@ def solver_cells(
     Settings are as in :func:`node_cells`, with a solver for a rule. The cell of a solver for which
     a node is too large is empty.
     """
-    places, cells = _widest(pair, texts, settings, sampling), []
+    places, cells = harvest(pair, texts, settings, sampling), []
     for setting in settings:
         plan = setting.plan
         sizes = {"width": plan.draft_width, "drafts": plan.paths, "count": NODES}
         given = places.nodes(**sizes, seed=texts[0].seed)
-        found = solve_all(Solver(plan.verifier), given, warm=given[0])
+        found = solve_all(Solver(plan.verifier), given)
         answers = [] if None in found else [answer for answer in found if answer is not None]
         tokens = tuple(answer.acceptance for answer in answers)
         seconds = {Phase.VERIFY: tuple(answer.seconds for answer in answers)}
         steps = (1,) * len(answers)
         cells.append(Cell(setting=setting, tokens=tokens, steps=steps, seconds=seconds))
     return cells
-
-
-def _widest(
-    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
-) -> Harvest:
-    width = max(setting.plan.draft_width for setting in settings)
-    temperature = settings[0].temperature
-    return harvest(pair, texts, temperature=temperature, width=width, sampling=sampling)

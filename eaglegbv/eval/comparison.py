@@ -1,15 +1,13 @@
 """Two settings compared question by question, of one run or two; and drafters on the same ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Record, Results, RunSettings
+from eaglegbv.eval.records import Record, Results
 from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.runner import run
 from eaglegbv.eval.statistics import (
     ACCEPTANCE_LENGTH,
     FIGURES,
@@ -18,7 +16,6 @@ from eaglegbv.eval.statistics import (
     paired_ratio,
     whole,
 )
-from eaglegbv.llm import LLM
 
 FEWEST = 2  # least number of questions for a bootstrap
 
@@ -145,27 +142,6 @@ class DrafterReport(msgspec.Struct, frozen=True, kw_only=True):
     ratio: Estimate | None
     by_category: dict[str, Acceptance]
     errors: int  # number of conversations that broke off; they do not enter any figure
-
-
-def converse(
-    llm: LLM,
-    questions: Sequence[Question],
-    settings: RunSettings,
-    at_once: int,
-    on_record: Callable[[Record], object] = lambda _: None,
-) -> list[Record]:
-    """Hold a conversation for each question, so many at once, and return their records in order.
-
-    Seeds follow from that of ``settings``, so they are the same for all drafters.
-    """
-    found: list[Record] = []
-
-    def keep(record: Record) -> None:
-        found.append(record)
-        on_record(record)
-
-    run(llm.generate, questions, settings, at_once=at_once, on_record=keep)
-    return sorted(found, key=lambda record: settings.question_ids.index(record.question_id))
 
 
 def drafter_report(

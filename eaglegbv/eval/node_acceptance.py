@@ -50,10 +50,6 @@ class NodeProbs:
         """Number of nodes."""
         return self.draft.shape[0]
 
-    def __getitem__(self, some: slice) -> Self:
-        """Return some of the nodes."""
-        return type(self)(self.ids[some], self.draft[some], self.target[some])
-
     def top(self, width: int) -> Self:
         """Keep the ``width`` most likely draft tokens, renormalised."""
         kept = self.draft[:, :width]
@@ -180,8 +176,8 @@ def _optimum(ranked: RankedProbs, inside: Tensor) -> Tensor:
 
 def _parts(nodes: NodeProbs) -> list[NodeProbs]:
     """Return a few nodes at a time, which limits the memory that a rule takes."""
-    starts = range(0, nodes.count, NODES_AT_ONCE)
-    return [nodes[first : first + NODES_AT_ONCE] for first in starts]
+    columns = (x.split(NODES_AT_ONCE) for x in (nodes.ids, nodes.draft, nodes.target))
+    return [NodeProbs(*part) for part in zip(*columns, strict=True)]
 
 
 def _normalise(weights: Tensor) -> Tensor:

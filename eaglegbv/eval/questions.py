@@ -229,27 +229,19 @@ def _from_hub(suite: Suite) -> QuestionSet:
 # Prompts of given lengths for measurements.
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSource:
-    """Prompts of any length, made of questions as the model reads them, with the chat template."""
+def make_prompts(questions: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
+    """Return ``count`` prompts of ``length`` tokens, or as long as the questions if that is 0.
 
-    questions: Sequence[Sequence[int]]
-
-    def take(self, count: int, length: int) -> list[list[int]]:
-        """Return ``count`` prompts of ``length`` tokens, or as long as the questions if that is 0.
-
-        The questions are spread evenly over the file, and so over its categories.
-        """
-        total = len(self.questions)
-        places = evenly(count, total) if count < total else range(count)
-        return [self._prompt(place, length) for place in places]
-
-    def _prompt(self, first: int, length: int) -> list[int]:
-        if not length:
-            return list(self.questions[first % len(self.questions)])
-        tokens: list[int] = []
+    They are made of questions as the model reads them, with the chat template, which are spread
+    evenly over the file, and so over its categories.
+    """
+    total = len(questions)
+    prompts: list[list[int]] = []
+    for place in evenly(count, total) if count < total else range(count):
+        tokens, before = list(questions[place % total]), place
         while len(tokens) < length:
             # The last question stays whole, so that the model has something to answer.
-            tokens = [*self.questions[first % len(self.questions)], *tokens]
-            first += 1
-        return tokens[-length:]
+            before += 1
+            tokens = [*questions[before % total], *tokens]
+        prompts.append(tokens[-length:])
+    return prompts

@@ -19,7 +19,7 @@ from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import Content, decode_json, require_integer, write_whole
+from eaglegbv.utils import Content, decode_json, require_integers, write_whole
 from eaglegbv.verifiers.registry import make_any_verifier
 
 
@@ -167,9 +167,7 @@ class RunSettings(Asked, frozen=True, kw_only=True):
     compile_backend: str = ""  # backend with which this engine was compiled; empty if it was not
 
     def __post_init__(self) -> None:
-        require_integer("max_tokens", self.max_tokens, 1)
-        require_integer("repeats", self.repeats, 1)
-        require_integer("seed", self.seed, 0)
+        require_integers(self, max_tokens=(1, None), repeats=(1, None), seed=(0, None))
         names = [setting.name for setting in self.settings]
         if not names or len(set(names)) < len(names):
             raise InvalidArgument("settings", names, "one or more settings, each once")
@@ -258,23 +256,19 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
 SHORT = 40  # most characters of a setting that a message shows
 
 
-def another_run(path: Path, found: msgspec.Struct, wanted: msgspec.Struct) -> InvalidArgument:
-    """Return the error for a folder that holds a run with other settings than those wanted now."""
+def changes(found: msgspec.Struct, wanted: msgspec.Struct) -> str:
+    """Return in words which fields of two structs differ, with their values if those are short."""
     short, long = [], []
     for field in wanted.__struct_fields__:
-        before, now = getattr(found, field), getattr(wanted, field)
-        if before == now:
+        both = getattr(found, field), getattr(wanted, field)
+        if both[0] == both[1]:
             continue
-        if all(
-            isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in (before, now)
-        ):
-            before, now = ("none" if value in (None, "") else value for value in (before, now))
+        if all(isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in both):
+            before, now = ("none" if value in (None, "") else value for value in both)
             short.append(f"{field} {before}, now {now}")
         else:
             long.append(field)
-    told = "; ".join([*short, *([f"other {', '.join(long)}"] if long else [])])
-    expected = f"a folder for this run, such as --out NEW: this one holds another ({told})"
-    return InvalidArgument("out", str(path), expected)
+    return "; ".join([*short, *([f"other {', '.join(long)}"] if long else [])])
 
 
 class Head(msgspec.Struct, Generic[Told], frozen=True, kw_only=True):
@@ -312,7 +306,9 @@ class Folder(Generic[Told, Entry]):
             raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
         head = read_json(header, kind, argument="out", expected="the head of a run")
         if head.settings != settings:
-            raise another_run(path, head.settings, settings)
+            told = changes(head.settings, settings)
+            expected = f"a folder for this run, such as --out NEW: this one holds another ({told})"
+            raise InvalidArgument("out", str(path), expected)
         self.environment = head.environment
         self.records = journal.resume()
 

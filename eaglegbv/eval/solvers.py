@@ -20,10 +20,11 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.node_acceptance import NodeProbs, optimum_iid
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import require_integer, require_integers
 from eaglegbv.verifiers.global_resolution import TOLERANCE, Solver, solve
 from eaglegbv.verifiers.spectr import k_seq
 from eaglegbv.verifiers.transport import RankedProbs, Transport, labels, transport
@@ -54,9 +55,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     width: int  # number of most likely tokens that the draft distribution keeps
 
     def __post_init__(self) -> None:
-        require_integer("vocab", self.vocab, 2, 1 << 20)
-        require_integer("drafts", self.drafts, 2, 16)
-        require_integer("width", self.width, 1, self.vocab)
+        require_integers(self, vocab=(2, 1 << 20), drafts=(2, 16), width=(1, self.vocab))
 
 
 class Row(Setting, frozen=True, kw_only=True):
@@ -159,26 +158,24 @@ def compare(
         raise InvalidArgument("time_limit", time_limit, "a positive number")
     rows = []
     for setting, solver in product(settings, solvers):
-        [warm] = nodes(setting, 1, seed + 1)
         given = list(nodes(setting, instances, seed))
-        answered = solve_all(solver, given, warm=warm, tolerance=tolerance)
+        answered = solve_all(solver, given, tolerance=tolerance)
         answers = [(node, a) for node, a in zip(given, answered, strict=True) if a is not None]
         bounds = [a.shortfall for _, a in answers if a.shortfall is not None]
         solved = [a for _, a in answers if a.shortfall is not None and a.seconds <= time_limit]
         seconds = [a.seconds for _, a in answers]
-        some = bool(answers)
         row = Row(
             **msgspec.structs.asdict(setting),
             solver=str(solver),
             instances=instances,
-            median_ms=1e3 * median(seconds) if some else None,
+            median_ms=1e3 * median(seconds) if answers else None,
             success=len(solved) / instances,
             refused=instances - len(answers),
             fallbacks=len(answers) - len(bounds),
             late=sum(one > time_limit for one in seconds),
-            deviation=max(a.deviation(node) for node, a in answers) if some else None,
-            acceptance=fmean(a.acceptance for _, a in answers) if some else None,
-            optimum=fmean(optimal_acceptance(node) for node, _ in answers) if some else None,
+            deviation=max(a.deviation(node) for node, a in answers) if answers else None,
+            acceptance=fmean(a.acceptance for _, a in answers) if answers else None,
+            optimum=fmean(optimal_acceptance(node) for node, _ in answers) if answers else None,
             shortfall=max(bounds, default=None),
         )
         rows.append(row)
@@ -194,9 +191,9 @@ def nodes(setting: Setting, instances: int, seed: int) -> Iterator[Node]:
         logits = SPREAD * np.sqrt(2 * np.log(setting.vocab)) * rng.standard_normal(setting.vocab)
         noisy = logits + NOISE * rng.standard_normal(setting.vocab)
         ids = np.sort(np.argsort(-noisy, kind="stable")[: setting.width])
-        draft = _softmax(noisy[ids])
+        draft = softmax(noisy[ids])
         yield Node(
-            target=_softmax(logits),
+            target=softmax(logits),
             ids=ids,
             draft=draft,
             drawn=rng.choice(setting.width, size=setting.drafts, p=draft),
@@ -204,22 +201,17 @@ def nodes(setting: Setting, instances: int, seed: int) -> Iterator[Node]:
         )
 
 
-def _softmax(logits: Floats) -> Floats:
-    weights = np.exp(logits - logits.max())
-    return np.asarray(weights / weights.sum())
-
-
 def solve_all(
-    solver: Solver, given: Sequence[Node], *, warm: Node, tolerance: float = TOLERANCE
+    solver: Solver, given: Sequence[Node], *, tolerance: float = TOLERANCE
 ) -> list[Answer | None]:
     """Give every node to one solver; the answer is None where a node is too large for it.
 
-    A first call sets things up, so a node ``warm`` is solved before that is not measured. Where a
+    A first call sets things up, so it is not measured: the first node is solved once more. Where a
     solver's loss of acceptance is above ``tolerance``, K-SEQ takes its place.
     """
     if solver is not Solver.EXACT:
         return [planned(node, solver, tolerance) for node in given]
-    exact(warm)
+    exact(given[0])
     return [exact(node) for node in given]
 
 

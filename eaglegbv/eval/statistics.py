@@ -31,13 +31,9 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(value, value, value)
 
     def told(self, above: str, below: str, neither: str, slack: float = 0.0) -> str:
-        """Return which holds: the whole interval is above 1, below 1, or neither.
+        """Return the word for an interval above 1, below it, or around it: not told apart from it.
 
-        Args:
-            above: Said where it is above; likewise ``below``.
-            below: See ``above``.
-            neither: Said where it contains 1, so that two figures cannot be told apart.
-            slack: How far an end may be from 1 and still count as 1.
+        An end may be so far from 1 as ``slack`` and still count as 1.
         """
         if self.low > 1 + slack:
             return above
@@ -49,11 +45,8 @@ def bootstrap_ratio(
 ) -> Estimate:
     """Return sum(above) / sum(below), or its ratio to that of ``base``, with its interval.
 
-    Args:
-        above: Numerators, one for each unit (a question); units are resampled as a whole.
-        below: Denominators of the same units.
-        base: Nothing, or numerators and denominators, of the same units, to compare with.
-        seed: Seed of the resampling.
+    All have one entry for each unit (a question), and units are resampled as a whole, by ``seed``;
+    ``base`` is nothing, or other numerators and denominators to compare with.
     """
     ones = [1.0] * len(above)
     return bootstrap([above, below, *(base or (ones, ones))], _double_ratio, seed=seed)

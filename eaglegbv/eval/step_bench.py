@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -183,16 +182,13 @@ def launches_and_busy(events: Any) -> tuple[int, float]:  # noqa: ANN401  the pr
     return launches, sum(e.self_device_time_total for e in own) / 1e6
 
 
-@dataclass(slots=True)
-class _Collector:
-    """Keeps the records of steps in which all requests decode."""
-
-    records: list[StepRecord] = field(default_factory=list)
+class _Decoded(list[StepRecord]):
+    """The records of steps in which all requests decode."""
 
     def on_step(self, record: StepRecord) -> None:
         """Keep a record."""
         if not record.prefilling:
-            self.records.append(record)
+            self.append(record)
 
 
 def time_steps(
@@ -265,11 +261,11 @@ def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engi
 
 
 def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
-    collector = _Collector()
-    engine.observe(collector)
-    while len(collector.records) < setting.steps:
+    records = _Decoded()
+    engine.observe(records)
+    while len(records) < setting.steps:
         _step(engine)
-    return collector.records
+    return records
 
 
 def _step(engine: Engine) -> None:

@@ -1,11 +1,7 @@
 """Sampled against deterministic draft trees, and the draft temperature, at equal nodes verified.
 
-A sampled tree (``iid``, judged by ``otbv``, at several draft temperatures) has as many nodes as its
-paths happen to have different prefixes. It is compared with the mixture of the best-first ``fixed``
-trees (judged by ``target_only``, which is optimal for them) of the next smaller and the next larger
-size whose mean number of nodes is the same. Everything is paired by text.
-
-At temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
+What is compared with what is in docs/benchmarks.md, and in :func:`of_size`. At temperature 0 all
+sampled paths coincide: a sampled tree is one path, whatever K.
 """
 
 from collections.abc import Callable, Iterator, Sequence

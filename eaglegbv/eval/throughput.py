@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import TypeAlias
 
@@ -115,11 +116,9 @@ def run_library(
     return Counts(tokens=answers.numel())
 
 
-# Every way answers the same prompts with the same number of tokens, ignoring ends of sequence. The
-# time is that of the whole call, including prompts. Ways take turns, and which one begins changes,
-# so that whatever slows the machine for a while slows all of them alike. A small batch is measured
-# on several prompts, batch after batch, because drafts of a single text may be good or bad by
-# chance.
+# The time is that of the whole call, including prompts. Ways take turns, as the settings of a run
+# do. A small batch is measured on several prompts, batch after batch, because drafts of a single
+# text may be good or bad by chance.
 
 
 BASELINE = "none"  # the way that others are compared with: the engine's plain decoding
@@ -165,42 +164,27 @@ def measure(
         prompts: Returns the given number of prompts of the given length (0: as they are).
         grid: What to measure.
     """
-    for temperature in grid.temperatures:
-        for context in grid.contexts:
-            for batch in grid.batches:
-                fit = [way for way in ways if way.max_batch is None or batch <= way.max_batch]
-                asked = prompts(batch * grid.calls(batch), context)
-                batches = [asked[n : n + batch] for n in range(0, len(asked), batch)]
-                yield from _cell(fit, batches, grid, context, temperature)
-
-
-def _cell(
-    ways: Sequence[Way],
-    batches: Sequence[Prompts],
-    grid: Grid,
-    context: int,
-    temperature: float,
-) -> Iterator[Timing]:
-    for way in ways:
-        tokens = min(grid.tokens, WARM_UP_TOKENS)
-        way.run(batches[0], tokens, temperature, grid.seed)
-    for repeat in range(grid.repeats):
-        for number, asked in enumerate(batches):
-            seed = request_seed(grid.seed, repeat * len(batches) + number)
-            for place in range(len(ways)):
-                way = ways[(place + repeat + number) % len(ways)]
-                start = time.perf_counter()
-                counts = way.run(asked, grid.tokens, temperature, seed)
-                yield Timing(
-                    **msgspec.structs.asdict(counts),
-                    way=way.name,
-                    batch=len(asked),
-                    context=context,
-                    temperature=temperature,
-                    repeat=repeat,
-                    seconds=time.perf_counter() - start,
-                    first=number * len(asked),
-                )
+    for temperature, context, batch in product(grid.temperatures, grid.contexts, grid.batches):
+        fit = [way for way in ways if way.max_batch is None or batch <= way.max_batch]
+        calls = grid.calls(batch)
+        asked = prompts(batch * calls, context)
+        for way in fit:
+            way.run(asked[:batch], min(grid.tokens, WARM_UP_TOKENS), temperature, grid.seed)
+        for repeat, call, place in product(range(grid.repeats), range(calls), range(len(fit))):
+            way, first = fit[(place + repeat + call) % len(fit)], call * batch
+            seed = request_seed(grid.seed, repeat * calls + call)
+            start = time.perf_counter()
+            counts = way.run(asked[first : first + batch], grid.tokens, temperature, seed)
+            yield Timing(
+                **msgspec.structs.asdict(counts),
+                way=way.name,
+                batch=batch,
+                context=context,
+                temperature=temperature,
+                repeat=repeat,
+                seconds=time.perf_counter() - start,
+                first=first,
+            )
 
 
 @dataclass(frozen=True, slots=True)

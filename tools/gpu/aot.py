@@ -16,9 +16,8 @@ jobs = int(sys.argv[2]) if len(sys.argv) > 2 else 2
 stub = out.parent / "aot-stub"
 for folder in (out, stub):
     folder.mkdir(parents=True, exist_ok=True)
-if not (
-    stub / "libcuda.so"
-).exists():  # linked against by name only; the driver brings the real one
+# Linked against by name only; the driver brings the real one.
+if not (stub / "libcuda.so").exists():
     named = ["-o", str(stub / "libcuda.so"), "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null"]
     subprocess.run(["gcc", "-shared", *named], check=True)
 for name, value in (

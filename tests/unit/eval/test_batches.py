@@ -9,11 +9,11 @@ import pytest
 
 from eaglegbv.config import AUTO
 from eaglegbv.eval import throughput
-from eaglegbv.eval.questions import PromptSource
+from eaglegbv.eval.questions import make_prompts
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
 
-QUESTIONS = PromptSource([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+QUESTIONS = partial(make_prompts, [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
 
 
 Call = tuple[str, int, int, int]
@@ -42,7 +42,7 @@ def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     (first, seeds), (second, others) = told("a", calls), told("b", calls)
     single, _ = told("c", calls, 1)
     grid = throughput.Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
-    timings = list(throughput.measure([first, second, single], QUESTIONS.take, grid))
+    timings = list(throughput.measure([first, second, single], QUESTIONS, grid))
     order = [name for name, batch, _, tokens in calls if tokens == 40 and batch == 1]
     assert order == ["a", "b", "c", "b", "c", "a"]
     assert [name for name, batch, _, tokens in calls if tokens == 24] == list("abcab")
@@ -59,7 +59,7 @@ def test_small_batches_are_measured_on_several_prompts() -> None:
     grid = throughput.Grid(
         batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3
     )
-    timings = list(throughput.measure([first, second], QUESTIONS.take, grid))
+    timings = list(throughput.measure([first, second], QUESTIONS, grid))
     order = [(name, batch, length) for name, batch, length, tokens in calls if tokens == 40]
     alone = [("a", 1, 3), ("b", 1, 3), ("b", 1, 2), ("a", 1, 2), ("a", 1, 4), ("b", 1, 4)]
     assert order == [*alone, ("a", 2, 3), ("b", 2, 3), ("b", 2, 4), ("a", 2, 4)]
@@ -134,10 +134,10 @@ def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
 
 
 def test_prompts_are_questions_or_so_many_tokens_of_several() -> None:
-    assert QUESTIONS.take(4, 0) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2, 3]]
-    assert QUESTIONS.take(2, 4) == [[5, 1, 2, 3], [8, 9, 4, 5]]
-    assert [len(prompt) for prompt in QUESTIONS.take(3, 50)] == [50] * 3
-    many = PromptSource([[n] for n in range(80)])
-    assert many.take(8, 0) == [[n] for n in range(0, 80, 10)]
-    assert many.take(3, 0) == [[0], [26], [53]]
-    assert many.take(1, 0) == [[0]]
+    assert QUESTIONS(4, 0) == [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2, 3]]
+    assert QUESTIONS(2, 4) == [[5, 1, 2, 3], [8, 9, 4, 5]]
+    assert [len(prompt) for prompt in QUESTIONS(3, 50)] == [50] * 3
+    many = partial(make_prompts, [[n] for n in range(80)])
+    assert many(8, 0) == [[n] for n in range(0, 80, 10)]
+    assert many(3, 0) == [[0], [26], [53]]
+    assert many(1, 0) == [[0]]

@@ -119,13 +119,9 @@ def texts() -> list[Text]:
 @pytest.mark.parametrize(("temperature", "width"), [(0.5, 3), (1.0, VOCAB)])
 def test_the_distributions_are_those_at_the_places(temperature: float, width: int) -> None:
     target, table = tables(VOCAB)
-    found = harvest(
-        Pair(target, TabularDrafter(table)),
-        texts(),
-        temperature=temperature,
-        width=width,
-        sampling=Sampling(places=9),
-    )
+    setting = Setting(plan=Plan(draft_width=width), temperature=temperature)
+    pair = Pair(target, TabularDrafter(table))
+    found = harvest(pair, texts(), [setting], Sampling(places=9))
     # Every token but the last is a place's root, the text's only one excepted.
     roots = [(0, token) for token in TOKENS[0][:-1]] + [(2, token) for token in TOKENS[2][:-1]]
     assert sorted(found.texts.tolist()) == [text for text, _ in roots]
@@ -150,11 +146,10 @@ def test_the_distributions_are_those_at_the_places(temperature: float, width: in
 
 def test_what_cannot_be_harvested_is_refused() -> None:
     drafting = table_pair(VOCAB)
-    settings = {"width": 3, "sampling": Sampling()}
     with pytest.raises(InvalidArgument, match="temperature"):
-        harvest(drafting, texts(), temperature=0.0, **settings)
+        harvest(drafting, texts(), [Setting(plan=Plan(), temperature=0.0)], Sampling())
     with pytest.raises(InvalidArgument, match="texts"):
-        harvest(drafting, texts()[1:2], temperature=1.0, **settings)
+        harvest(drafting, texts()[1:2], [Setting(plan=Plan())], Sampling())
 
 
 def some_probs() -> Harvest:
@@ -170,7 +165,7 @@ def test_cells_are_sums_over_the_places_of_a_text() -> None:
     pair, sampling = table_pair(VOCAB), Sampling(places=9)
     plans = [Plan(verifier=rule, paths=n, draft_width=3) for rule in RULES for n in (1, 2)]
     cells = node_cells(pair, texts(), [Setting(plan=plan) for plan in plans], sampling)
-    found = harvest(pair, texts(), temperature=1.0, width=3, sampling=sampling)
+    found = harvest(pair, texts(), [Setting(plan=Plan(draft_width=3))], sampling)
     for cell, plan in zip(cells, plans, strict=True):
         accepted = RULES[plan.verifier](found.probs.top(3), plan.paths)
         own = [accepted[found.texts == text].sum().item() for text in range(3)]
