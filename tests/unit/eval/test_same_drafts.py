@@ -51,7 +51,7 @@ from eaglegbv.eval.study import (
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.block import BlockVerifier
 from eaglegbv.verifiers.otbv import OtbvVerifier
 from eaglegbv.verifiers.proof.enumeration import Problem, Shape
