@@ -134,6 +134,8 @@ def _apply_chat_template(
         encoded = tokenizer.apply_chat_template(
             plain, add_generation_prompt=True, tokenize=True, return_dict=True
         )
+    except ImportError:
+        raise
     except Exception as error:  # a template is a program, and its errors are those of any
         expected = f"messages that the chat template of {model} takes ({error})"
         raise InvalidArgument("prompt", plain, expected) from error

@@ -33,7 +33,6 @@ Cell: TypeAlias = tuple[int, int, int, int]
 
 # Estimator: seconds of a step. A linear fit tells what was never run; what was run is corrected by
 # its own latest times, because a machine is not linear.
-
 _GAIN = 1 / 8  # Share of a step's time in what is typical: times vary by 5%, their mean by 1%.
 _STALE = 300  # Steps after which a time counts half: changes last longer.
 _PACE = 0.15  # Share of a surprise that is blamed on the machine, which other programs slow down.
@@ -121,7 +120,7 @@ class StepCosts:
 
     def __init__(self, recorded: Sequence[Measured] = ()) -> None:
         """Start from recorded steps; the first own time of a cell replaces its recorded one."""
-        self._cells = {step.shape.cell: _Typical(step.shape, step.seconds) for step in recorded}
+        self.cells = {step.shape.cell: _Typical(step.shape, step.seconds) for step in recorded}
         self._fit = np.zeros(len(_RIDGE))
         self._pace = 0.0
         self._now = self._fitted = 0  # times seen, and those of them in the latest fit
@@ -131,24 +130,23 @@ class StepCosts:
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Learn from a step that took ``seconds``, more than 0; return the log that surprises."""
         self._now += 1
-        if not self._cells:
+        if not self.cells:
             self._fit[0] = seconds
         linear = self._linear([shape]).item()
         log = math.log(seconds / linear) - self._pace
-        if shape.cell not in self._cells:
+        if shape.cell not in self.cells:
             usual = seconds / math.exp(self._pace)
-            self._cells[shape.cell] = _Typical(shape, usual, log, 1, self._now)
+            self.cells[shape.cell] = _Typical(shape, usual, log, 1, self._now)
             return 0.0
-        cell = self._cells[shape.cell]
+        cell = self.cells[shape.cell]
         surprise = log - cell.log
         limited = max(-_SURPRISE, min(_SURPRISE, surprise))
         self._pace = _PACE_KEPT * self._pace + _PACE * limited
-        # A step may be held up, but not sped up, nor held up twice: then times before are void, and
-        # what one plan shows is true of all that draft and have rested.
+        # A step may be held up, neither sped up nor held up twice: all that rested believe that.
         slow, cell.slow = cell.slow, surprise > 2 * _SURPRISE
         news = surprise < -_SURPRISE or (slow and cell.slow)
         if news and shape.paths and cell.count != 1:  # a single time may have been held up
-            for place, other in self._cells.items():
+            for place, other in self.cells.items():
                 rested = place[0] != shape.cell[0] or self._now - other.seen > _HOLD
                 other.move(surprise if place[1] and rested and other is not cell else 0.0)
         cell.shape, cell.seconds = shape, linear * math.exp(cell.log)
@@ -173,14 +171,14 @@ class StepCosts:
     @property
     def known(self) -> tuple[Measured, ...]:
         """What was learned, at the machine's usual pace: one step of every cell."""
-        return tuple(Measured(cell.shape, cell.seconds) for cell in self._cells.values())
+        return tuple(Measured(cell.shape, cell.seconds) for cell in self.cells.values())
 
     def _weight(self, cell: _Typical) -> float:
         return float(0.5 ** ((self._now - cell.seen) / _STALE))
 
     def _correction(self, shape: StepShape) -> float:
         size, paths, depth, length = shape.cell
-        own = (self._cells.get((size, paths, depth, n)) for n in range(length, -1, -1))
+        own = (self.cells.get((size, paths, depth, n)) for n in range(length, -1, -1))
         cell = next(filter(None, own), _Typical(shape, 0.0))
         count = cell.count or _ALIKE  # recorded ones were measured twice
         return cell.log * self._weight(cell) * count / (count + 2)
@@ -191,10 +189,9 @@ class StepCosts:
     def _refit(self) -> None:
         """Fit relative errors by least squares, no coefficient below 0; cells' seconds stay."""
         self._fitted = self._now
-        cells = list(self._cells.values())
+        cells = list(self.cells.values())
         shapes = [cell.shape for cell in cells]
         seconds = np.array([cell.seconds for cell in cells])
-        # Old times keep a little weight, where newer ones say nothing about a feature.
         weights = np.array([max(0.01, self._weight(cell)) for cell in cells])
         rows = np.array([shape.features for shape in shapes]) / seconds[:, None]
         gram = (rows * weights[:, None]).T @ rows
@@ -207,7 +204,6 @@ class StepCosts:
 
 # Estimator: tokens of a step. The hazard at depth d of a tree of K paths is the chance that a path
 # accepted up to depth d - 1 is accepted at depth d too.
-
 # What trials keep with every step: a few hundred decide; a longer run, their prior, remembers.
 _MEMORIES = np.array((1 - 1 / 200, 1 - 1 / 1000))[:, None, None, None]
 _PRIOR_TRIALS = 10.0  # Weight of every prior: texts differ by about as much as ten trials tell.
@@ -275,10 +271,7 @@ def _any(chances: Array, drafts: Array) -> Array:
     return np.asarray(-np.expm1(np.log1p(-chances) * drafts))
 
 
-# Scores, and the selector.
-
 _ALIKE = 2  # Like steps in a row until times are typical: the first takes up to a third longer.
-_LESSONS = 2  # Plans to run first, a draft and plain decoding: more cost more than they teach.
 _BETTER = 0.03  # Gain that a change must promise, and drafting for every fourfold batch.
 _HOLD = 8  # Steps for which a choice is held: a choice takes as long as a tenth of a small step.
 _LONGEST_HOLD = 32  # The same if it is made again, and least steps between two probes.
@@ -324,14 +317,14 @@ class _Book:
 
     def __init__(self, recorded: Sequence[Measured], keep: Callable[[], None]) -> None:
         self.costs = StepCosts(recorded)
-        known = len({step.shape.cell[1:3] for step in recorded}) >= _LESSONS
+        known = len({step.shape.cell[1:3] for step in recorded}) > 1
         self.guess: StepCosts | None = StepCosts(recorded) if known else None
-        self.lessons = _LESSONS
+        self.lessons = 2  # left, where a guess is to be confirmed: a draft and plain decoding
         self.step = self.probed = self.learned = 0  # this step, the latest probe and lessons
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
         self.present: dict[int, tuple[Plan, float]] = {}
-        self._surprises: tuple[list[float], list[float]] = [], []
+        self._surprises: tuple[deque[float], ...] = deque(maxlen=9), deque(maxlen=9)
         self._keep, self._until_kept = keep, 0
 
     def present_at(self, size: int) -> tuple[Plan, float] | None:
@@ -339,28 +332,39 @@ class _Book:
         nearest = min(self.present, key=lambda known: (abs(known - size), known), default=None)
         return None if nearest is None else self.present[nearest]
 
+    @property
+    def lesson(self) -> bool | None:
+        """Whether a draft has to be timed, or plain decoding (False); None if neither has to."""
+        if self.guess is not None:
+            return (None, False, True)[self.lessons]
+        kinds = {step.shape.paths > 0 for step in self.costs.known}
+        return next((drafts for drafts in (True, False) if drafts not in kinds), None)
+
     def observe(self, shape: StepShape, seconds: float) -> bool:
         """Learn a time; confirm or drop kept costs once plain steps and drafts were timed twice."""
+        cell = self.costs.cells.get(shape.cell)
+        often = cell is not None and cell.count > 1  # a single time may have been held up
         surprise = self.costs.observe(shape, seconds)
         self._until_kept -= 1
         if not self._until_kept:
             self._keep()
         if self.guess is not None:
-            self._surprises[bool(shape.paths)].append(
-                math.log(seconds / self.guess.seconds([shape]).item())
-            )
+            log = math.log(seconds / self.guess.seconds([shape]).item())
+            self._surprises[bool(shape.paths)].append(log)
             if min(map(len, self._surprises)) >= _ALIKE:
                 logs = [float(np.median(own)) for own in self._surprises]
-                if max(map(abs, logs)) > _SURPRISE:
-                    # In proportion, kept costs are the best guess left.
-                    shapes = [step.shape for step in self.guess.known]
-                    by = np.exp([logs[shape.paths > 0] for shape in shapes])
-                    new = map(Measured, shapes, (by * self.guess.seconds(shapes)).tolist())
-                    self.costs, self._until_kept = StepCosts([*new]), _RELEARNED
+                # In proportion, kept costs are the best guess left of what has not run.
+                shapes = [step.shape for step in self.guess.known]
+                by = np.exp([logs[shape.paths > 0] for shape in shapes])
+                new = map(Measured, shapes, (by * self.guess.seconds(shapes)).tolist())
+                own = [Measured(c.shape, c.seconds) for c in self.costs.cells.values() if c.count]
                 self.guess = None
-        elif surprise < 0 and shape.paths and self.step - self.learned > _RETRY:
+                if max(map(abs, logs)) > _SURPRISE:
+                    self.costs, self._until_kept = StepCosts([*new, *own]), _RELEARNED
+                    return True
+        elif surprise < 0 and shape.paths and often and self.step - self.learned > _RETRY:
             self.costs = StepCosts([step for step in self.costs.known if not step.shape.paths])
-            self.lessons, self.learned = _LESSONS, self.step
+            self.learned = self.step
         return surprise != 0 and self.guess is None
 
 
@@ -459,10 +463,7 @@ class Planner:
         self.reading_seconds = min(self._prices) if len(self._prices) > 1 else 0.0
 
     def worth_reading(self, request: Request, *, rows: int, batch: int) -> bool:
-        """Return whether a drafter should read ``rows`` positions of a request soon in a ``batch``.
-
-        Where nobody drafts, it can wait; a short answer may not pay for reading a long prompt.
-        """
+        """Return whether a drafter should soon read ``rows`` positions of a request in a batch."""
         if request.auto is None:
             return request.drafted
         present = self._book([request]).present_at(size_class(batch))
@@ -508,15 +509,14 @@ class Planner:
     def _choose(self, book: _Book, auto: AutoPlan, members: list[Request], batch: int) -> _Choice:
         """Return what teaches most while too little is known, then the best plan."""
         scores = self.scores(members, auto, batch)
-        # A step that others take part in cannot be timed.
-        timed = batch == len(members) and book.lessons > 0
-        if scores is None or timed:
+        lesson, timed = book.lesson, batch == len(members)  # without others that take part
+        if scores is None or (lesson is not None and (timed or book.guess is None)):
             draft = auto.candidates[:2][-1]
             if scores is not None and book.guess is not None:
                 draft = scores.plans[1 + int(scores.rates[1:].argmax())]
-            plan = draft if timed and book.lessons == _LESSONS else PLAIN
-            book.lessons -= timed
-            return _Choice(plan, PlanReason.LEARNING, f"{plan_name(plan)} was never timed")
+            plan = draft if lesson and timed else PLAIN
+            book.lessons = max(0, book.lessons - timed)
+            return _Choice(plan, PlanReason.LEARNING, f"{plan_name(plan)} has to be timed")
         size, worth = size_class(batch), scores.rates.copy()
         present = book.present_at(size)
         stay = scores.plans.index(present[0]) if present and present[0] in scores.plans else 0

@@ -386,7 +386,7 @@ def gather_texts(
     answered = [
         [
             Document(p.source, p.token_ids + ids, p.is_response + [True] * len(ids))
-            for p, ids in zip(own, answers, strict=False)
+            for p, ids in zip(own, islice(answers, len(own)), strict=True)
         ]
         for own in prompts
     ]

@@ -30,7 +30,7 @@ PATHS = 2
 app = opts.make_app()
 
 PAIR_LEGEND = (
-    "cells: texts compared, rare ones together; G: how far their counts are from what they are "
+    "cells: texts compared, rare ones joined; G: how far their counts are from what they are "
     "compared with; p-value:\nhow often chance alone goes as far; detects: how far from the right "
     "distribution (in total variation) an engine\nmay be before this notices it nine times in ten."
 )
@@ -50,9 +50,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "p-value": ("p_value", ".2e"),
     "rejects below": ("rejects_below", ".1e"),
     "detects": ("detectable_shift", ".3f"),
-    "block efficiency": ("block_efficiency", ".3f"),
+    "block efficiency": ("block_efficiency", ".4f"),
     "standard error": ("error", ".3f"),
-    "LP optimum": ("lp_optimum", ".3f"),
+    "LP optimum": ("lp_optimum", ".4f"),
     "seconds": ("seconds", ".1f"),
     "verdict": ("verdict", ""),
 }

@@ -175,7 +175,9 @@ _ASKED = ("turns", "prompt", "question", "problem", "text")
 def _question(row: dict[str, Any], place: str, source: str, argument: str) -> Question:
     asked: Any = next((row[name] for name in _ASKED if row.get(name) is not None), [])
     turns = [asked] if isinstance(asked, str) else asked
-    if asked and asked is row.get("text") and "test_list" in row:
+    if asked and asked is row.get("text") and row.get("test_list") is not None:
+        if not isinstance(row["test_list"], list):
+            raise InvalidArgument(argument, place, "'test_list': a list of strings")
         tests = "\n".join(map(str, row["test_list"]))
         turns = [f"{asked}\nYour code should pass these tests:\n\n{tests}"]
     content = {

@@ -213,7 +213,7 @@ def _engine_arguments(
     if sizes.prefill_tokens != default.prefill_tokens:
         arguments["chunked_prefill_size"] = sizes.prefill_tokens
     if dtype is not None:
-        arguments["dtype"] = dtype_name(named_dtype(dtype))
+        arguments["dtype"] = dtype_name(named_dtype(str(dtype).removeprefix("torch.")))
     if device is not None:
         place = torch.device(device)
         arguments["device"] = place.type
