@@ -14,6 +14,7 @@ from support.saved_pair import save_pair
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import audit_exact as auditing
+from eaglegbv.eval import audit_picture
 from eaglegbv.eval.audit_engine import PairResult, audit_pair
 from eaglegbv.eval.audit_exact import (
     DRAFTS,
@@ -331,12 +332,13 @@ def test_synthetic_trees_are_sound() -> None:
         assert bool(shared.any()) == (paths > 1)
 
 
-def test_synthetic_figures() -> None:
+def test_synthetic_figures(monkeypatch) -> None:
     settings = SyntheticSettings(vocab=16, depth=3, trees=600)
     figures = list(measure(["token", "otbv"], [1, 3], [1.0], settings))
     found = {(f.verifier, f.paths): f for f in figures}
     assert set(found) == {("token", 1), ("otbv", 1), ("otbv", 3)}
     assert found["otbv", 3].block_efficiency > found["otbv", 1].block_efficiency
     assert found["otbv", 1].block_efficiency >= found["token", 1].block_efficiency
-    perfect = next(measure(["block"], [1], [1.0], SyntheticSettings(noise=0.0, trees=50)))
+    monkeypatch.setattr(audit_picture, "NOISE", 0.0)
+    perfect = next(measure(["block"], [1], [1.0], SyntheticSettings(trees=50)))
     assert perfect.block_efficiency == SyntheticSettings().depth + 1
