@@ -33,20 +33,26 @@ _OURS = "this package's claim for otbv"
 _SUN = "Sun et al., arXiv 2403.10444"
 _LENGTHS = (4, 6, 8)
 _BLOCK = Quote(
-    "1.083 (1.07 to 1.10)",
-    "PaLM-2-S and -XXS, L = 8, mean of eight data sets",
-    "public summaries of its Table 1: block efficiency 3.41 and 3.70, time 5% to 8% less",
-    *("block", "token"),
+    text="1.083 (1.07 to 1.10)",
+    models="PaLM-2-S and -XXS, L = 8, mean of eight data sets",
+    source="public summaries of its Table 1: block efficiency 3.41 and 3.70, time 5% to 8% less",
+    better="block",
+    worse="token",
+    paths=1,
+    depth=8,
+    temperature=1.0,
 )
 
 BV = Paper(
-    "bv",
-    f"Block verification ({_SUN}): token, block and greedy block by draft length",
-    (
+    name="bv",
+    title=f"Block verification ({_SUN}): token, block and greedy block by draft length",
+    sheets=(
         Sheet(
-            *("drafts", "Tables 1 and 2, on the same drafts", Way.SAME_DRAFTS),
-            cells_of(("token", "block"), depths=_LENGTHS, temperatures=_TEMPERATURES),
-            (
+            name="drafts",
+            title="Tables 1 and 2, on the same drafts",
+            way=Way.SAME_DRAFTS,
+            settings=cells_of(("token", "block"), depths=_LENGTHS, temperatures=_TEMPERATURES),
+            directions=(
                 Order("block", "token", f"{_SUN}, Theorem 2"),
                 Rise("token", "depth", _SUN),
                 Rise("block", "depth", _SUN),
@@ -55,18 +61,22 @@ BV = Paper(
             quotes=(_BLOCK,),
         ),
         Sheet(
-            *("engine", "Table 4, in the engine", Way.ENGINE),
-            cells_of(("token", "block", "greedy_block"), depths=_LENGTHS),
-            (
+            name="engine",
+            title="Table 4, in the engine",
+            way=Way.ENGINE,
+            settings=cells_of(("token", "block", "greedy_block"), depths=_LENGTHS),
+            directions=(
                 Order("block", "token", _SUN),
                 Order("block", "greedy_block", f"{_SUN}, Table 4"),
             ),
             quotes=(_BLOCK,),
         ),
         Sheet(
-            *("time", "Table 1, time, one request at a time", Way.TIMED),
-            cells_of(("token", "block")),
-            (Order("block", "token", _SUN, Figure.TOKENS_A_SECOND),),
+            name="time",
+            title="Table 1, time, one request at a time",
+            way=Way.TIMED,
+            settings=cells_of(("token", "block")),
+            directions=(Order("block", "token", _SUN, Figure.TOKENS_A_SECOND),),
             quotes=(replace(_BLOCK, text="1.065 (1.05 to 1.08)", figure=Figure.TOKENS_A_SECOND),),
         ),
     ),
@@ -85,38 +95,50 @@ _CLAIMS: tuple[Direction, ...] = (
     Rise("gbv", "paths", _THOMAS),
     Rise("otbv", "paths", _OURS),
 )
-_LONGER = tuple(Rise(verifier, "depth", _THOMAS) for verifier in ("block", "gbv"))
-_GREEDY = Quote(
-    "about 1.23",
-    "OPT 6.7B with 350M or 125M",
-    "a public summary of the paper (K = 3, L = 8)",
-    *("gbv", "block"),
-    paths=3,
-)
-_BEST_GREEDY = Quote(
-    *("over 1.30, its best", "not said in the abstract", "the paper's abstract", "gbv", "block"),
-    paths=4,
-)
+_GREEDY = replace(_BLOCK, better="gbv", worse="block", paths=3)
 
 GBV = Paper(
-    "gbv",
-    f"Greedy multi-path block verification ({_THOMAS}): by paths, temperature and length",
-    (
+    name="gbv",
+    title=f"Greedy multi-path block verification ({_THOMAS}): by paths, temperature and length",
+    sheets=(
         Sheet(
-            *("grid", "By paths and temperature, on the same drafts", Way.SAME_DRAFTS),
-            cells_of(_ALL, paths=_PATHS, temperatures=_TEMPERATURES),
-            _CLAIMS,
-            quotes=(_GREEDY, _BEST_GREEDY),
+            name="grid",
+            title="By paths and temperature, on the same drafts",
+            way=Way.SAME_DRAFTS,
+            settings=cells_of(_ALL, paths=_PATHS, temperatures=_TEMPERATURES),
+            directions=_CLAIMS,
+            quotes=(
+                replace(
+                    _GREEDY,
+                    text="about 1.23",
+                    models="OPT 6.7B with 350M or 125M",
+                    source="a public summary of the paper (K = 3, L = 8)",
+                ),
+                replace(
+                    _GREEDY,
+                    text="over 1.30, its best",
+                    models="not said in the abstract",
+                    source="the paper's abstract",
+                    paths=4,
+                ),
+            ),
         ),
         Sheet(
-            *("lengths", "By paths and length, on the same drafts", Way.SAME_DRAFTS),
-            cells_of(_MULTI, paths=_PATHS, depths=(8, 16, 24)),
-            (*_CLAIMS, *_LONGER),
+            name="lengths",
+            title="By paths and length, on the same drafts",
+            way=Way.SAME_DRAFTS,
+            settings=cells_of(_MULTI, paths=_PATHS, depths=(8, 16, 24)),
+            directions=(
+                *_CLAIMS,
+                *(Rise(verifier, "depth", _THOMAS) for verifier in ("block", "gbv")),
+            ),
         ),
         Sheet(
-            *("engine", "By paths, in the engine", Way.ENGINE),
-            cells_of(_MULTI, paths=_PATHS),
-            _CLAIMS,
+            name="engine",
+            title="By paths, in the engine",
+            way=Way.ENGINE,
+            settings=cells_of(_MULTI, paths=_PATHS),
+            directions=_CLAIMS,
             optional=True,
         ),
     ),
@@ -128,44 +150,67 @@ GBV = Paper(
 
 _LIN = "Lin et al., arXiv 2604.25925"
 _DEPTHS, _COOL = (4, 8, 12, 24), (0.4,)
-_FALLS = f"{_LIN}, Table 3: speed falls again where drafts are long"
-_LIN_NOTES = "public summaries of its Tables 1 and 2"
-_LIN_MODELS = "DeepSeek 33B and 1.3B, L = 12, K = 3, T = 0.4, mean of five data sets"
+_MULTI_DRAFT = Quote(
+    text="",
+    models="DeepSeek 33B and 1.3B, L = 12, K = 3, T = 0.4, mean of five data sets",
+    source="public summaries of its Tables 1 and 2",
+    better="spectr_gbv",
+    worse="",
+    paths=3,
+    depth=12,
+    temperature=0.4,
+)
 _OTHERS = (  # with the paper's ratios of tokens a step and a second
-    *(("token", "1.124", Figure.TOKENS_A_STEP), ("token", "1.293", Figure.TOKENS_A_SECOND)),
-    ("greedy_block", "1.097", Figure.TOKENS_A_STEP),
-    ("greedy_block", "1.270", Figure.TOKENS_A_SECOND),
-    *(("spectr", "1.023", Figure.TOKENS_A_STEP), ("spectr", "1.082", Figure.TOKENS_A_SECOND)),
-    ("spectr", "2.15 (53.5% less time)", Figure.VERIFYING),
+    ("token", "1.124", "1.293"),
+    ("greedy_block", "1.097", "1.270"),
+    ("spectr", "1.023", "1.082"),
 )
 _BY_STEP_AND_SECOND = (Figure.TOKENS_A_STEP, Figure.TOKENS_A_SECOND)
 
 SPECTR_GBV = Paper(
-    "spectr-gbv",
-    f"SpecTr-GBV ({_LIN}): by draft length, with the time each phase takes",
-    (
+    name="spectr-gbv",
+    title=f"SpecTr-GBV ({_LIN}): by draft length, with the time each phase takes",
+    sheets=(
         Sheet(
-            *("engine", "Tables 1 to 3, one request at a time", Way.TIMED),
-            (
+            name="engine",
+            title="Tables 1 to 3, one request at a time",
+            way=Way.TIMED,
+            settings=(
                 *cells_of(("token", "block", "greedy_block"), depths=_DEPTHS, temperatures=_COOL),
                 *cells_of(
                     ("spectr", "spectr_gbv", "otbv"), paths=(3,), depths=_DEPTHS, temperatures=_COOL
                 ),
             ),
-            (
+            directions=(
                 *(
                     Order("spectr_gbv", other, f"{_LIN}, Table 1", figure)
                     for figure in _BY_STEP_AND_SECOND
-                    for other in ("token", "greedy_block", "spectr")
+                    for other, *_ in _OTHERS
                 ),
                 Order("spectr_gbv", "spectr", f"{_LIN}, Table 2", Figure.VERIFYING),
                 Rise("spectr_gbv", "depth", f"{_LIN}, Table 3"),
-                Rise("spectr_gbv", "depth", _FALLS, 24, 8, Figure.TOKENS_A_SECOND),
+                Rise(
+                    "spectr_gbv",
+                    "depth",
+                    f"{_LIN}, Table 3: speed falls again where drafts are long",
+                    start=24,
+                    end=8,
+                    figure=Figure.TOKENS_A_SECOND,
+                ),
                 *(Order("otbv", "spectr_gbv", _OURS, figure) for figure in _BY_STEP_AND_SECOND),
             ),
-            quotes=tuple(
-                Quote(text, _LIN_MODELS, _LIN_NOTES, "spectr_gbv", other, 3, 12, 0.4, figure)
-                for other, text, figure in _OTHERS
+            quotes=(
+                *(
+                    replace(_MULTI_DRAFT, text=text, worse=other, figure=figure)
+                    for other, *texts in _OTHERS
+                    for text, figure in zip(texts, _BY_STEP_AND_SECOND, strict=True)
+                ),
+                replace(
+                    _MULTI_DRAFT,
+                    text="2.15 (53.5% less time)",
+                    worse="spectr",
+                    figure=Figure.VERIFYING,
+                ),
             ),
         ),
     ),
@@ -185,13 +230,15 @@ SPECTR_GBV = Paper(
 _RESOLUTION = "Thomas & Pal, arXiv 2511.15898"
 
 GR_STEPS = Paper(
-    "gr-steps",
-    f"Global Resolution ({_RESOLUTION}): trees of independent paths, by their number",
-    (
+    name="gr-steps",
+    title=f"Global Resolution ({_RESOLUTION}): trees of independent paths, by their number",
+    sheets=(
         Sheet(
-            *("paths", "By paths (its Table 4)", Way.SAME_DRAFTS),
-            cells_of(("global_resolution", "spectr", "specinfer", "otbv"), paths=_PATHS),
-            (
+            name="paths",
+            title="By paths (its Table 4)",
+            way=Way.SAME_DRAFTS,
+            settings=cells_of(("global_resolution", "spectr", "specinfer", "otbv"), paths=_PATHS),
+            directions=(
                 Rise("global_resolution", "paths", f"{_RESOLUTION}, Table 4"),
                 Order("global_resolution", "spectr", f"{_RESOLUTION}: K-SEQ is not optimal"),
                 Order("global_resolution", "specinfer", "its acceptance is optimal at every node"),
@@ -226,7 +273,6 @@ _TIMES: Mapping[tuple[int, int], Mapping[str, str]] = {
     (1000, 2): {"lp": "out of memory", "max_flow": "over 400000", "convex": "34.94 (31%)"},
 }
 """Its Table 1 as far as it was seen: milliseconds a token, in brackets the share it solved."""
-_TIMED = "two public notes on the paper, which agree"
 _BEST: Mapping[float, Mapping[str, str]] = {
     1.0: {},
     10.0: {"lp": "82.53%", "max_flow": "83.94%", "convex": "85.65%"},
@@ -241,13 +287,15 @@ def _is_least(plan: Plan) -> bool:
 
 
 GR_SOLVERS = Paper(
-    "gr-solvers",
-    f"Global Resolution ({_RESOLUTION}): solve times, and acceptance within a limit",
-    (
+    name="gr-solvers",
+    title=f"Global Resolution ({_RESOLUTION}): solve times, and acceptance within a limit",
+    sheets=(
         Sheet(
-            *("solvers", "Solvers (its Tables 1 and 2)", Way.SOLVERS),
-            nodes_of(tuple(map(str, Solver)), _SIZES),
-            (
+            name="solvers",
+            title="Solvers (its Tables 1 and 2)",
+            way=Way.SOLVERS,
+            settings=nodes_of(tuple(map(str, Solver)), _SIZES),
+            directions=(
                 *(
                     order
                     for slow in ("lp", "max_flow")
@@ -262,16 +310,28 @@ GR_SOLVERS = Paper(
                 InTime("exact", "convex", _EXACT),
             ),
             quotes=tuple(
-                Quote(text, "Llama-3 70B/8B", _TIMED, solver, "", n, 1, draft_width=k)
+                Quote(
+                    text=text,
+                    models="Llama-3 70B/8B",
+                    source="two public notes on the paper, which agree",
+                    better=solver,
+                    worse="",
+                    paths=n,
+                    depth=1,
+                    temperature=1.0,
+                    draft_width=k,
+                )
                 for (k, n), texts in _TIMES.items()
                 for solver, text in texts.items()
             ),
             limits=_BEST,
         ),
         Sheet(
-            *("optima", "Optimal acceptance (its Figures 1 and 2)", Way.NODES),
-            nodes_of(("optimum", "greedy"), tuple(product((10, 100, 1000), (2, 3, 4, 5)))),
-            (
+            name="optima",
+            title="Optimal acceptance (its Figures 1 and 2)",
+            way=Way.NODES,
+            settings=nodes_of(("optimum", "greedy"), tuple(product((10, 100, 1000), (2, 3, 4, 5)))),
+            directions=(
                 Rise("optimum", "draft_width", f"{_RESOLUTION}, Figure 1", 10, 100),
                 Rise("optimum", "draft_width", f"{_RESOLUTION}, Figure 1", 100, 1000),
                 Order(
@@ -302,42 +362,55 @@ _ORDERS = (
     Order("optimum w/o", "optimum", f"{_HU}, abstract"),
     Order("optimum w/o", "greedy", "no claim of the paper that was seen: a question of our own"),
 )
-_HU_NOTES = f"{_HU}: notes on it (greedy drafts may lose)"
-_TREES = (
-    *((rule, DraftSampling.IID) for rule in ("specinfer", "spectr", "global_resolution", "otbv")),
-    ("specinfer", DraftSampling.WOR),
-    *((rule, DraftSampling.GREEDY) for rule in ("greedy_draft", "otbv")),
-)
+_IID, _WOR, _GREEDY_DRAFTS = DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY
 
 MDSD = Paper(
-    "mdsd",
-    f"Optimal multi-draft speculative decoding ({_HU}): acceptance by draft distribution",
-    (
+    name="mdsd",
+    title=f"Optimal multi-draft speculative decoding ({_HU}): acceptance by draft distribution",
+    sheets=(
         Sheet(
-            *("temperatures", "By temperature", Way.NODES),
-            nodes_of(tuple(RULES), ((1024, 3),), (0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2)),
-            (
+            name="temperatures",
+            title="By temperature",
+            way=Way.NODES,
+            settings=nodes_of(tuple(RULES), ((1024, 3),), (0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2)),
+            directions=(
                 *_ORDERS,
                 *(
-                    Rise("greedy", "temperature", _HU_NOTES, 1.2, 0.2, over=other)
+                    Rise(
+                        *("greedy", "temperature", f"{_HU}: notes on it (greedy drafts may lose)"),
+                        *(1.2, 0.2),
+                        over=other,
+                    )
                     for other in ("optimum", "optimum w/o")
                 ),
             ),
         ),
         Sheet(
-            *("drafts", "By number of drafts", Way.NODES),
-            nodes_of(tuple(RULES), tuple((1024, n) for n in (2, 4, 6, 8)), (0.7,)),
-            (*_ORDERS, *(Rise(rule, "paths", _HU) for rule in RULES if rule != "one draft")),
+            name="drafts",
+            title="By number of drafts",
+            way=Way.NODES,
+            settings=nodes_of(tuple(RULES), tuple((1024, n) for n in (2, 4, 6, 8)), (0.7,)),
+            directions=(
+                *_ORDERS,
+                *(Rise(rule, "paths", _HU) for rule in RULES if rule != "one draft"),
+            ),
         ),
         Sheet(
-            *("trees", "Trees on the same texts", Way.SAME_DRAFTS),
-            tuple(
+            name="trees",
+            title="Trees on the same texts",
+            way=Way.SAME_DRAFTS,
+            settings=tuple(
                 Setting(
-                    plan=Plan(verifier=rule, draft_sampling=own, paths=paths, depth=depth),
+                    plan=Plan(verifier=verifier, draft_sampling=own, paths=paths, depth=depth),
                     temperature=0.7,
                 )
                 for paths, depth in ((2, 4), (4, 3))
-                for rule, own in _TREES
+                for own, verifiers in (
+                    (_IID, ("specinfer", "spectr", "global_resolution", "otbv")),
+                    (_WOR, ("specinfer",)),
+                    (_GREEDY_DRAFTS, ("greedy_draft", "otbv")),
+                )
+                for verifier in verifiers
             ),
         ),
     ),

@@ -159,7 +159,7 @@ class InTime:
 Direction: TypeAlias = Order | Rise | InTime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
     """A figure a paper gives of its own models, and the cells here it is put beside."""
 
@@ -168,12 +168,11 @@ class Quote:
     source: str  # where it was read
     better: str  # a verifier
     worse: str  # another, or none
-    # Of both here; the worse one has as many paths, or one where it takes no more.
-    paths: int = 1
-    depth: int = 8
-    temperature: float = 1.0
+    paths: int  # of the better one here; the worse one has as many, or one where it takes no more
+    depth: int  # of both here
+    temperature: float  # of both here
     figure: Figure = Figure.TOKENS_A_STEP  # what is compared
-    draft_width: int = DRAFT_WIDTH
+    draft_width: int = DRAFT_WIDTH  # of both here
 
 
 @dataclass(frozen=True, slots=True)
