@@ -337,8 +337,8 @@ class _Book:
         """Whether a draft has to be timed, or plain decoding (False); None if neither has to."""
         if self.guess is not None:
             return (None, False, True)[self.lessons]
-        kinds = {step.shape.paths > 0 for step in self.costs.known}
-        return next((drafts for drafts in (True, False) if drafts not in kinds), None)
+        timed = {paths > 0 for _, paths, *_ in self.costs.cells}
+        return next((drafts for drafts in (True, False) if drafts not in timed), None)
 
     def observe(self, shape: StepShape, seconds: float) -> bool:
         """Learn a time; confirm or drop kept costs once plain steps and drafts were timed twice."""
@@ -348,18 +348,18 @@ class _Book:
         self._until_kept -= 1
         if not self._until_kept:
             self._keep()
-        if self.guess is not None:
-            log = math.log(seconds / self.guess.seconds([shape]).item())
+        if (guess := self.guess) is not None:
+            log = math.log(seconds / guess.seconds([shape]).item())
             self._surprises[bool(shape.paths)].append(log)
             if min(map(len, self._surprises)) >= _ALIKE:
-                logs = [float(np.median(own)) for own in self._surprises]
-                # In proportion, kept costs are the best guess left of what has not run.
-                shapes = [step.shape for step in self.guess.known]
-                by = np.exp([logs[shape.paths > 0] for shape in shapes])
-                new = map(Measured, shapes, (by * self.guess.seconds(shapes)).tolist())
-                own = [Measured(c.shape, c.seconds) for c in self.costs.cells.values() if c.count]
                 self.guess = None
-                if max(map(abs, logs)) > _SURPRISE:
+                logs = [float(np.median(own)) for own in self._surprises]
+                if max(map(abs, logs)) > _SURPRISE:  # of what has not run, proportions are kept
+                    shapes = [step.shape for step in guess.known]
+                    by = np.exp([logs[shape.paths > 0] for shape in shapes])
+                    new = map(Measured, shapes, (by * guess.seconds(shapes)).tolist())
+                    timed = (cell for cell in self.costs.cells.values() if cell.count)
+                    own = [Measured(cell.shape, cell.seconds) for cell in timed]
                     self.costs, self._until_kept = StepCosts([*new, *own]), _RELEARNED
                     return True
         elif surprise < 0 and shape.paths and often and self.step - self.learned > _RETRY:
@@ -473,7 +473,7 @@ class Planner:
     def scores(self, members: Sequence[Request], auto: AutoPlan, batch: int) -> Scores | None:
         """Return what is expected of every plan for ``members`` of a batch; None at first."""
         book, plans = self._book(members), (PLAIN, *auto.candidates)
-        if all(step.shape.cell[1:3] != (0, 0) for step in book.costs.known):
+        if all(place[1:3] != (0, 0) for place in book.costs.cells):
             return None
         each = np.array([[1.0, *self._tokens(own, auto.candidates)] for own in members])
         context = _context(members, batch)
