@@ -47,12 +47,15 @@ def otbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 def select_child(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
     """Select a child of the node ``prefix`` for the target probabilities ``p``."""
-    selections = {
-        DraftSampling.IID: _select_iid,
-        DraftSampling.GREEDY: _select_greedy,
-        DraftSampling.FIXED: _select_fixed,
-    }
-    return selections[tree.draft_sampling](tree, prefix, p, chooser)
+    match tree.draft_sampling:
+        case DraftSampling.IID:
+            return _select_iid(tree, prefix, p, chooser)
+        case DraftSampling.GREEDY:
+            return _select_greedy(tree, prefix, p, chooser)
+        case DraftSampling.FIXED:
+            return _select_fixed(tree, prefix, p, chooser)
+        case other:
+            raise ValueError(f"otbv has no selection for the draft sampling {other!r}")
 
 
 def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:

@@ -324,6 +324,14 @@ class _Layer(msgspec.Struct, kw_only=True):
     layer_ids_are: Numbering | None = None
 
 
+class _Verifier(msgspec.Struct):
+    name_or_path: str | None = None
+
+
+class _Speculators(msgspec.Struct):
+    verifier: _Verifier | None = None
+
+
 class _Head(msgspec.Struct, kw_only=True):
     """The other keys of an EAGLE head."""
 
@@ -339,6 +347,7 @@ class _Head(msgspec.Struct, kw_only=True):
     use_aux_norm: bool | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
+    speculators_config: _Speculators | None = None
 
 
 Keys = TypeVar("Keys", _Layer, _Head)
@@ -422,13 +431,14 @@ def read_settings(
         **_attention(layer, kind, named),
         **norms,
     )
-    verifier = _object(_object(whole, "speculators_config"), "verifier").get("name_or_path")
+    speculators = head.speculators_config
+    verifier = None if speculators is None else speculators.verifier
     return Settings(
         architectures=tuple(head.architectures or ()),
         config=config,
         layers=layers,
         passed_on={key: inner[key] for key in _PASSED_ON if inner.get(key) is not None},
-        verifier=None if verifier is None else str(verifier),
+        verifier=None if verifier is None else verifier.name_or_path,
         remarks=(*remarks, *_disagreements(layer, head, kind, config, named)),
     )
 

@@ -30,7 +30,7 @@ PATHS = 2
 app = opts.make_app()
 
 PAIR_LEGEND = (
-    "cells: texts compared, rare ones joined; G: how far their counts are from what they are "
+    "cells: texts compared, rare ones together; G: how far their counts are from what they are "
     "compared with; p-value:\nhow often chance alone goes as far; detects: how far from the right "
     "distribution (in total variation) an engine\nmay be before this notices it nine times in ten."
 )

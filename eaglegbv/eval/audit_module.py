@@ -1,9 +1,11 @@
 """A user's own verifiers, loaded from a Python file, in the same audit as the package's."""
 
+import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from inspect import isabstract, isclass
 from pathlib import Path
-from runpy import run_path
+from types import ModuleType
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_exact import Subject, exact_subject
@@ -46,16 +48,16 @@ def load_verifiers(path: Path) -> list[Audited]:
         InvalidArgument: The file does not exist or cannot be imported, or its classes lack
             attributes that every verifier has.
     """
-    name = f"audited_{path.stem}"
-    if not path.is_file():
-        raise InvalidArgument("module", str(path), "a readable Python file")
-    try:
-        found = run_path(str(path), run_name=name)
-    except (OSError, SyntaxError, ImportError, UnicodeDecodeError) as error:
-        raise InvalidArgument("module", str(path), f"a file that imports ({error})") from error
+    module = _load(path)
     bases = (ReferenceVerifier, StatefulReferenceVerifier, Verifier, StatefulVerifier)
-    own = [v for v in found.values() if isclass(v) and v.__module__ == name]
-    classes = [one for one in own if issubclass(one, bases) and not isabstract(one)]
+    classes = [
+        value
+        for value in vars(module).values()
+        if isclass(value)
+        and issubclass(value, bases)
+        and value.__module__ == module.__name__
+        and not isabstract(value)
+    ]
     if not classes:
         wanted = " or ".join(base.__name__ for base in bases)
         raise InvalidArgument("module", str(path), f"a file that defines a subclass of {wanted}")
@@ -77,6 +79,20 @@ def as_subject(verifier: Audited, samples: int | None) -> Subject:
     if isinstance(verifier, ReferenceVerifier):
         return exact_subject(verifier, stateless(verifier.decide))
     return exact_subject(verifier, verifier.decide)
+
+
+def _load(path: Path) -> ModuleType:
+    name = f"audited_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise InvalidArgument("module", str(path), "a readable Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except (OSError, SyntaxError, ImportError, UnicodeDecodeError) as error:
+        raise InvalidArgument("module", str(path), f"a file that imports ({error})") from error
+    return module
 
 
 def _check(cls: type[Rule]) -> None:

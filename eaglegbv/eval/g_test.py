@@ -83,18 +83,27 @@ def _outcome(counts: NDArray[Any], means: NDArray[Any], samples: float) -> GTest
 
 
 def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
-    """Return the bin of each cell: neighbours share one until ``smallest`` is expected of it.
+    """Return the bin of each cell: cells below ``smallest`` share one with the next such cells.
 
-    What is left at the end joins the bin before it.
+    If the last shared bin stays below ``smallest``, it is merged with the bin before it.
     """
     bins = np.zeros(len(means), dtype=np.int64)
     used, filled = 0, 0.0
+    shared: int | None = None  # the bin to which small cells are being added
     for cell, mean in enumerate(means):
-        bins[cell] = used
+        if mean >= smallest:
+            bins[cell], used = used, used + 1
+            continue
+        if shared is None:
+            shared, used, filled = used, used + 1, 0.0
+        bins[cell] = shared
         filled += mean
         if filled >= smallest:
-            used, filled = used + 1, 0.0
-    return bins.clip(max=max(used - 1, 0))
+            shared = None
+    if shared is not None and used > 1:
+        bins[bins == shared] = shared - 1 if shared else 1
+        bins -= (bins > shared).astype(np.int64)
+    return bins
 
 
 def power(samples: float, cells: int, *, shift: float, level: float) -> float:

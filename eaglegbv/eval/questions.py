@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import msgspec
@@ -158,7 +157,7 @@ def read_questions(path: Path, source: str, argument: str = "data") -> tuple[Que
     Raises:
         InvalidArgument: The file cannot be read, a row is malformed, or an id occurs twice.
     """
-    rows = read_json_lines(path, dict[str, Any], argument=argument)
+    rows = read_json_lines(path, _Row, argument=argument)
     questions = tuple(_question(row, place, source, argument) for place, row in rows)
     if not questions:
         raise InvalidArgument(argument, str(path), "at least one question")
@@ -168,35 +167,48 @@ def read_questions(path: Path, source: str, argument: str = "data") -> tuple[Que
     return questions
 
 
-_IDS = ("id", "question_id", "prompt_id", "task_id", "unique_id")
-_ASKED = ("turns", "prompt", "question", "problem", "text")
+class _Row(msgspec.Struct):
+    """A row in the format of this project, FastChat, the hub or a suite's authors."""
+
+    id: str | int | None = None
+    question_id: str | int | None = None
+    prompt_id: str | int | None = None
+    task_id: str | int | None = None
+    unique_id: str | int | None = None
+    category: str | None = None
+    subject: str | None = None
+    turns: list[str] | None = None
+    prompt: str | list[str] | None = None
+    question: str | None = None
+    problem: str | None = None
+    text: str | None = None
+    test_list: list[str] | None = None
+    source: str | None = None
+
+    def user_turns(self) -> list[str]:
+        """Return the user's messages; none if the row has no known field for them."""
+        if self.turns is not None:
+            return self.turns
+        if isinstance(self.prompt, list):
+            return self.prompt
+        if self.text is not None and self.test_list is not None:
+            tests = "\n".join(self.test_list)
+            return [f"{self.text}\nYour code should pass these tests:\n\n{tests}"]
+        single = (self.prompt, self.question, self.problem, self.text)
+        return [turn for turn in single if turn is not None][:1]
 
 
-def _question(row: dict[str, Any], place: str, source: str, argument: str) -> Question:
-    asked: Any = next((row[name] for name in _ASKED if row.get(name) is not None), [])
-    turns = [asked] if isinstance(asked, str) else asked
-    if asked and asked is row.get("text") and row.get("test_list") is not None:
-        if not isinstance(row["test_list"], list):
-            raise InvalidArgument(argument, place, "'test_list': a list of strings")
-        tests = "\n".join(map(str, row["test_list"]))
-        turns = [f"{asked}\nYour code should pass these tests:\n\n{tests}"]
-    content = {
-        "id": str(
-            next(
-                (row[name] for name in _IDS if row.get(name) is not None), place.rpartition(":")[2]
-            )
-        ),
-        "category": row.get("category") or row.get("subject") or "none",
-        "turns": turns,
-        "source": row.get("source") or source,
-    }
-    try:
-        question = msgspec.convert(content, Question)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(argument, place, f"a question ({error})") from error
+def _question(row: _Row, place: str, source: str, argument: str) -> Question:
+    turns = row.user_turns()
     if not turns or not all(turn.strip() for turn in turns):
         raise InvalidArgument(argument, place, "'turns': a list of non-empty strings")
-    return question
+    ids = (row.id, row.question_id, row.prompt_id, row.task_id, row.unique_id)
+    return Question(
+        id=str(next((i for i in ids if i is not None), place.rpartition(":")[2])),
+        category=row.category or row.subject or "none",
+        turns=tuple(turns),
+        source=row.source or source,
+    )
 
 
 def _from_hub(suite: Suite) -> QuestionSet:

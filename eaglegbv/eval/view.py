@@ -60,9 +60,10 @@ def view(path: Path) -> str:
         found = read_results(path, "path", expected="a trace, or a results.json")
         return page(results_content(found))
     try:
-        return page(trace_content(path))
+        content = trace_content(path)
     except (KeyError, TypeError) as error:  # a step or a tree lacks something
         raise _unreadable(path, error) from error
+    return page(content)
 
 
 def page(content: Content) -> str:

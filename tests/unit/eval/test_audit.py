@@ -218,7 +218,8 @@ def test_right_samples_are_accepted_and_others_rejected(sizes: tuple[int, ...]) 
     p_values = [p_value(rng, dist, dist, *sizes) for _ in range(200)]
     assert 0.3 < np.mean(p_values) < 0.7
     assert 0 < np.mean(np.array(p_values) < 0.1) < 0.2
-    moved = dist * np.where(np.arange(40) % 2, 1.3, 0.7)
+    by = 0.2 if len(sizes) == 1 else 0.3
+    moved = dist * np.where(np.arange(40) % 2, 1 + by, 1 - by)
     assert p_value(rng, dist, moved, *sizes) < 1e-9
 
 
