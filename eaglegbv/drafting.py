@@ -76,15 +76,18 @@ class Drafting:
         shown = [b for b, own in enumerate(outputs) if own.request.drafted and not own.fault]
         if not shown:
             return
-        firsts = offsets_of(segment.num_new for segment in group.segments)
-        kept = [group.committed(b, outputs[b].nodes) for b in shown]
-        rows = [
-            group.first_token + firsts[b] + place
-            for b, own in zip(shown, kept, strict=True)
-            for place in own
-        ]
-        places = upload(rows, dtype=torch.int64, device=features.device)
-        parts = features.index_select(0, places).split([len(own) for own in kept])
+        if len(features) == len(shown):  # one row for each request, as when none drafted
+            parts = features.clone().split(1)
+        else:
+            firsts = offsets_of(segment.num_new for segment in group.segments)
+            kept = [group.committed(b, outputs[b].nodes) for b in shown]
+            rows = [
+                group.first_token + firsts[b] + place
+                for b, own in zip(shown, kept, strict=True)
+                for place in own
+            ]
+            places = upload(rows, dtype=torch.int64, device=features.device)
+            parts = features.index_select(0, places).split([len(own) for own in kept])
         for b, part in zip(shown, parts, strict=True):
             self.drafter.observe(outputs[b].request, part)
 

@@ -120,14 +120,7 @@ class Scheduler:
 
     def next_batch(self) -> StepBatch:
         """Admit requests that fit, pre-empt those that no longer do, and return the next step's."""
-        while self._waiting:
-            request = self._waiting[0]
-            if (blocks := self._find_room(request)) is None:
-                break
-            self._waiting.pop(0)
-            self.cache.lend(request, blocks)
-            request.metrics.cached_tokens += request.shared
-            insort(self.running, request, key=_precedence)
+        self._admit()
         return self._grant()
 
     def remove(self, request: Request) -> None:
@@ -146,6 +139,16 @@ class Scheduler:
         insort(self._waiting, request, key=_precedence)
         request.metrics.preemptions += 1
         self.preemptions += 1
+
+    def _admit(self) -> None:
+        while self._waiting:
+            request = self._waiting[0]
+            if (blocks := self._find_room(request)) is None:
+                return
+            self._waiting.pop(0)
+            self.cache.lend(request, blocks)
+            request.metrics.cached_tokens += request.shared
+            insort(self.running, request, key=_precedence)
 
     def _find_room(self, request: Request) -> list[Block] | None:
         """Return the blocks that ``request`` begins with, or None if it must wait."""

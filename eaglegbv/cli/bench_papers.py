@@ -38,6 +38,7 @@ from eaglegbv.eval.study import (
     temperature_findings,
     tree_findings,
 )
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -82,6 +83,8 @@ def drafters(
         for count in opts.entries("paths", paths, int)
     ]
     chosen = load_questions(questions_set, data).first(questions)
+    # Refused before anything is loaded.
+    SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     named = _by_name(drafter)
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)

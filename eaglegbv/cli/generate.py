@@ -97,9 +97,8 @@ def generate(
     params = opts.made_of(given, SamplingParams, stop=tuple(stop or ()))
     plan = opts.made_of(given, opts.plan_choices).planning()
     config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
-    if seed is None and isinstance(
-        plan, Plan
-    ):  # the seed that the engine would derive, so that it can be printed
+    if seed is None and isinstance(plan, Plan):
+        # The seed that the engine would derive, so that it can be printed.
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
     llm = opts.made_of(given, opts.Models).load(plan, config)
     request = message if raw else messages(message, system)

@@ -129,7 +129,11 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
         turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_bytes(msgspec.json.encode(content) + b"\n")
+    records = b",\n".join(map(msgspec.json.encode, content.pop("records", ())))  # one a line
+    text = msgspec.json.encode(content)
+    if records:
+        text = text[:-1] + b',"records":[\n' + records + b"\n]}"
+    path.write_bytes(text + b"\n")
     return path
 
 
