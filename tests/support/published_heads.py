@@ -7,21 +7,14 @@ independent of what the package writes.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from support.tiny_models import spread
 
@@ -55,14 +48,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_target = partial(AutoConfig.for_model, **_TARGET_SIZES)
 TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_TARGET_SIZES),
-    "llama3": lambda: LlamaConfig(
-        **_TARGET_SIZES, rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0}
-    ),
-    "qwen2": lambda: Qwen2Config(**_TARGET_SIZES),
-    "qwen3": lambda: Qwen3Config(**_TARGET_SIZES, head_dim=16),
-    "mistral": lambda: MistralConfig(**_TARGET_SIZES, head_dim=12, sliding_window=None),
+    "llama": lambda: _target("llama"),
+    "llama3": lambda: _target("llama", rope_parameters=LLAMA3_ROPE | {"rope_theta": 5e5}),
+    "qwen2": lambda: _target("qwen2"),
+    "qwen3": lambda: _target("qwen3", head_dim=16),
+    "mistral": lambda: _target("mistral", head_dim=12, sliding_window=None),
 }
 
 
@@ -112,29 +104,14 @@ def _tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str
     }
 
 
+def _configs() -> dict[str, dict[str, Any]]:
+    """Configurations as they are published, of these sizes."""
+    return json.loads(Path(__file__).with_name("published_configs.json").read_text())
+
+
 def _flat(**changes: Any) -> dict[str, Any]:
     """The keys all flat configurations share; None removes one."""
-    keys = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
-        "intermediate_size": WIDE,
-        "max_position_embeddings": 128,
-        "model_type": "llama",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-05,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "transformers_version": "4.46.2",
-        "use_cache": True,
-        "vocab_size": VOCAB,
-    } | changes
+    keys = _configs()["flat"] | changes
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -197,41 +174,9 @@ def _eagle3(
 def _speculators(
     *, layer: dict[str, Any] | None = None, ids: list[int] | None = None, **head: Any
 ) -> dict[str, Any]:
-    kept = ("architectures", "torch_dtype", "transformers_version")
-    sizes = {key: value for key, value in _flat().items() if key not in kept}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "model_type": "speculators",
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.5.0",
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.57.1",
-        "draft_vocab_size": DRAFT_VOCAB,
-        "embed_requires_grad": False,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": ids,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {
-                "architectures": ["LlamaForCausalLM"],
-                "name_or_path": "meta-llama/Llama-3.1-8B-Instruct",
-            },
-        },
-        "transformer_layer_config": {
-            **sizes,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "head_dim": 8,
-            **(layer or {}),
-        },
-    } | head
+    config = _configs()["speculators"]
+    config["transformer_layer_config"] |= layer or {}
+    return config | {"eagle_aux_hidden_state_layer_ids": ids} | head
 
 
 _EMBEDDING = {"embed_tokens.weight": (VOCAB, HIDDEN)}

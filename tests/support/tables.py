@@ -8,26 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from eaglegbv.eval.audit_exact import (
-    as_probs,
-    point_mass,
-    random_weights,
-    tied_weights,
-    weights_with_zeros,
-)
+from eaglegbv.eval import audit_exact
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.chooser import (
-    Number,
-    Prefix,
-    Probs,
-    ProbsAt,
-    exact_tail_probs,
-    inverse_cdf,
-    most_likely,
-    share,
-    support,
-)
+from eaglegbv.verifiers.proof import chooser
+from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt, support
 from eaglegbv.verifiers.proof.enumeration import Problem, Shape, deviation, states_by_step
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.proof.tree import Stop, never
@@ -63,7 +48,7 @@ class Model:
             rng = np.random.default_rng([self.seed, len(prefix), *prefix])
             p, q = PAIRS[self.kind](rng, self.vocab)
             q = self.tilt * p + (1 - self.tilt) * q
-            self.cache[prefix] = (as_probs(p), as_probs(q))
+            self.cache[prefix] = (audit_exact.as_probs(p), audit_exact.as_probs(q))
         return self.cache[prefix]
 
 
@@ -72,11 +57,11 @@ def both(weights: Callable[[np.random.Generator, int], np.ndarray]) -> Draw:
     return lambda rng, vocab: (weights(rng, vocab), weights(rng, vocab))
 
 
-_random, _zeros = both(random_weights), both(weights_with_zeros)
+_random, _zeros = both(audit_exact.random_weights), both(audit_exact.weights_with_zeros)
 
 
 def _equal(rng: np.random.Generator, vocab: int) -> Pair:
-    p = random_weights(rng, vocab)
+    p = audit_exact.random_weights(rng, vocab)
     return p, p
 
 
@@ -88,14 +73,14 @@ def _disjoint(rng: np.random.Generator, vocab: int) -> Pair:
 
 def _one_hot(rng: np.random.Generator, vocab: int) -> Pair:
     p, q = _zeros(rng, vocab)
-    hot = point_mass(rng, vocab)
+    hot = audit_exact.point_mass(rng, vocab)
     return (hot, q) if rng.random() < 0.5 else (p, hot)
 
 
 PAIRS = {
     "random": _random,
     "zeros": _zeros,
-    "ties": both(tied_weights),
+    "ties": both(audit_exact.tied_weights),
     "equal": _equal,
     "disjoint": _disjoint,
     "one_hot": _one_hot,
@@ -124,7 +109,7 @@ class GeneratorChooser:
     def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
         """Return a random entry."""
         del purpose, index
-        return inverse_cdf(weights, self.generator.random())
+        return chooser.inverse_cdf(weights, self.generator.random())
 
 
 def accepted_length(name: str, problem: Problem) -> Number:
@@ -188,11 +173,11 @@ def alpha_wor(p: Probs, q: Probs, drafts: int) -> Number:
 
 def alpha_greedy(p: Probs, q: Probs, drafts: int) -> Number:
     """Return the acceptance of the top n - 1 tokens with one drawn from the rest of q."""
-    kept = most_likely(q, drafts - 1)
+    kept = chooser.most_likely(q, drafts - 1)
     covered = sum(p[x] for x in kept)
     if len(kept) == len(support(q)):
         return covered
-    r = exact_tail_probs(q, kept)
+    r = chooser.exact_tail_probs(q, kept)
     return covered + sum(min(p[x], r[x]) for x in range(len(p)) if x not in kept)
 
 
@@ -206,7 +191,7 @@ def inside_wor(q: Probs, H: Iterable[int], drafts: int) -> Number:
         mass: Number = 1
         left = sum(q)
         for x in drawn:
-            mass *= share(q[x], left)
+            mass *= chooser.share(q[x], left)
             left -= q[x]
         total += mass
     return total

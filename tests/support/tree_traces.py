@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from eaglegbv.metrics import Phase, Span, StepRecord, TreeRecord
 from eaglegbv.trace import Tracer
 
@@ -20,71 +22,12 @@ def decode(token_ids: list[int]) -> str:
     return "".join(TEXTS.get(token, f" {token}") for token in token_ids)
 
 
-PROMPT = TreeRecord(
-    request=0,
-    start=0,
-    prompt_ids=(0, 1),
-    plan="otbv 3x2",
-    verifier="target_only",
-    draft_sampling="fixed",
-    paths=0,
-    token_ids=(1,),
-    parents=(0,),
-    multiplicity=(0,),
-    target_probs=(None,),
-    draft_probs=(None,),
-    node_stats={},
-    accepted=(),
-    next_token=2,
-    next_target_prob=0.5,
-    committed=(2,),
-    finish_reason=None,
+# A prompt was read to its end: a tree of a root alone. Then two of three paths go by node 1, which
+# is accepted, and their child is not. At last a whole path is, and the bonus token comes after the
+# end of the text.
+PROMPT, TWICE, BONUS = msgspec.json.decode(
+    Path(__file__).with_suffix(".json").read_bytes(), type=tuple[TreeRecord, TreeRecord, TreeRecord]
 )
-"""A prompt was read to its end: a tree of a root alone."""
-
-TWICE = replace(
-    PROMPT,
-    start=1,
-    prompt_ids=(),
-    verifier="otbv",
-    draft_sampling="iid",
-    paths=3,
-    token_ids=(2, 8, 3, 4, 5),
-    parents=(0, 0, 0, 1, 2),
-    multiplicity=(3, 2, 1, 2, 1),
-    target_probs=(None, 0.5, 0.25, 0.125, 1e-7),
-    draft_probs=(None, 0.25, 0.5, 0.0625, 0.75),
-    node_stats={
-        "b": (None, 0.4375, 0.3, 0.5, None),
-        "w": (None, 1.0, None, 0.25, None),
-        "h": (None, 1.0, None, 0.25, None),
-    },
-    accepted=(1,),
-    next_token=6,
-    next_target_prob=0.0625,
-    committed=(8, 6),
-)
-"""Two of three paths go by node 1, which is accepted; their child is not."""
-
-BONUS = replace(
-    TWICE,
-    start=3,
-    plan="token 1x2",
-    verifier="token",
-    paths=1,
-    token_ids=(6, 5, 7),
-    parents=(0, 0, 1),
-    multiplicity=(1, 1, 1),
-    target_probs=(None, 0.5, 0.5),
-    draft_probs=(None, 0.5, 0.5),
-    node_stats={},
-    accepted=(1, 2),
-    next_token=1,
-    next_target_prob=0.75,
-    committed=(5, 7),
-    finish_reason="length",
-)
-"""A whole path is accepted; the bonus token comes after the end of the text."""
 
 
 def bush(nodes: int, *, request: int = 1) -> TreeRecord:

@@ -4,30 +4,18 @@ import math
 
 import pytest
 
-from eaglegbv.config import (
-    AUTO,
-    EAGLE1_SHAPE,
-    MAX_DEPTH,
-    MAX_PATHS,
-    MAX_WIDTH,
-    PLAIN,
-    AutoPlan,
-    EngineConfig,
-    Plan,
-    PlanChoices,
-    Source,
-    plan_name,
-)
+from eaglegbv import config
+from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan, PlanChoices, plan_name
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.tree import DraftSampling
 
 BAD_PLANS = [
     ("paths", 0, "an integer in [1, 16]"),
-    ("paths", MAX_PATHS + 1, "an integer in [1, 16]"),
+    ("paths", config.MAX_PATHS + 1, "an integer in [1, 16]"),
     ("paths", True, "an integer in [1, 16]"),
-    ("depth", MAX_DEPTH + 1, "an integer in [1, 32]"),
+    ("depth", config.MAX_DEPTH + 1, "an integer in [1, 32]"),
     ("depth", "4", "an integer in [1, 32]"),
-    ("draft_width", MAX_WIDTH + 1, "an integer in [1, 262144]"),
+    ("draft_width", config.MAX_WIDTH + 1, "an integer in [1, 262144]"),
     ("whole_vocab", -1, "an integer in [0, 262144]"),
     ("verifier", None, "the name of a verifier, or 'none'"),
     ("draft_sampling", "iidd", "iid, perhaps; one of iid, wor, greedy, hub, fixed"),
@@ -96,7 +84,8 @@ def test_what_does_not_go_together_is_refused(kind, settings, message):
 
 def test_the_ends_of_the_ranges_are_accepted():
     Plan(paths=1, depth=1, draft_width=1, draft_temperature=0.05)
-    Plan(paths=MAX_PATHS, depth=MAX_DEPTH, draft_width=MAX_WIDTH, draft_temperature=20)
+    sizes = {"paths": config.MAX_PATHS, "depth": config.MAX_DEPTH}
+    Plan(**sizes, draft_width=config.MAX_WIDTH, draft_temperature=20)
     EngineConfig(max_batch=1, kv_slots=32, seed=2**64 - 1)
     EngineConfig(kv_bytes=1, prefill_tokens=1, prefix_cache=False, check_slots=True)
     EngineConfig(max_batch=4096, kv_slots=2**31 - 1, seed=0)
@@ -121,7 +110,7 @@ def test_settings_may_be_named_or_come_in_lists(kind, named, given):
 
 def test_a_fixed_tree_may_have_sizes_of_its_own():
     assert Plan(draft_sampling="fixed", paths=1, depth=6, beam=10, nodes=59).tree_nodes == 60
-    assert Plan(draft_sampling="fixed", depth=5, shape=EAGLE1_SHAPE).tree_nodes == 26
+    assert Plan(draft_sampling="fixed", depth=5, shape=config.EAGLE1_SHAPE).tree_nodes == 26
     # At temperature 0 a sampled plan drafts a fixed tree: both must fit.
     assert Plan(draft_sampling="iid", paths=3, depth=4, nodes=59).tree_nodes == 60
     assert Plan(draft_sampling="iid", paths=3, depth=4, nodes=2).tree_nodes == 13
@@ -153,7 +142,7 @@ def test_single_paths_keep_small_vocabularies_whole():
 def test_lookups_keep_to_their_depth_and_ask_no_drafter():
     assert [p.depth for p in AutoPlan(lookup_depth=5).lookups] == [2, 4, 5]
     assert AutoPlan(lookup_depth=0).lookups == ()
-    assert all(p.paths == 1 and p.source is Source.LOOKUP for p in AUTO.lookups)
+    assert all(p.paths == 1 and p.source is config.Source.LOOKUP for p in AUTO.lookups)
     assert not any(p.asks_drafter for p in AUTO.lookups)
     assert all(p.asks_drafter for p in AUTO.candidates)
 
@@ -186,4 +175,4 @@ def test_names_say_what_differs():
     assert plan_name(Plan(verifier="block", paths=1, depth=2)) == "block 1x2"
     assert plan_name(Plan(paths=2, depth=2, draft_sampling=DraftSampling.WOR)) == "otbv 2x2 wor"
     assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
-    assert plan_name(Plan(paths=1, depth=8, source=Source.LOOKUP)) == "otbv lookup 1x8"
+    assert plan_name(Plan(paths=1, depth=8, source=config.Source.LOOKUP)) == "otbv lookup 1x8"

@@ -10,14 +10,7 @@ from support.tiny_models import tiny_model
 from torch import Tensor, nn
 
 from eaglegbv import fused_linears
-from eaglegbv.fused_linears import (
-    DenseProduct,
-    PackedProduct,
-    Product,
-    can_pack,
-    prepare,
-    product_of,
-)
+from eaglegbv.fused_linears import DenseProduct, PackedProduct, Product, prepare, product_of
 from eaglegbv.models.hf import HFTarget
 
 
@@ -70,8 +63,9 @@ def test_prepared_modules_compute_the_same(dtype, bias, pays, monkeypatch):
     rounded = 0.02 if dtype is torch.bfloat16 else None
     torch.testing.assert_close(module(TOKENS), expected, atol=rounded, rtol=rounded)
     assert list(module.state_dict()) == names
-    # q, k and v are one product; what is not packed is joined all the same.
-    packs = pays and can_pack(torch.zeros(1, dtype=dtype))  # bfloat16 where the CPU has it
+    # q, k and v are one product; what is not packed is joined all the same. bfloat16 is packed
+    # where the CPU has it.
+    packs = pays and fused_linears.can_pack(torch.zeros(1, dtype=dtype))
     assert module.q.weight.is_meta
     assert module.o.weight.is_meta == packs
     assert not module.idle.weight.is_meta

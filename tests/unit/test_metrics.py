@@ -6,18 +6,9 @@ from dataclasses import replace
 import pytest
 from support.tree_traces import step
 
+from eaglegbv import metrics as measures
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.metrics import (
-    COMMITTED,
-    FORWARDS,
-    KV_USED,
-    PHASE_SECONDS,
-    EngineMetrics,
-    Phase,
-    RequestMetrics,
-    Span,
-    Stopwatch,
-)
+from eaglegbv.metrics import FORWARDS, KV_USED, EngineMetrics, Phase, RequestMetrics, Span
 
 
 # --- counts of a request and the figures made of them, by hand
@@ -54,7 +45,7 @@ def test_seconds_add_up_by_phase_and_prefill_is_not_decoding():
 def test_a_stopwatch_adds_up_what_each_phase_takes_and_one_that_fails(monkeypatch):
     ticks = iter([0.0, 0.0, 1.0, 10.0, 12.5, 20.0, 24.0, 30.0, 32.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    watch = Stopwatch()
+    watch = measures.Stopwatch()
     for phase in (Phase.DRAFT, Phase.VERIFY, Phase.DRAFT):
         with watch.phase(phase):
             pass
@@ -76,10 +67,10 @@ def test_counters_add_up_over_steps_and_gauges_show_the_latest():
     metrics.on_step(record({"none": 3}))
     metrics.set(KV_USED, 40)
     metrics.set(KV_USED, 10)
-    assert metrics.value(COMMITTED) == 14
+    assert metrics.value(measures.COMMITTED) == 14
     assert metrics.value(FORWARDS, "none") == 4
     assert metrics.value(FORWARDS, "otbv 3x4") == 2
-    assert metrics.value(PHASE_SECONDS, "forward") == 0.5
+    assert metrics.value(measures.PHASE_SECONDS, "forward") == 0.5
     assert metrics.value(KV_USED) == 10
     assert metrics.value(FORWARDS, "unheard of") == 0
     # By name too.

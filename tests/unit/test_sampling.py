@@ -7,15 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.pretend_device import PretendDevice
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
@@ -126,15 +119,15 @@ def transformers_probs(logits, params):
     """What transformers' ``generate`` samples from, with its processors in its order."""
     if params.greedy:
         return torch.nn.functional.one_hot(logits.argmax(1), logits.shape[1]).double()
-    steps = LogitsProcessorList()
+    steps = transformers.LogitsProcessorList()
     if params.temperature != 1:
-        steps.append(TemperatureLogitsWarper(params.temperature))
+        steps.append(transformers.TemperatureLogitsWarper(params.temperature))
     if params.top_k is not None:
-        steps.append(TopKLogitsWarper(params.top_k))
+        steps.append(transformers.TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        steps.append(TopPLogitsWarper(params.top_p))
+        steps.append(transformers.TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
-        steps.append(MinPLogitsWarper(params.min_p))
+        steps.append(transformers.MinPLogitsWarper(params.min_p))
     ids = torch.zeros((logits.shape[0], 1), dtype=torch.int64)
     return steps(ids, logits.clone()).double().softmax(1)
 
@@ -231,7 +224,7 @@ def test_repetition_penalty_is_that_of_transformers():
     for penalty in (0.5, 1.0, 1.3, 2.0):
         params = SamplingParams(repetition_penalty=penalty)
         got = penalise(logits, in_prompt, generated, [params], [1])
-        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
         expected = processor(torch.tensor([prompt + answer]), logits.clone())
         assert torch.equal(got, expected)
 

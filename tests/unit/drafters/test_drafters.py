@@ -13,19 +13,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.drafting import (
-    VOCAB,
-    Pair,
-    Session,
-    TokenSession,
-    advance,
-    full_probs,
-    inner_nodes,
-    random_llama,
-    random_pair,
-    random_table,
-    text_of,
-)
+from support import drafting
+from support.drafting import VOCAB, Session, TokenSession, advance, random_llama, text_of
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, plain, prefixes
 from torch import Tensor
 
@@ -71,7 +60,7 @@ class Subject:
 
 
 def eagle(name: str) -> Subject:
-    pair = random_pair(Arch(name[:6]), draft_vocab=15 if "reduced" in name else VOCAB)
+    pair = drafting.random_pair(Arch(name[:6]), draft_vocab=15 if "reduced" in name else VOCAB)
     session = partial(Session, pair)
     return Subject(session, pair.log_probs, pair.head.draft_to_target, atol=2e-5, recurrent=True)
 
@@ -92,7 +81,7 @@ def language_model() -> Subject:
 
 
 def table(order: int) -> Subject:
-    logits = random_table(VOCAB, order=order)
+    logits = drafting.random_table(VOCAB, order=order)
 
     def scores(text: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float64]:
         state = 0
@@ -122,7 +111,7 @@ def head(request) -> Subject:
     return eagle(request.param)
 
 
-def pair_of(head: Subject) -> Pair:
+def pair_of(head: Subject) -> drafting.Pair:
     session = head.session()
     assert isinstance(session, Session)
     return session.pair
@@ -143,7 +132,7 @@ def carried(tree: DraftTree, b: int) -> ProbsAt:
     found = prefixes(tree, b)
     lists = {
         found[node]: (tree.draft_ids[b, node].numpy(), tree.draft_probs[b, node].numpy())
-        for node in inner_nodes(tree, b)
+        for node in drafting.inner_nodes(tree, b)
     }
     return lists.__getitem__
 
@@ -177,10 +166,10 @@ def test_drawn_trees_carry_the_plain_distributions(subject, draft_sampling, plan
         for b, request in enumerate(requests):
             temperature = request.params.temperature * plan.draft_temperature
             known, text = prefixes(tree, b), text_of(request)
-            for node in inner_nodes(tree, b):
+            for node in drafting.inner_nodes(tree, b):
                 how = {"temperature": temperature, "width": plan.draft_width}
                 expected = subject.probs(text, known[node], **how)
-                subject.assert_close(full_probs(tree, b, node, VOCAB), expected)
+                subject.assert_close(drafting.full_probs(tree, b, node, VOCAB), expected)
             # Requests advance by different numbers of tokens.
             advance(session, request, tree, b, (accepted + b) % 5, VOCAB)
 
@@ -227,7 +216,7 @@ def test_the_pair_can_tell_right_from_wrong(head) -> None:
 
 
 def all_full_probs(tree: DraftTree) -> NDArray[np.float64]:
-    return np.array([full_probs(tree, 0, n, VOCAB) for n in range(int(tree.num_nodes[0]))])
+    return np.array([drafting.full_probs(tree, 0, n, VOCAB) for n in range(int(tree.num_nodes[0]))])
 
 
 def begun_at(first: int, request: Request, head: Subject) -> DraftTree:

@@ -17,14 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
-from eaglegbv.drafters.eagle_model import (
-    Arch,
-    Eagle1Head,
-    Eagle3Head,
-    EagleHead,
-    EagleHeadConfig,
-    HeadForward,
-)
+from eaglegbv.drafters import eagle_model
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig, HeadForward
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import DrafterMismatch
 
@@ -48,7 +42,7 @@ def make_head(config: EagleHeadConfig) -> EagleHead:
         head = Eagle1Head(config, embedding, torch.randn_like(embedding))
     else:
         ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
-        head = Eagle3Head(config, embedding, ids)
+        head = eagle_model.Eagle3Head(config, embedding, ids)
     for parameter in head.parameters():  # norms start at one, which would hide a missing one
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     return head.double().requires_grad_(False)

@@ -16,19 +16,9 @@ from support.tape import Tape
 from torch._dynamo.config import patch
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
+from eaglegbv.drafters import tree_growth
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.drafters.tree_growth import (
-    DraftProbs,
-    TreeGrowth,
-    compiled_draw_paths,
-    draft_numbers,
-    draft_params,
-    draft_probs,
-    given_trees,
-    log_probs,
-    pick_places,
-    support,
-)
+from eaglegbv.drafters.tree_growth import DraftProbs, compiled_draw_paths, draft_probs, log_probs
 from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
 from eaglegbv.tree import DraftSampling, DraftTree
 
@@ -120,7 +110,7 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
     def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
         if draft_sampling is FIXED:
             probs = probs[..., :4].log()
-        growth, count = TreeGrowth(plan, draft_sampling, roots, uniforms), 1
+        growth, count = tree_growth.TreeGrowth(plan, draft_sampling, roots, uniforms), 1
         for level in probs:
             rows = level[:, :count].flatten(0, 1)
             ids = torch.arange(rows.shape[1]).expand_as(rows)
@@ -142,8 +132,8 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 
 # --- fixed trees
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
-    batch = given_trees([([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])],
-                        paths=3, length=4)  # fmt: skip
+    nodes = ([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])
+    batch = tree_growth.given_trees(nodes, paths=3, length=4)
     check_tree(batch)
     assert batch.num_nodes.tolist() == [3, 1, 4]
     assert batch.token_ids.tolist() == [[7, 1, 2, 0], [8, 0, 0, 0], [9, 3, 4, 5]]
@@ -177,7 +167,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
     def after(token: int) -> tuple[list[int], list[float]]:
         logits, ids = table.logits([token]), torch.arange(7)
         if fixed:
-            width = support(plan, draft_sampling, 7)
+            width = tree_growth.support(plan, draft_sampling, 7)
             found = log_probs(logits, width=width, draft_to_target=ids)
         else:
             plainly = WarpSettings.of([SamplingParams()], [1])
@@ -188,7 +178,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
     probs_at = [
         lambda prefix, root=root: after(prefix[-1] if prefix else root) for root in range(7)
     ]
-    uniforms = draft_numbers(starts, plan).numpy()
+    uniforms = tree_growth.draft_numbers(starts, plan).numpy()
     assert_grown(tree, plan, draft_sampling, probs_at, uniforms)
     assert tree.nodes == max(tree.num_nodes)
     assert tree.length == plan.depth
@@ -250,7 +240,7 @@ def test_log_distributions_are_untempered_log_probabilities_best_first():
 # --- what a number selects
 def pick_index(probs, uniform: float) -> int:
     number = torch.tensor(uniform, dtype=torch.float64)
-    return int(pick_places(torch.as_tensor(probs), number))
+    return int(tree_growth.pick_places(torch.as_tensor(probs), number))
 
 
 @given(
@@ -280,5 +270,5 @@ def test_whatever_the_rounding_a_possible_token_is_selected(weights, uniform):
 )
 def test_a_draft_temperature_keeps_to_the_limits(temperature, multiple, drafted) -> None:
     params = SamplingParams(temperature=temperature, top_k=5)
-    found = draft_params(params, Plan(paths=2, draft_temperature=multiple))
+    found = tree_growth.draft_params(params, Plan(paths=2, draft_temperature=multiple))
     assert (found.temperature, found.top_k) == (drafted, 5)

@@ -15,26 +15,12 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import audit_exact as auditing
 from eaglegbv.eval import audit_picture
+from eaglegbv.eval import g_test as g_tests
 from eaglegbv.eval.audit_engine import PairResult, audit_pair
-from eaglegbv.eval.audit_exact import (
-    DRAFTS,
-    ROUND,
-    Sizes,
-    count_trees,
-    exact_subject,
-    instance,
-    package_subjects,
-)
+from eaglegbv.eval.audit_exact import DRAFTS, Sizes, exact_subject, instance, package_subjects
 from eaglegbv.eval.audit_picture import SyntheticSettings, draw_batch, measure
 from eaglegbv.eval.audit_sampled import batch_of, sampled_subject
-from eaglegbv.eval.g_test import (
-    detectable_shift,
-    g_test,
-    g_test_texts,
-    g_test_two,
-    joint_probs,
-    power,
-)
+from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, g_test_two, joint_probs
 from eaglegbv.llm import LLM
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -91,13 +77,13 @@ def test_a_linear_program_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("shape", [Shape(3, 2, 2), Shape(4, 1, 2), Shape(2, 3, 2)], ids=str)
 def test_trees_are_counted_before_they_are_listed(draft_sampling, shape) -> None:
     [problem] = instance(draft_sampling, shape, 0, steps=1, seed=0)  # positive everywhere
-    assert len(drafted_paths(problem)) == count_trees(draft_sampling, shape)
+    assert len(drafted_paths(problem)) == auditing.count_trees(draft_sampling, shape)
 
 
 def test_instances_reach_the_corners() -> None:
     shape = Shape(4, 1, 2)
     pairs = []
-    for number in range(len(ROUND) * len(DRAFTS)):
+    for number in range(len(auditing.ROUND) * len(DRAFTS)):
         for problem in instance(DraftSampling.IID, shape, number, steps=2, seed=1):
             p, q = problem.target_probs(()), problem.draft_probs(())
             assert sum(p) == pytest.approx(1, abs=1e-15)
@@ -229,7 +215,7 @@ def test_stated_power_is_met(sizes: tuple[int, ...]) -> None:
     dist = np.full(20, 1 / 20)
     samples = sizes[0] if len(sizes) == 1 else sizes[0] * sizes[1] / sum(sizes)
     shift = detectable_shift(samples, 20, level=0.01)
-    assert power(samples, 20, shift=shift, level=0.01) == pytest.approx(0.9, abs=1e-3)
+    assert g_tests.power(samples, 20, shift=shift, level=0.01) == pytest.approx(0.9, abs=1e-3)
     moved = dist * (1 + 2 * shift * np.where(np.arange(20) % 2, 1, -1))
     tests = [p_value(rng, dist, moved, *sizes) < 0.01 for _ in range(400)]
     assert 0.84 < np.mean(tests) < 0.96

@@ -1,5 +1,3 @@
-"""Acceptance at one node against enumeration, oracles and tabled values."""
-
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -10,18 +8,17 @@ from support.table_pairs import table_pair, tables
 from support.tables import (
     KINDS,
     Model,
-    Shape,
     accepted_length,
     alpha_greedy,
     alpha_iid,
     alpha_wor,
-    as_probs,
     problem,
 )
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.audit_exact import as_probs
 from eaglegbv.eval.collect_probs import Harvest, harvest, node_cells
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_iid, optimum_wor, rejection_wor
 from eaglegbv.eval.paired_comparison import Sampling, Text
@@ -29,6 +26,7 @@ from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import exact, optimal_acceptance
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.proof.enumeration import Shape
 
 
 def probs_of(p: Sequence[float], q: Sequence[float]) -> NodeProbs:

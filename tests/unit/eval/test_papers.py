@@ -18,18 +18,7 @@ from eaglegbv.eval.papers import cells as module
 from eaglegbv.eval.papers import sheets
 from eaglegbv.eval.papers.cells import CellStore, Measured, Options, Run, Site, Way, measure_cells
 from eaglegbv.eval.papers.grids import GBV, GR_SOLVERS, MDSD, PAPERS, nodes_of
-from eaglegbv.eval.papers.sheets import (
-    AGAINST,
-    AGREES,
-    OPEN,
-    Finding,
-    Order,
-    Paper,
-    Quote,
-    Report,
-    Rise,
-    Sheet,
-)
+from eaglegbv.eval.papers.sheets import AGAINST, AGREES, OPEN, Finding, Order, Paper, Quote, Sheet
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.metrics import Phase, RequestMetrics
@@ -336,7 +325,7 @@ def table_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return replace(site(tmp_path, FakeLLM(pair=table_pair(VOCAB)), places=4), questions=questions)
 
 
-def on_tables(own: Site, *wanted: Sheet) -> tuple[Report, dict[str, list[Cell]]]:
+def on_tables(own: Site, *wanted: Sheet) -> tuple[sheets.Report, dict[str, list[Cell]]]:
     report = Paper("small", "t", wanted).measure(own).report
     content = (own.folder / "cells.json").read_bytes()
     return report, msgspec.json.decode(content, type=Measured).sheets
@@ -381,7 +370,7 @@ def test_the_draft_distributions_paper_end_to_end(table_site: Site) -> None:
     heats, drafts, _ = MDSD.sheets
     temperatures = nodes_of(tuple(RULES), ((VOCAB, 3),), (0.4, 0.7))
     numbers = nodes_of(tuple(RULES), ((VOCAB, 2), (VOCAB, 4)), (0.7,))
-    lead = Rise("greedy", "temperature", "notes", 0.7, 0.4, over="optimum")
+    lead = sheets.Rise("greedy", "temperature", "notes", 0.7, 0.4, over="optimum")
     plan = Plan(verifier="greedy_draft", draft_sampling=DraftSampling.GREEDY, paths=2, depth=2)
     report, found = on_tables(
         table_site,

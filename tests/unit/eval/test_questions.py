@@ -133,46 +133,16 @@ def test_first_spreads_over_the_file() -> None:
             found.first(count)
 
 
-# One row as the authors of each suite publish it, shortened, and what is asked for it.
-UPSTREAM = {
-    "spec-bench": (
-        {"question_id": 241, "category": "translation", "turns": ["Translate."], "reference": []},
-        ("241", "translation", "Translate."),
-    ),
-    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, ("1", "none", "How many?")),
-    "humaneval": (
-        {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": "..."},
-        ("HumanEval/0", "none", "def f():"),
-    ),
-    "math-500": (
-        {
-            "problem": "Find $x$.",
-            "answer": "1",
-            "subject": "Algebra",
-            "unique_id": "test/algebra/1.json",
-        },
-        ("test/algebra/1.json", "Algebra", "Find $x$."),
-    ),
-    "mbpp": (
-        {
-            "text": "Write f.",
-            "code": "def f(): ...",
-            "task_id": 11,
-            "test_list": ["assert f(1)", "assert f(2)"],
-        },
-        ("11", "none", "Write f.\nYour code should pass these tests:\n\nassert f(1)\nassert f(2)"),
-    ),
-    **dict.fromkeys(
-        ("mgsm", "eagle-gsm8k", "eagle-humaneval"),
-        ({"question_id": 0, "category": "c", "turns": ["How many?"]}, ("0", "c", "How many?")),
-    ),
-}
+# Of each suite: a row as its authors publish it, shortened, what is asked for it, where the hub has
+# it, and how many there are.
+PUBLISHED = json.loads(Path(__file__).with_name("published_suites.json").read_text())
+ON_HUB = [name for name, suite in PUBLISHED.items() if "hub" in suite]
 
 
-@pytest.mark.parametrize("name", sorted(UPSTREAM))
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {"mt-bench"}))
 def test_every_suite_is_read_as_its_authors_publish_it(name, isolated, monkeypatch) -> None:
-    row, expected = UPSTREAM[name]
-    content = (json.dumps(row) + "\n").encode()
+    suite = PUBLISHED[name]
+    content = (json.dumps(suite["row"]) + "\n").encode()
     file = SUITES[name].file
     for folder in ("data/prompts", "cache/eaglegbv/prompts"):
         path = isolated / folder / file
@@ -181,13 +151,14 @@ def test_every_suite_is_read_as_its_authors_publish_it(name, isolated, monkeypat
     monkeypatch.setenv(DATA_VARIABLE, str(isolated / "data"))
     for data in (None, isolated / "data", isolated / "data/prompts", path):
         [question] = load_questions(name, data).questions
-        assert (question.id, question.category, question.turns) == (*expected[:2], expected[2:])
+        assert (question.id, question.category) == (suite["id"], suite["category"])
+        assert question.turns == tuple(suite["turns"])
     monkeypatch.delenv(DATA_VARIABLE)
     assert load_questions(name).origin == str(path)
 
 
 def test_every_suite_has_a_case_above() -> None:
-    assert set(UPSTREAM) | {"builtin", "mt-bench"} == set(SUITES)
+    assert set(PUBLISHED) | {"builtin"} == set(SUITES)
 
 
 @pytest.mark.parametrize("name", ["mt-bench", "mgsm"])
@@ -201,31 +172,18 @@ def test_a_suite_that_is_nowhere_says_where_it_looked(name, isolated, no_hub) ->
         load_questions(name, isolated / "empty")
 
 
-HUB = {
-    "math-500": (
-        UPSTREAM["math-500"][0],
-        ("test/algebra/1.json", ("Find $x$.",)),
-        ("HuggingFaceH4/MATH-500", "test.jsonl"),
-    ),
-    "mt-bench": (
-        {"prompt_id": 5, "category": "stem", "prompt": ["A?", "B?"], "reference": []},
-        ("5", ("A?", "B?")),
-        ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("name", ON_HUB)
 def test_rows_of_the_hub_are_mapped_and_stay(name, isolated, monkeypatch) -> None:
-    row, expected, where = HUB[name]
-    download = Mock(return_value=str(write(isolated / "hub.jsonl", row)))
+    suite, where = PUBLISHED[name], tuple(PUBLISHED[name]["hub"])
+    download = Mock(return_value=str(write(isolated / "hub.jsonl", suite["row"])))
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     first, again = load_questions(name), load_questions(name)
     assert first.origin.startswith(f"hub: {where[0]}@")
     assert again.questions == first.questions
     [question] = first.questions
-    assert (question.id, question.turns, question.source) == (*expected, name)
+    assert (question.id, question.source) == (suite["id"], name)
+    assert question.turns == tuple(suite["turns"])
     assert [call.args for call in download.call_args_list] == [where]
 
 
@@ -250,21 +208,8 @@ def test_the_hash_tells_questions_apart(isolated: Path) -> None:
     assert other.sha256 != one.sha256
 
 
-COUNTS = {
-    "mt-bench": 80,
-    "spec-bench": 480,
-    "gsm8k": 1319,
-    "humaneval": 164,
-    "math-500": 500,
-    "mgsm": 2750,
-    "mbpp": 500,
-    "eagle-gsm8k": 80,
-    "eagle-humaneval": 80,
-}
-
-
 @pytest.mark.parametrize("name", sorted(set(SUITES) - {"builtin"}))
 def test_reads_the_real_sets(name: str) -> None:
     if not (DATA / "prompts" / SUITES[name].file).is_file():
         pytest.skip("the data folder is not on this machine")
-    assert len(load_questions(name, DATA).questions) == COUNTS[name]
+    assert len(load_questions(name, DATA).questions) == PUBLISHED[name]["count"]

@@ -11,25 +11,11 @@ from support.runs import ENVIRONMENT, NONE, OTBV, record, run_settings
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval import statistics
+from eaglegbv.eval import plots, statistics
+from eaglegbv.eval import results as pages
 from eaglegbv.eval.papers.sheets import Finding, PaperResults, Report, Table
-from eaglegbv.eval.plots import (
-    PHASE_COLOURS,
-    block_efficiency_by_paths,
-    draw_all,
-    measured_of,
-    whiskers,
-)
 from eaglegbv.eval.records import Results, Setting
-from eaglegbv.eval.results import (
-    EXPECTED,
-    MOST_ROWS,
-    BatchResults,
-    add_evidence,
-    compact,
-    page,
-    read_evidence,
-)
+from eaglegbv.eval.results import EXPECTED, MOST_ROWS, add_evidence, page, read_evidence
 from eaglegbv.eval.runner import RunFolder, write_results
 from eaglegbv.eval.throughput import Timing, over_plain
 from eaglegbv.metrics import Phase
@@ -99,7 +85,7 @@ def test_a_run_made_compact_has_the_same_figures(tmp_path: Path) -> None:
     kept = read_evidence(tmp_path / "kept")["mt-bench"]
     assert isinstance(kept, Results)
     figures = statistics.summarise(results)
-    assert statistics.summarise(kept) == figures == statistics.summarise(compact(results))
+    assert statistics.summarise(kept) == figures == statistics.summarise(pages.compact(results))
     assert b"xxx" not in path.read_bytes()
     assert b"/somewhere" not in path.read_bytes()
     write_results(tmp_path, results, statistics.summarise(results))
@@ -127,7 +113,7 @@ def test_the_page_computes_its_verdicts_and_names_what_is_missing() -> None:
     evidence = {
         "mt-bench": measured(),
         "paper-bv": PaperResults(report=report, title="Block verification", environment=None),
-        "batch": BatchResults(timings=timings(), environment=ENVIRONMENT, verifier="otbv"),
+        "batch": pages.BatchResults(timings=timings(), environment=ENVIRONMENT, verifier="otbv"),
     }
     text = page(evidence)
     rank = "`otbv K2 L3` (2.30) | `gbv K2 L3` | `lookup:3`, `none` |"
@@ -229,7 +215,7 @@ def measured_run() -> Results:
 
 
 RUN = measured_run()
-MEASURED = measured_of(RUN)
+MEASURED = plots.measured_of(RUN)
 
 
 def true_value(setting: Setting) -> float:
@@ -247,7 +233,7 @@ def drawn_lines(axes) -> dict[str, list[tuple[float, float]]]:
 
 @drawing
 def test_block_efficiency_by_paths_has_a_panel_a_temperature() -> None:
-    cold, warm = block_efficiency_by_paths(MEASURED).axes
+    cold, warm = plots.block_efficiency_by_paths(MEASURED).axes
     for axes, t in ((cold, 0.5), (warm, 1.0)):
         assert axes.get_title() == f"temperature {t:g}"
         drawn = drawn_lines(axes)
@@ -264,12 +250,12 @@ def test_block_efficiency_by_paths_has_a_panel_a_temperature() -> None:
 
 
 def test_every_phase_has_a_colour() -> None:
-    assert set(PHASE_COLOURS) == {*map(str, Phase), statistics.OTHER}
+    assert set(plots.PHASE_COLOURS) == {*map(str, Phase), statistics.OTHER}
 
 
 @drawing
 def test_every_picture_is_written_in_both_formats_and_the_same_again(tmp_path: Path) -> None:
-    written = draw_all(RUN, tmp_path / "plots")
+    written = plots.draw_all(RUN, tmp_path / "plots")
     names = {path.name for path in written}
     assert names == {f"{name}.{suffix}" for name in PICTURES for suffix in ("png", "svg")}
     for path in written:
@@ -277,14 +263,14 @@ def test_every_picture_is_written_in_both_formats_and_the_same_again(tmp_path: P
         assert content.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
         if path.suffix == ".svg":
             assert b"target + drafter" in content
-    again = draw_all(RUN, tmp_path / "again")
+    again = plots.draw_all(RUN, tmp_path / "again")
     assert [p.read_bytes() for p in again] == [p.read_bytes() for p in written]
 
 
 @drawing
 def test_plain_decoding_alone_has_speeds_only(tmp_path: Path) -> None:
     plain = [r for r in RUN.records if r.setting.startswith("none")]
-    written = draw_all(
+    written = plots.draw_all(
         Results(settings=RUN.settings, environment=ENVIRONMENT, records=plain), tmp_path
     )
     assert {path.stem for path in written} == {"tokens_per_second", "seconds_by_phase"}
@@ -294,10 +280,10 @@ def test_plain_decoding_alone_has_speeds_only(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     empty = Results(settings=RUN.settings, environment=ENVIRONMENT, records=[])
     with pytest.raises(InvalidArgument, match="whole conversations"):
-        draw_all(empty, tmp_path)
+        plots.draw_all(empty, tmp_path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidArgument, match="a picture to write"):
-        draw_all(RUN, tmp_path / "file")
+        plots.draw_all(RUN, tmp_path / "file")
 
 
 def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:
@@ -306,4 +292,4 @@ def test_whiskers_reach_to_the_ends_and_are_never_negative() -> None:
         statistics.Estimate(1.0, 1.25, 1.5),
         statistics.Estimate(2.0, 1.0, 1.75),
     ]
-    assert whiskers(figures) == [[0.5, 0.0, 1.0], [1.0, 0.5, 0.0]]
+    assert plots.whiskers(figures) == [[0.5, 0.0, 1.0], [1.0, 0.5, 0.0]]

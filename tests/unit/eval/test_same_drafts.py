@@ -26,28 +26,13 @@ from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.eval.paired_comparison import (
-    Cell,
-    Offer,
-    Sampling,
-    Text,
-    collect,
-    latin_hypercube,
-    same_drafts,
-)
+from eaglegbv.eval import paired_comparison
+from eaglegbv.eval import study as studies
+from eaglegbv.eval.paired_comparison import Cell, Offer, Sampling, Text, collect, same_drafts
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.statistics import Estimate
-from eaglegbv.eval.study import (
-    SampledCell,
-    Study,
-    StudySettings,
-    of_size,
-    study_cells,
-    study_table,
-    temperature_findings,
-    tree_findings,
-)
+from eaglegbv.eval.study import SampledCell, StudySettings, of_size, study_cells
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.sampling import SamplingParams
@@ -258,7 +243,7 @@ def test_numbers_are_a_latin_hypercube() -> None:
     def columns(count: int, step: int = 7) -> torch.Tensor:
         """All numbers, ``[judgements, numbers]``, of the right shapes."""
         seeds = [(n, step) for n in range(BATCH)]
-        found = latin_hypercube(seeds, count, paths=MANY, length=LONG)
+        found = paired_comparison.latin_hypercube(seeds, count, paths=MANY, length=LONG)
         parts = [(own.selection, own.acceptance, own.correction) for own in found]
         shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
         assert [[x.shape for x in own] for own in parts] == [shapes] * count
@@ -440,7 +425,7 @@ def test_findings_follow_the_intervals() -> None:
         a_cell(1.0, 1.0, 2.5, over_fixed=above),
         a_cell(1.0, 2.0, 2.3, over_equal=open_),
     )
-    study = Study(
+    study = studies.Study(
         model="target",
         drafters=("head",),
         questions=("1",),
@@ -450,15 +435,15 @@ def test_findings_follow_the_intervals() -> None:
         sampled=cells,
         fixed=(),
     )
-    [trees], (hotter, multiples) = tree_findings(study), temperature_findings(study)
+    [trees], (hotter, multiples) = studies.tree_findings(study), studies.temperature_findings(study)
     assert trees.endswith("as many nodes: more tokens at T = 1; fewer tokens at T = 0.2")
     assert "sampled hotter" in hotter
     assert hotter.endswith("own temperature: more tokens at T = 0.2; not told apart at T = 1")
     assert multiples.endswith("best of all multiples 2 at T = 0.2, 1 at T = 1")
     colder = [msgspec.structs.replace(c, draft_temperature=1 / c.draft_temperature) for c in cells]
     turned = msgspec.structs.replace(study, sampled=tuple(colder))
-    assert tree_findings(turned) == [trees]
-    assert temperature_findings(turned)[0].replace("colder", "hotter") == hotter
-    rows = study_table(study)
+    assert studies.tree_findings(turned) == [trees]
+    assert studies.temperature_findings(turned)[0].replace("colder", "hotter") == hotter
+    rows = studies.study_table(study)
     assert [row[:3] for row in rows[1:]] == [["head", "0.2", "2"], ["head", "1", "2"]]
     assert rows[1][7] == "2x"

@@ -6,22 +6,9 @@ import numpy as np
 import pytest
 
 from eaglegbv.eval import solvers
-from eaglegbv.eval.solvers import (
-    Setting,
-    compare,
-    exact,
-    nodes,
-    optimal_acceptance,
-    planned,
-    settings_of,
-)
+from eaglegbv.eval.solvers import Setting, compare, exact, nodes, optimal_acceptance, settings_of
 from eaglegbv.verifiers import global_resolution
-from eaglegbv.verifiers.global_resolution import (
-    MOST_SETS,
-    Solver,
-    count_draft_sets,
-    weighted_selection,
-)
+from eaglegbv.verifiers.global_resolution import Solver, count_draft_sets, weighted_selection
 from eaglegbv.verifiers.proof.lp import draft_sets_iid
 
 TINY = Setting(vocab=4, drafts=3, width=4)
@@ -48,7 +35,7 @@ def test_a_deviation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("solver", [Solver.CONVEX, Solver.MAX_FLOW, Solver.LP])
 def test_a_plan_is_lossless_and_within_its_bound(solver: Solver) -> None:
     for node in nodes(Setting(vocab=8, drafts=3, width=8), 3, 1):
-        answer = planned(node, solver, 1e-3)
+        answer = solvers.planned(node, solver, 1e-3)
         assert answer.deviation(node) < 1e-12
         lost = optimal_acceptance(node) - answer.accepted.sum()
         assert -1e-12 <= lost <= answer.shortfall + 1e-12
@@ -98,7 +85,7 @@ def test_draft_sets_are_counted_right() -> None:
 
 
 def test_what_is_too_large_is_refused_and_counted() -> None:
-    assert count_draft_sets(100, 2) > MOST_SETS
+    assert count_draft_sets(100, 2) > global_resolution.MOST_SETS
     row = compare([Setting(vocab=100, drafts=2, width=100)], [Solver.LP], instances=3).rows[0]
     assert (row.refused, row.success) == (3, 0)
     assert row.median_ms is row.acceptance is row.deviation is row.optimum is row.shortfall is None

@@ -10,16 +10,8 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 import torch
-from support.batched_trees import (
-    Batch,
-    build_batch,
-    forks,
-    outcomes,
-    random_batch,
-    random_trees,
-    reference_outcomes,
-    target_of,
-)
+from support import batched_trees
+from support.batched_trees import Batch, build_batch, forks, outcomes, random_batch, random_trees
 from support.tape import HostRead, Tape, Watch
 from torch import Tensor
 
@@ -73,7 +65,7 @@ def test_decides_as_the_reference(name: str, draft_sampling: DraftSampling) -> N
     verifier = make_verifier(name)
     for _ in range(6 if name.startswith(SLOW) else 24):
         batch = batch_for(verifier, draft_sampling, rng)
-        assert decided(verifier, batch) == reference_outcomes(name, batch)
+        assert decided(verifier, batch) == batched_trees.reference_outcomes(name, batch)
 
 
 @every_rule
@@ -113,7 +105,7 @@ def test_root_alone_is_a_sample_of_the_target(name: str) -> None:
         torch.zeros((2, 1), dtype=torch.float64),
         torch.tensor([0.25, 0.499], dtype=torch.float64),
     )
-    target = target_of(probs)
+    target = batched_trees.target_of(probs)
     verdict = make_verifier(name).verify(DraftTree.roots([3, 1]), target, uniforms)
     assert verdict.token_ids.tolist() == [3, 0]
     assert verdict.accepted.tolist() == [0, 0]
@@ -208,7 +200,7 @@ def test_large_vocabularies_are_drawn_from_alike(entries: int) -> None:
 def test_residual_without_mass_draws_from_the_target(u: float) -> None:
     """Never token 0 by accident, never a token the target excludes."""
     probs = torch.tensor([[[0.0, 0.25, 0.75, 0.0]]], dtype=torch.float64)
-    target = target_of(probs)
+    target = batched_trees.target_of(probs)
     everything = Residual(
         nodes=torch.tensor([0]),
         weight=torch.ones(1, dtype=torch.float64),

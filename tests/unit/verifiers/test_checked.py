@@ -16,14 +16,9 @@ from torch._dynamo.config import patch
 
 from eaglegbv.rng import RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers import registry
 from eaglegbv.verifiers.base import Fault, VerifyUniforms
-from eaglegbv.verifiers.registry import (
-    VERIFIERS,
-    Checked,
-    CheckedVerifier,
-    checked_verifier,
-    make_verifier,
-)
+from eaglegbv.verifiers.registry import VERIFIERS, CheckedVerifier, checked_verifier, make_verifier
 
 SHAPES = [(1, 3), (2, 3), (3, 4)]
 VOCAB = 4
@@ -59,7 +54,7 @@ def compiled(name: str, backend: str = "eager") -> CheckedVerifier:
     return checked_verifier(name, backend, VOCAB)  # made once for all tests
 
 
-def assert_same(ours: Checked, theirs: Checked, tree: DraftTree) -> None:
+def assert_same(ours: registry.Checked, theirs: registry.Checked, tree: DraftTree) -> None:
     (mine, my_faults), (its, its_faults) = ours, theirs
     assert outcomes(tree, mine) == outcomes(tree, its)
     assert torch.equal(my_faults, its_faults)

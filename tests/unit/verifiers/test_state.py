@@ -18,23 +18,13 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers import stateful
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
 from eaglegbv.verifiers.proof.enumeration import After, draft
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.registry import REFERENCES, STATEFUL_VERIFIERS
-from eaglegbv.verifiers.stateful import (
-    MOST_RHO,
-    Layer,
-    Layers,
-    ModifiedNode,
-    ModifiedTarget,
-    SparseProbs,
-    StatefulUniforms,
-    StatefulVerifier,
-    VerifyWithState,
-    rho_after,
-)
+from eaglegbv.verifiers.stateful import MOST_RHO, Layer, Layers, SparseProbs, StatefulUniforms
 
 
 @dataclass
@@ -42,7 +32,7 @@ class Running:
     """One request: its target, its state by the reference, and the layers of the batched rule."""
 
     model: Model
-    state: ModifiedTarget = field(default_factory=ModifiedTarget)
+    state: stateful.ModifiedTarget = field(default_factory=stateful.ModifiedTarget)
     layers: list[Layer] = field(default_factory=list)
 
     def p(self, prefix: Prefix) -> Probs:
@@ -128,8 +118,8 @@ def _batch(trees: list[ReferenceTree], shape: Shape, rng: np.random.Generator) -
 
 
 def step(
-    verifier: StatefulVerifier,
-    verify: VerifyWithState,
+    verifier: stateful.StatefulVerifier,
+    verify: stateful.VerifyWithState,
     requests: list[Running],
     shape: Shape,
     rng: np.random.Generator,
@@ -270,7 +260,7 @@ PROMPT = [1, 2]
 def test_rho_grows_to_its_limit_and_no_further() -> None:
     rho = torch.tensor([1.0, 1e90, MOST_RHO, 0.0], dtype=torch.float64)
     b = torch.tensor([0.5, 1e-130, 5e-324, 5e-324], dtype=torch.float64)
-    grown = rho_after(rho, torch.full((4,), 0.25, dtype=torch.float64), b)
+    grown = stateful.rho_after(rho, torch.full((4,), 0.25, dtype=torch.float64), b)
     assert grown.tolist() == [0.5, MOST_RHO, MOST_RHO, 0.0]
 
 
@@ -282,7 +272,7 @@ def test_a_layer_at_the_limit_leaves_the_target_as_it_is() -> None:
     layers = Layers(torch.full((1, 1), MOST_RHO, dtype=torch.float64), one, 2 * one, 1)
     draft = torch.tensor([[[0.3, 0.7]]], dtype=torch.float64)
     dists = SparseProbs(torch.tensor([[[3, 0]]]), draft)
-    modified = ModifiedNode.at(target, torch.tensor([0]), layers, dists, ids)
+    modified = stateful.ModifiedNode.at(target, torch.tensor([0]), layers, dists, ids)
     dist = target.probs_of(torch.tensor([0]))
     assert torch.allclose(modified.probs, dist, rtol=1e-12, atol=0)
     assert torch.allclose(modified.whole(target, torch.tensor([0])), dist, rtol=1e-12, atol=0)

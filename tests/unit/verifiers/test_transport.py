@@ -5,18 +5,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.tables import KINDS, PAIRS, alpha_iid, as_probs
+from support.tables import KINDS, PAIRS, alpha_iid
 
+from eaglegbv.eval.audit_exact import as_probs
+from eaglegbv.verifiers import transport as transports
 from eaglegbv.verifiers.proof.chooser import Probs, exact_probs, support
 from eaglegbv.verifiers.proof.tree import draft_iid
-from eaglegbv.verifiers.transport import (
-    RankedProbs,
-    exact_transport,
-    multiplicity_probs,
-    ranked,
-    select_draft,
-    transport,
-)
+from eaglegbv.verifiers.transport import RankedProbs, exact_transport, multiplicity_probs, ranked
 
 
 def exact_pair(vocab: int, seed: int) -> tuple[Probs, Probs]:
@@ -36,7 +31,7 @@ def selected(p: Probs, q: Probs, n: int):
 
     def run(chooser):
         drafts = {k: path[0] for k, path in enumerate(draft_iid(lambda _: q, n, 1, chooser))}
-        token = select_draft(node, drafts, 0, n, chooser)
+        token = transports.select_draft(node, drafts, 0, n, chooser)
         return token, list(drafts.values()).count(token)
 
     return exact_probs(run)
@@ -86,7 +81,7 @@ def batched(p: list, q: list, n: int) -> tuple[RankedProbs, torch.Tensor, torch.
     found = RankedProbs.of(
         ids, torch.tensor(q, dtype=torch.float64)[ids], torch.tensor(p, dtype=torch.float64)[ids]
     )
-    plan = transport(found, torch.tensor(n))
+    plan = transports.transport(found, torch.tensor(n))
     return found, plan.selected, plan.highest
 
 

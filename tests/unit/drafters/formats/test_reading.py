@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.published_heads import (
-    HIDDEN,
-    INPUTS,
-    LAYERS,
-    OUTPUTS,
-    PUBLISHED,
-    TABLE,
-    TARGETS,
-    VOCAB,
-    Published,
-)
+from support import published_heads
+from support.published_heads import HIDDEN, INPUTS, OUTPUTS, PUBLISHED, TABLE, TARGETS, VOCAB
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import export_head, fit, load_head, read_checkpoint, save_head
@@ -30,7 +21,7 @@ from eaglegbv.errors import DrafterMismatch
 ONE_EACH = ("eagle1_vicuna", "eagle3_narrow", "sglang_aux_norms", "speculators_qwen3")
 
 
-def load(head: Published, folder: Path) -> EagleHead:
+def load(head: published_heads.Published, folder: Path) -> EagleHead:
     return loaded_for(head.target, head.write(folder))
 
 
@@ -361,7 +352,7 @@ def test_layer_ids(ids, head, stated, reads, guessed, tmp_path, caplog) -> None:
 @pytest.mark.parametrize(
     ("ids", "shown"),
     [
-        ([1, 3, LAYERS - 1], "from 1 to 7"),
+        ([1, 3, published_heads.LAYERS - 1], "from 1 to 7"),
         ([0, 2], "fc.weight"),
         ([], "eagle_aux_hidden_state_layer_ids"),
         ([True, 2, 3], "eagle_aux_hidden_state_layer_ids"),

@@ -10,20 +10,8 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eaglegbv.drafters.training.data import (
-    Corpus,
-    Document,
-    Row,
-    TextSettings,
-    build_corpora,
-    build_corpus,
-    draw_prompts,
-    find_files,
-    gather_texts,
-    join_documents,
-    pack,
-    read_rows,
-)
+from eaglegbv.drafters.training import data
+from eaglegbv.drafters.training.data import Document, Row, build_corpus, draw_prompts, read_rows
 from eaglegbv.drafters.training.target import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 
@@ -41,8 +29,8 @@ def chat(*contents: str, source: str = "chats") -> Row:
     return Row(source, messages, "")
 
 
-def corpus_of(*lengths: int) -> Corpus:
-    return join_documents([Document(0, [n] * n, [True] * n) for n in lengths], ("only",))
+def corpus_of(*lengths: int) -> data.Corpus:
+    return data.join_documents([Document(0, [n] * n, [True] * n) for n in lengths], ("only",))
 
 
 def test_decoding_gives_back_the_text_and_digits_stand_alone(tokenizer) -> None:
@@ -76,7 +64,7 @@ def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(lines)
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write(lines)
-    files = find_files([tmp_path])
+    files = data.find_files([tmp_path])
     rows = list(read_rows(files, rows_per_source=3))
     assert [(row.source, row.text) for row in rows] == [
         (source, f"row {i}") for source in ("a", "b") for i in range(3)
@@ -86,7 +74,7 @@ def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:
 def test_data_that_is_none_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(InvalidArgument, match=r"^data="):
-            find_files([path])
+            data.find_files([path])
 
 
 def test_holding_out_depends_on_content_alone() -> None:
@@ -130,7 +118,7 @@ def test_long_documents_are_cut_or_split(tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def test_packing_lays_documents_end_to_end() -> None:
-    rows = pack(corpus_of(2, 3, 1), torch.tensor([[1, 0, 2], [2, 2, 2]]), window=5)
+    rows = data.pack(corpus_of(2, 3, 1), torch.tensor([[1, 0, 2], [2, 2, 2]]), window=5)
     assert rows.token_ids.tolist() == [[3, 3, 3, 2, 2], [1, 1, 1, 0, 0]]
     assert rows.is_real.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
     assert torch.equal(rows.is_response, rows.is_real)
@@ -197,7 +185,7 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def documents_of(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
+def documents_of(corpus: data.Corpus, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
     """Each document and what of it is response."""
     found = []
     for start, length in zip(corpus.starts.tolist(), corpus.lengths.tolist(), strict=True):
@@ -262,13 +250,13 @@ def test_data_with_nothing_to_learn_or_to_measure_on_is_refused(tokenizer) -> No
     for kept, said in ((True, "learn from"), (False, "measure on")):
         own = [row for row in rows if row.held_out is kept]
         with pytest.raises(InvalidArgument, match=rf"^data='0 rows'.*to {said}"):
-            build_corpora(own, tokenizer, 60)
+            data.build_corpora(own, tokenizer, 60)
 
 
 def test_prompts_end_where_an_answer_begins() -> None:
     chat = Document(1, [0, 1, 9, 3, 2, 8, 3, 5, 6], [False] * 5 + [True] * 2 + [False, True])
     prose = Document(0, [0, 7, 7], [True] * 3)
-    corpus = join_documents([prose, chat, chat], ("prose", "chats"))
+    corpus = data.join_documents([prose, chat, chat], ("prose", "chats"))
     drawn = draw_prompts(corpus, 5, longest=8, seed=0)
     assert [d.source for d in drawn] == [1] * 5
     assert not any(any(d.is_response) for d in drawn)
@@ -287,7 +275,7 @@ def test_few_more_prompts_are_answered_than_asked(regenerate, most, held_out, to
         for i in range(300)
     )
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    settings = TextSettings(
+    settings = data.TextSettings(
         data=(tmp_path / "chats.jsonl",), samples=tmp_path / "kept.pt", regenerate=regenerate,
         held_out=most, window=60, max_new_tokens=9,
     )  # fmt: skip
@@ -297,7 +285,7 @@ def test_few_more_prompts_are_answered_than_asked(regenerate, most, held_out, to
         asked.extend(prompts)
         return [[len(prompt), 3] for prompt in prompts]
 
-    texts = gather_texts(settings, tokenizer, answer)
+    texts = data.gather_texts(settings, tokenizer, answer)
     assert (len(texts.training.lengths), len(texts.held_out.lengths)) == (regenerate, held_out)
     assert len(asked) == regenerate + held_out
     for corpus, prompts in (
@@ -307,9 +295,9 @@ def test_few_more_prompts_are_answered_than_asked(regenerate, most, held_out, to
         assert corpus.token_ids.tolist() == [t for p in prompts for t in (*p, len(p), 3)]
         answers = corpus.token_ids[corpus.is_response].tolist()
         assert answers == [t for p in prompts for t in (len(p), 3)]
-    again = gather_texts(settings, tokenizer, answer)
+    again = data.gather_texts(settings, tokenizer, answer)
     assert torch.equal(again.training.token_ids, texts.training.token_ids)
     assert len(asked) == regenerate + held_out
     settings.samples.write_bytes(b"broken")
     with pytest.raises(InvalidArgument, match=r"^samples="):
-        gather_texts(settings, tokenizer, answer)
+        data.gather_texts(settings, tokenizer, answer)

@@ -11,18 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.training.unroll import (
-    Anchors,
-    Depth,
-    Loss,
-    TargetRun,
-    acceptance,
-    block_accepted,
-    draw_anchors,
-    feature_loss,
-    measure,
-    unroll,
-)
+from eaglegbv.drafters.training import unroll as unrolling
+from eaglegbv.drafters.training.unroll import Anchors, Depth, Loss, TargetRun, draw_anchors, unroll
 
 WINDOW = 9
 
@@ -129,7 +119,8 @@ def test_losses() -> None:
     }
     for loss, value in expected.items():
         torch.testing.assert_close(loss.of([depth], 0.3, 0.9), value)
-    torch.testing.assert_close(feature_loss([depth], 0.9), torch.tensor(1.5))  # |2 - 0| - 1/2
+    lost = unrolling.feature_loss([depth], 0.9)
+    torch.testing.assert_close(lost, torch.tensor(1.5))  # |2 - 0| - 1/2
 
     # Depths weigh by the decay.
     first, second = (one_depth(P, q, torch.zeros(1, 1, dtype=torch.int64)) for q in (Q, P))
@@ -141,7 +132,7 @@ def test_acceptance_counts_only_what_can_be_drafted() -> None:
     # The target's distribution restricted to a draft vocabulary misses mass.
     depth = one_depth(P[:2], Q[:2] / Q[:2].sum(), torch.zeros(1, 1, dtype=torch.int64))
     expected = torch.minimum(P[:2], Q[:2] / Q[:2].sum()).sum()
-    torch.testing.assert_close(acceptance(depth)[0, 0], expected)
+    torch.testing.assert_close(unrolling.acceptance(depth)[0, 0], expected)
 
 
 def texts_of_the_target(length: int) -> Tensor:
@@ -152,7 +143,7 @@ def texts_of_the_target(length: int) -> Tensor:
 
 def test_block_efficiency_is_exact_on_the_targets_own_text() -> None:
     texts = texts_of_the_target(3)
-    found = measure([[one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)]])
+    found = unrolling.measure([[one_depth(P, Q, texts[:, d : d + 1]) for d in range(3)]])
     accepted = float(torch.minimum(P, Q).sum())
     assert found.by_depth == pytest.approx([accepted] * 3)
     # Token verification accepts d tokens of a path with probability accepted ** d.
@@ -185,7 +176,7 @@ def test_block_loss_is_what_block_verification_accepts() -> None:
         replace(one_depth(P, Q, texts[:, d : d + 1]), logits=logits.expand(len(texts), 1, -1))
         for d, logits in enumerate(logits)
     ]
-    means = [accepted.mean().item() for accepted in block_accepted(depths)]
+    means = [accepted.mean().item() for accepted in unrolling.block_accepted(depths)]
     assert means == pytest.approx(block_verified(*drafts))
     loss = Loss.BLOCK.of(depths, 0.0, 0.9)
     assert loss.item() == pytest.approx(1 - sum(block_verified(*drafts)) / 3)
@@ -206,5 +197,5 @@ def test_block_loss_is_what_block_verification_accepts() -> None:
 def test_tokens_outside_the_draft_vocabulary_end_a_path() -> None:
     dist = torch.tensor([1.0])
     texts = [torch.tensor([[-1], [0]]), torch.tensor([[0], [0]])]  # -1 cannot be drafted
-    found = measure([[one_depth(dist, dist, token) for token in texts]])
+    found = unrolling.measure([[one_depth(dist, dist, token) for token in texts]])
     assert (found.token, found.block) == (pytest.approx(2.5), pytest.approx(2.5))

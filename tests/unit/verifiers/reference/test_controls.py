@@ -22,17 +22,8 @@ from eaglegbv.verifiers.block import block, block_verification
 from eaglegbv.verifiers.gbv import gbv, skewed_probs
 from eaglegbv.verifiers.greedy_block import Visit, greedy_block, greedy_verification
 from eaglegbv.verifiers.otbv import otbv, select_child
-from eaglegbv.verifiers.proof.chooser import (
-    Chooser,
-    Prefix,
-    Probs,
-    ProbsAt,
-    UniformChooser,
-    accepts,
-    exact_probs,
-    inverse_cdf,
-    residual,
-)
+from eaglegbv.verifiers.proof import chooser as choosing
+from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs, inverse_cdf
 from eaglegbv.verifiers.proof.enumeration import Problem, completed, draft, stateless, target_joint
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
 from eaglegbv.verifiers.registry import REFERENCES
@@ -51,7 +42,7 @@ IID = DraftSampling.IID
 # --- wrong rules, judged by the distribution of what they commit
 def block_without_weight(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """GBV's Equation 5 as printed: R = sum (p - q)+, without w."""
-    with patch("eaglegbv.verifiers.block.residual", lambda w, p, q: residual(1, p, q)):
+    with patch("eaglegbv.verifiers.block.residual", lambda w, p, q: choosing.residual(1, p, q)):
         return block(tree, chooser)
 
 
@@ -144,7 +135,7 @@ def published_spectr_gbv(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     covered = [min(1, b / a) if a > 0 else 1 for a, b in zip(p, q, strict=True)]
     for number, (x,) in enumerate(tree.paths):
         h = p[x] * (1 - (1 - covered[x]) ** K) / (1 - (1 - q[x]) ** K)
-        if accepts(chooser, min(h, 1), Purpose.ACCEPTANCE, number):
+        if choosing.accepts(chooser, min(h, 1), Purpose.ACCEPTANCE, number):
             return Outcome((x,), chooser.choose(tree.target_probs((x,)), Purpose.CORRECTION, 0))
     weights = [a * (1 - c**K) for a, c in zip(p, covered, strict=True)]
     return Outcome((), chooser.choose(weights if sum(weights) > 0 else p, Purpose.CORRECTION, 0))
@@ -335,7 +326,7 @@ def plain_search(weights: list[float], u: float) -> int:
 def test_extreme_numbers_commit_impossible_tokens(u: float, planted: Callable) -> None:
     full = torch.full((1, 2, 1, 2), u, dtype=torch.float64)
     uniforms = VerifyUniforms(full, full[:, :, 0, 0], full[:, 0, 0, 0])
-    assert not impossible(lambda tree: UniformChooser(uniforms))
+    assert not impossible(lambda tree: choosing.UniformChooser(uniforms))
     assert impossible(lambda tree: Planted(u, planted))
 
 
@@ -345,7 +336,7 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
     Planted: an empty residual that yields token 0, a uniform draw, or a division by its sum.
     """
     p: Probs = (0.0, 0.3, 0.7)
-    weights = np.array(residual(1, p, p))
+    weights = np.array(choosing.residual(1, p, p))
     assert weights.sum() == 0
 
     def rejecting(weights: list[float], u: float) -> int:
@@ -391,7 +382,7 @@ def test_the_draft_distribution_handed_on_is_the_one_sampled() -> None:
         dist[dist.argmin()] = 0.0
         return tuple((dist / dist.sum()).tolist())
 
-    def drawn_from(q: ProbsAt) -> dict[tuple[Prefix, ...], float]:
+    def drawn_from(q: choosing.ProbsAt) -> dict[tuple[Prefix, ...], float]:
         return exact_probs(lambda c: draft(IID, q, shape, c))
 
     for verify in (token, block):

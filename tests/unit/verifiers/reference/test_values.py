@@ -4,21 +4,8 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from support.tables import (
-    KINDS,
-    Model,
-    Shape,
-    accepted_length,
-    alpha_greedy,
-    alpha_iid,
-    alpha_wor,
-    constant,
-    ideal_length,
-    iterate,
-    lp_acceptance,
-    max_error,
-    problem,
-)
+from support import tables
+from support.tables import KINDS, Model, Shape, accepted_length, alpha_greedy, alpha_iid, alpha_wor
 
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.global_resolution import GlobalResolution, Solver
@@ -29,9 +16,9 @@ from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES, STATEFUL_VERI
 from eaglegbv.verifiers.spectr import scale, spectr
 
 IID, WOR, GREEDY, HUB, FIXED = DraftSampling
-TOY = (constant("1/3", "2/3"), constant("2/3", "1/3"))
-THREE = (constant(".1", ".5", ".4"), constant(".5", ".4", ".1"))
-FOUR = (constant(".4", ".3", ".2", ".1"), constant(".1", ".2", ".3", ".4"))
+TOY = (tables.constant("1/3", "2/3"), tables.constant("2/3", "1/3"))
+THREE = (tables.constant(".1", ".5", ".4"), tables.constant(".5", ".4", ".1"))
+FOUR = (tables.constant(".4", ".3", ".2", ".1"), tables.constant(".1", ".2", ".3", ".4"))
 
 
 TOY_LENGTHS = {  # by depth and paths
@@ -49,7 +36,7 @@ def test_toy(name: str) -> None:
     for (depth, paths), expected in TOY_LENGTHS[name].items():
         case = Problem(IID, *TOY, Shape(2, depth, paths))
         assert accepted_length(name, case) == Fraction(expected), (depth, paths)
-        assert max_error(REFERENCES[name], [case], depth + 1) == 0
+        assert tables.max_error(REFERENCES[name], [case], depth + 1) == 0
 
 
 ONE_STEP = [
@@ -102,9 +89,10 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
         model = Model(4, kind, seed)
         p, q = model.p(()), model.q(())
         samplings = [own for own in DraftSampling if own is not HUB or n == 2]
-        cases = {own: problem(own, model, shape) for own in samplings}
-        optimum = {own: lp_acceptance(p, draft_sets(case)) for own, case in cases.items()}
-        assert lp_acceptance(p, draft_sets_iid(q, n)) == pytest.approx(optimum[IID], abs=1e-9)
+        cases = {own: tables.problem(own, model, shape) for own in samplings}
+        lp = tables.lp_acceptance
+        optimum = {own: lp(p, draft_sets(case)) for own, case in cases.items()}
+        assert lp(p, draft_sets_iid(q, n)) == pytest.approx(optimum[IID], abs=1e-9)
         for alpha, own in ((alpha_iid, IID), (alpha_wor, WOR), (alpha_greedy, GREEDY)):
             assert alpha(p, q, n) == pytest.approx(optimum[own], abs=1e-9)
         attained = [
@@ -138,10 +126,10 @@ def test_one_path(kind: str) -> None:
     """Block verification is optimal; the greedy rule reaches the ideal of one step."""
     for seed in range(2):
         model = Model(3, kind, seed)
-        case = problem(IID, model, Shape(3, 2, 1))
+        case = tables.problem(IID, model, Shape(3, 2, 1))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
         assert accepted_length("block", case) == pytest.approx(optimum, abs=1e-9)
-        ideal = ideal_length(model.p, model.q, 2)
+        ideal = tables.ideal_length(model.p, model.q, 2)
         assert accepted_length("greedy_block", case) == pytest.approx(ideal, abs=1e-12)
         assert accepted_length("token", case) <= optimum + 1e-9
 
@@ -150,7 +138,7 @@ def test_one_path(kind: str) -> None:
 def test_fixed_trees_have_no_better_rule_than_sampling_the_target(kind: str) -> None:
     for seed in range(2):
         model = Model(3, kind, seed)
-        case = problem(FIXED, model, Shape(3, 2, 2))
+        case = tables.problem(FIXED, model, Shape(3, 2, 2))
         optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
         for name in ("target_only", "otbv"):
             assert accepted_length(name, case) == pytest.approx(optimum, abs=1e-9)
@@ -161,7 +149,7 @@ def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
     for seed in range(2):
         model = Model(3, KINDS[seed], seed)
         paths = ALL_VERIFIERS[name].max_paths or 2
-        case = problem(IID, model, Shape(3, 2, paths))
+        case = tables.problem(IID, model, Shape(3, 2, paths))
         if name not in STATEFUL_VERIFIERS:
             optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
             assert accepted_length(name, case) <= optimum + 1e-9
@@ -170,10 +158,10 @@ def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
 @pytest.mark.parametrize("solver", ["convex", "max_flow", "lp"])
 def test_a_solver_that_fails_falls_back_to_k_seq(solver: str) -> None:
     """No solver is within a negative tolerance: every node with two drafts falls back."""
-    case = problem(IID, Model(3, "random", 1), Shape(3, 1, 2))
+    case = tables.problem(IID, Model(3, "random", 1), Shape(3, 1, 2))
     failing = GlobalResolution(Solver(solver), tolerance=-1.0)
     working = GlobalResolution(Solver(solver))
-    by_k_seq = iterate(stateless(spectr), [case], 2)
-    assert iterate(stateless(failing), [case], 2) == by_k_seq
-    assert max_error(stateless(failing), [case], 2) < 1e-12
-    assert iterate(stateless(working), [case], 2) != by_k_seq
+    by_k_seq = tables.iterate(stateless(spectr), [case], 2)
+    assert tables.iterate(stateless(failing), [case], 2) == by_k_seq
+    assert tables.max_error(stateless(failing), [case], 2) < 1e-12
+    assert tables.iterate(stateless(working), [case], 2) != by_k_seq
