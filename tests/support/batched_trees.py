@@ -27,44 +27,33 @@ class Batch:
 
 
 def random_trees(
-    draft_sampling: DraftSampling,
-    rng: np.random.Generator,
-    count: int,
-    *,
-    paths: int,
-    length: int,
-    vocab: int,
+    draft_sampling: DraftSampling, rng: np.random.Generator, count: int, shape: Shape
 ) -> list[ReferenceTree]:
     """Trees of all kinds of distributions; a third end their paths at a token of their own."""
     trees = []
     for _ in range(count):
         kind = KINDS[rng.integers(len(KINDS))]
         tilt = float(rng.choice([0.0, 0.5, 0.9]))
-        model = Model(vocab, kind, int(rng.integers(2**31)), tilt)
-        end = int(rng.integers(vocab)) if rng.random() < 1 / 3 else -1
+        model = Model(shape.vocab, kind, int(rng.integers(2**31)), tilt)
+        end = int(rng.integers(shape.vocab)) if rng.random() < 1 / 3 else -1
 
         def stop(prefix: Prefix, end: int = end) -> bool:
             return prefix[-1:] == (end,)
 
-        shape = Shape(vocab, length, paths)
         drawn = draft(draft_sampling, model.q, shape, GeneratorChooser(rng), stop)
         trees.append(ReferenceTree(draft_sampling, drawn, model.p, model.q))
     return trees
 
 
 def random_batch(
-    draft_sampling: DraftSampling,
-    rng: np.random.Generator,
-    count: int,
-    *,
-    paths: int,
-    length: int,
-    vocab: int,
+    draft_sampling: DraftSampling, rng: np.random.Generator, count: int, shape: Shape
 ) -> Batch:
     """Random trees as one batch; one of independent paths has room for all that were asked for."""
-    sizes = {"paths": paths, "length": length}
-    trees = random_trees(draft_sampling, rng, count, **sizes, vocab=vocab)
-    return build_batch(trees, vocab, rng, **(sizes if draft_sampling is DraftSampling.IID else {}))
+    trees = random_trees(draft_sampling, rng, count, shape)
+    room = {"paths": shape.paths, "length": shape.length}
+    return build_batch(
+        trees, shape.vocab, rng, **(room if draft_sampling is DraftSampling.IID else {})
+    )
 
 
 def build_batch(

@@ -8,6 +8,7 @@ from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
+from support.runs import counted
 
 
 def answer(text: str, token_ids: list[int], metrics: RequestMetrics) -> Completion:
@@ -30,16 +31,9 @@ class FakeLLM:
         length = sum(len(message["content"]) for message in prompt)
         if length > self.context:
             raise InvalidArgument("prompt", f"{length} characters", f"at most {self.context}")
-        metrics = RequestMetrics(prompt_tokens=length)
-        accepted = plan.depth if plan.speculative else 0
-        for _ in range(2):
-            metrics.count_forward(
-                offered=accepted,
-                accepted=accepted,
-                committed=accepted + 1,
-                nodes=accepted,
-                plan=plan_name(plan),
-            )
+        depth = plan.depth if plan.speculative else 0
+        metrics = counted([depth, depth], offered=depth, nodes=depth, plan=plan_name(plan))
+        metrics.prompt_tokens = length
         metrics.add_seconds(Phase.PREFILL, 0.0)
         tokens = list(range(1 + metrics.committed_tokens))
         return answer(f"{plan.verifier} answers", tokens, metrics)

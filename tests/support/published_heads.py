@@ -30,17 +30,6 @@ OUTPUTS = [1, 3, 4]
 TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
 """A target's embedding and output layer."""
 
-_TARGET_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -48,7 +37,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_target = partial(AutoConfig.for_model, **_TARGET_SIZES)
+
+
+def _configs() -> dict[str, dict[str, Any]]:
+    """Configurations as they are published, of these sizes."""
+    return json.loads(Path(__file__).with_name("published_configs.json").read_text())
+
+
+_target = partial(AutoConfig.for_model, **_configs()["target"])
 TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _target("llama"),
     "llama3": lambda: _target("llama", rope_parameters=LLAMA3_ROPE | {"rope_theta": 5e5}),
@@ -102,11 +98,6 @@ def _tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str
         ).to(dtype)
         for name, shape in shapes.items()
     }
-
-
-def _configs() -> dict[str, dict[str, Any]]:
-    """Configurations as they are published, of these sizes."""
-    return json.loads(Path(__file__).with_name("published_configs.json").read_text())
 
 
 def _flat(**changes: Any) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """Small benchmark runs for tests."""
 
+from collections.abc import Sequence
+
+import msgspec
+
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Environment, Record, RunSettings, Setting, Turn
@@ -23,20 +27,24 @@ ENVIRONMENT = Environment(
 )
 
 
+RUN = RunSettings(
+    suite="test", origin="here", question_ids=tuple(q.id for q in QUESTIONS), model="target",
+    drafter="drafter", system=None, settings=(NONE, OTBV), max_tokens=8, seed=0, repeats=2,
+)  # fmt: skip
+
+
 def run_settings(**changes: object) -> RunSettings:
-    values: dict[str, object] = {
-        "suite": "test",
-        "origin": "here",
-        "question_ids": tuple(q.id for q in QUESTIONS),
-        "model": "target",
-        "drafter": "drafter",
-        "system": None,
-        "settings": (NONE, OTBV),
-        "max_tokens": 8,
-        "seed": 0,
-        "repeats": 2,
-    }
-    return RunSettings(**{**values, **changes})
+    return msgspec.structs.replace(RUN, **changes)
+
+
+def counted(accepted: Sequence[int], *, offered: int, nodes: int, plan: str) -> RequestMetrics:
+    """Counts of forwards that accepted so many tokens, each with one more."""
+    metrics = RequestMetrics()
+    for number in accepted:
+        metrics.count_forward(
+            offered=offered, accepted=number, committed=number + 1, nodes=nodes, plan=plan
+        )
+    return metrics
 
 
 def record(
@@ -47,32 +55,20 @@ def record(
     forwards: int,
     committed: int,
     decode_seconds: float,
-    prefill_seconds: float = 1.0,
     error: str | None = None,
 ) -> Record:
-    """One conversation of one turn; every forward accepts as many tokens as the next."""
+    """One conversation of one turn: a second of prefill, and forwards that accept alike."""
     metrics = RequestMetrics(target_forwards=forwards, committed_tokens=committed)
     metrics.accepted_tokens = committed - forwards
     depth = setting.plan.depth if setting.plan.speculative else 0
     metrics.offered_by_depth = [forwards] * depth
     metrics.accepted_by_depth = [max(0, forwards - d) for d in range(depth)]
-    metrics.add_seconds(Phase.PREFILL, prefill_seconds)
+    metrics.add_seconds(Phase.PREFILL, 1.0)
     metrics.add_seconds(Phase.FORWARD, 0.75 * decode_seconds)
-    turn = Turn(
-        text="",
-        completion_tokens=committed + 1,
-        finish_reason="length",
-        wall_seconds=prefill_seconds + decode_seconds,
-        metrics=metrics,
-    )
-    return Record(
-        question_id=question,
-        category="math",
-        setting=setting.name,
-        repeat=repeat,
-        turns=[turn],
-        error=error,
-    )
+    told = {"completion_tokens": committed + 1, "wall_seconds": 1.0 + decode_seconds}
+    turn = Turn(text="", finish_reason="length", metrics=metrics, **told)
+    asked = {"question_id": question, "category": "math", "setting": setting.name}
+    return Record(**asked, repeat=repeat, turns=[turn], error=error)
 
 
 def records(setting: Setting, *figures: tuple[int, int, float], repeat: int = 0) -> list[Record]:

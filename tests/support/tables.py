@@ -13,7 +13,13 @@ from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.proof import chooser
 from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt, support
-from eaglegbv.verifiers.proof.enumeration import Problem, Shape, deviation, states_by_step
+from eaglegbv.verifiers.proof.enumeration import (
+    Problem,
+    Shape,
+    deviation,
+    states_by_step,
+    target_joint,
+)
 from eaglegbv.verifiers.proof.lp import DraftSets, transport_plan
 from eaglegbv.verifiers.proof.tree import Stop, never
 from eaglegbv.verifiers.registry import REFERENCES
@@ -130,21 +136,10 @@ def iterate(
     return list(states_by_step(verify, problems, total))[-1]
 
 
-def prefixes(p: ProbsAt, q: ProbsAt, length: int):
-    """Joint (p, q) of every prefix of length 1 ... ``length``."""
-    todo: list[tuple[Prefix, Number, Number]] = [((), 1, 1)]
-    while todo:
-        prefix, joint_p, joint_q = todo.pop()
-        for x, (px, qx) in enumerate(zip(p(prefix), q(prefix), strict=True)):
-            below = ((*prefix, x), joint_p * px, joint_q * qx)
-            yield below[1:]
-            if len(below[0]) < length:
-                todo.append(below)
-
-
 def ideal_length(p: ProbsAt, q: ProbsAt, length: int) -> Number:
     """What one path can reach within one step: the sum of min(p, q) over prefixes."""
-    return sum(min(a, b) for a, b in prefixes(p, q, length))
+    joints = ((target_joint(p, n), target_joint(q, n)) for n in range(1, length + 1))
+    return sum(min(a[prefix], b[prefix]) for a, b in joints for prefix in a)
 
 
 def optimal_acceptance(p: Probs, q: Probs, inside: Callable[[Sequence[int]], Number]) -> Number:

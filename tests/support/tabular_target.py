@@ -31,7 +31,6 @@ class TabularTarget(Target):
         order: int = 2,
         seed: int = 0,
         scale: float = 1.5,
-        max_context: int = 1024,
         max_slots: int = 1024,
         features: tuple[int, ...] = (),
     ) -> None:
@@ -40,7 +39,7 @@ class TabularTarget(Target):
         Positions before the text's start count as one more token.
         """
         self.vocab_size = vocab_size
-        self.max_context = max_context
+        self.max_context = 1024
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.eos_token_ids = frozenset()

@@ -1,5 +1,3 @@
-"""Functions compiled for any sizes, guarded by their inputs alone."""
-
 import platform
 import subprocess
 from pathlib import Path
@@ -90,13 +88,9 @@ def test_products_are_generated_with_their_kernels_inlined():
         native, *limits = config.cpp.march.split()
         assert native == f"{before or 'native'}"
         assert limits
-        compiler = get_cpp_compiler()
+        command = [get_cpp_compiler(), "-march=native", *limits, "-xc++", "-fsyntax-only", "-"]
         done = subprocess.run(
-            [compiler, "-march=native", *limits, "-xc++", "-fsyntax-only", "-"],
-            input="int main() {}",
-            capture_output=True,
-            text=True,
-            check=False,
+            command, input="int main() {}", capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
     assert config.cpp.march == before

@@ -1,5 +1,3 @@
-"""Devices by name, and copies that nobody waits for."""
-
 import platform
 
 import pytest

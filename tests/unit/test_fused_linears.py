@@ -1,5 +1,3 @@
-"""Linear layers, joined and packed: the same numbers, from the same names."""
-
 import weakref
 from typing import Any
 

@@ -26,14 +26,8 @@ def test_every_phase_of_the_kit_runs_dry(tmp_path):
     }
     phases = ("probe", "smoke", "steps", "efficiency", "lossless")
     command = ["bash", "tools/gpu/first_run.sh", *phases]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    how = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, **how)
     logs = {path.stem: path.read_text() for path in tmp_path.glob("*.log")}
     for phase in phases:
         assert f"END {phase}: rc 0" in done.stdout, logs[phase]

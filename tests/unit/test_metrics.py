@@ -1,5 +1,3 @@
-"""Counts, clocks, counters and gauges, by hand."""
-
 import time
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Records of draft trees say what the verifier saw and did, and change nothing."""
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Sampling settings, and the probabilities they make of logits."""
-
 import math
 import pickle
 

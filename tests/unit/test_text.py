@@ -1,5 +1,3 @@
-"""Prompts in all their forms, and streamed text against the tokenizer's decoding of the whole."""
-
 import functools
 
 import numpy as np
@@ -61,14 +59,8 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     )
     core = Tokenizer(model)
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    joined = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    core.decoder = decoders.Sequence([*joined, decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", unk_token="<unk>")
 
 

@@ -1,5 +1,3 @@
-"""A trace is valid JSON that holds every step, its phases, and what it did."""
-
 import dataclasses
 import json
 

@@ -1,5 +1,3 @@
-"""Draft trees, and the target's probabilities at their nodes."""
-
 from collections import Counter
 
 import numpy as np

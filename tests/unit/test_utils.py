@@ -1,5 +1,3 @@
-"""Files are replaced whole, and threads take turns."""
-
 import threading
 import time
 from collections.abc import Callable

@@ -186,12 +186,8 @@ def test_impossible_sizes_are_refused(arch: Arch, changes: dict[str, object], na
 
 
 # --- rotary embeddings against those of transformers
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+YARN_ROPE["original_max_position_embeddings"] = 64
 LLAMA3 = LLAMA3_ROPE | {"rope_theta": 500000.0}
 
 

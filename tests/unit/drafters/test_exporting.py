@@ -1,5 +1,3 @@
-"""Exported heads: the same bits, the same meaning, in every format that can hold them."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Prompt lookup: what followed the text's end where it stood before."""
-
 from itertools import pairwise
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tables on disk, and what is refused of them."""
-
 import json
 
 import numpy as np

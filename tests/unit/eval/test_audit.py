@@ -1,5 +1,3 @@
-"""The audit: exact, sampled, on a real pair; and what each must reject."""
-
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""bench batch: ways take turns, and ratios are those of the same repeat."""
-
 from functools import partial
 from types import SimpleNamespace
 from typing import cast

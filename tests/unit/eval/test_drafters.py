@@ -1,8 +1,7 @@
-"""Drafters side by side: counts by depth and category, the same questions for all."""
-
 import msgspec
 import pytest
 from support.cli import run
+from support.runs import counted
 from support.saved_pair import save_pair
 
 from eaglegbv.eval.comparison import DrafterReport
@@ -17,17 +16,9 @@ QUESTIONS = tuple(
 )
 
 
-def counted(accepted: list[int]) -> RequestMetrics:
-    metrics = RequestMetrics()
-    for number in accepted:
-        metrics.count_forward(
-            offered=3, accepted=number, committed=number + 1, nodes=3, plan="test"
-        )
-    return metrics
-
-
 def test_acceptance_is_pooled_over_requests() -> None:
-    found = Acceptance.of([counted([0, 3, 1]), counted([2]), RequestMetrics()], 4)
+    both = [counted(own, offered=3, nodes=3, plan="test") for own in ([0, 3, 1], [2])]
+    found = Acceptance.of([*both, RequestMetrics()], 4)
     assert found.forwards == 4
     assert found.by_depth == (3, 2, 1, 0)
     assert found.length == 6 / 4

@@ -1,5 +1,3 @@
-"""Cells are measured in parts, kept as they come, and measured once."""
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The page of results: what it ranks, what it names as missing, and that files lose no figure."""
-
 import re
 from importlib.util import find_spec
 from itertools import product

@@ -1,5 +1,3 @@
-"""Means on the same drafts against exact enumeration, and that the drafts are the same."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,6 +18,7 @@ from support.runs import ENVIRONMENT
 from support.table_pairs import PROMPT, random_texts, table_pair, tables
 from support.tables import iterate
 from support.tabular_target import TabularTarget
+from support.tiny_engine import served
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.tabular import TabularDrafter
@@ -48,11 +47,8 @@ VOCAB, LENGTH = 3, 2
 
 def texts_of(target: TabularTarget, count: int, length: int) -> list[Text]:
     engine = Engine(target, None, EngineConfig(prefix_cache=False, max_batch=64))
-    requests = [
-        engine.add(PROMPT, SamplingParams(max_tokens=length, seed=n), PLAIN) for n in range(count)
-    ]
-    while engine.has_work:
-        engine.step()
+    params = [SamplingParams(max_tokens=length, seed=n) for n in range(count)]
+    requests = served(engine, [(PROMPT, own, PLAIN) for own in params])
     return [text_of(r.number, r.token_ids) for r in requests]
 
 

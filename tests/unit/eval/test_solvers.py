@@ -1,5 +1,3 @@
-"""The comparison of solvers says what they do: distributions, bounds, refusals and fall-backs."""
-
 import itertools
 
 import numpy as np

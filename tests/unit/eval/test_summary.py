@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.fake_llm import FakeLLM
-from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, record, records, run_settings
+from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS, counted, record, records, run_settings
 
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import InvalidArgument
@@ -13,7 +13,7 @@ from eaglegbv.eval.records import Record, Results, Setting
 from eaglegbv.eval.report import markdown, plain_text, table
 from eaglegbv.eval.runner import RunFolder, load_results, run, write_results
 from eaglegbv.eval.statistics import FIGURES, Estimate, bootstrap_ratio, summarise
-from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.metrics import Phase
 
 
 def results(*records: Record, **changes: object) -> Results:
@@ -23,11 +23,7 @@ def results(*records: Record, **changes: object) -> Results:
 def test_a_trace_computed_by_hand() -> None:
     # Three forwards of a tree of depth 3: two, none and three drafted tokens accepted, each with
     # one more token of the target's own.
-    metrics = RequestMetrics()
-    for accepted in (2, 0, 3):
-        metrics.count_forward(
-            offered=3, accepted=accepted, committed=accepted + 1, nodes=6, plan="otbv 2x3"
-        )
+    metrics = counted([2, 0, 3], offered=3, nodes=6, plan="otbv 2x3")
     metrics.add_seconds(Phase.PREFILL, 1.0)
     [one], [plain] = records(OTBV, (3, 8, 4.0)), records(NONE, (8, 8, 8.0))
     one.turns[0].metrics = metrics

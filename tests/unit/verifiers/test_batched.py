@@ -20,6 +20,7 @@ from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers import selection as iid_selection
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import Residual, correction_token, draw
+from eaglegbv.verifiers.proof.enumeration import Shape
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.registry import VERIFIERS, make_any_verifier, make_verifier
 from eaglegbv.verifiers.selection import bounded_forks
@@ -44,14 +45,13 @@ def batch_for(verifier: Verifier, draft_sampling: DraftSampling, rng: np.random.
     most = 2 if verifier.name.startswith(SLOW) else verifier.max_paths or (4 if iid else 3)
     paths = 2 if draft_sampling is HUB else int(rng.integers(1, most + 1))
     length, vocab = int(rng.integers(1, 5 if iid else 4)), int(rng.integers(2, 9))
-    trees = random_trees(draft_sampling, rng, 16, paths=paths, length=length, vocab=vocab)
+    trees = random_trees(draft_sampling, rng, 16, Shape(vocab, length, paths))
     return build_batch(trees, vocab, rng)
 
 
 def batch_of(name: str, draft_sampling: DraftSampling, rng: np.random.Generator) -> Batch:
     """Of twelve requests with as many paths as a rule takes, up to three."""
-    paths = some_paths(name, draft_sampling)
-    return random_batch(draft_sampling, rng, 12, paths=paths, length=3, vocab=4)
+    return random_batch(draft_sampling, rng, 12, Shape(4, 3, some_paths(name, draft_sampling)))
 
 
 def decided(verifier: Verifier, batch: Batch) -> list[Outcome]:
@@ -88,7 +88,7 @@ def test_requests_with_fewer_paths_are_judged_by_their_own_number(name: str) -> 
     rng = np.random.default_rng(2)
     verifier = make_verifier(name)
     for _ in range(6):
-        few, many = (random_trees(IID, rng, 4, paths=paths, length=3, vocab=4) for paths in (2, 4))
+        few, many = (random_trees(IID, rng, 4, Shape(4, 3, paths)) for paths in (2, 4))
         batch = build_batch([*few, *many], 4, rng, paths=4, length=3)
         alone = build_batch(few, 4, rng, paths=2, length=3)
         own = batch.uniforms
@@ -226,9 +226,7 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
     """Requests x nodes x vocabulary beyond 2^31. Planted: numbers of logits in 32 bits."""
     rng = np.random.default_rng(6)
     vocab, rows = 128_256, 20_000
-    batch = build_batch(
-        random_trees(IID, rng, 40, paths=some_paths(name, IID), length=3, vocab=8), 8, rng
-    )
+    batch = build_batch(random_trees(IID, rng, 40, Shape(8, 3, some_paths(name, IID))), 8, rng)
     # Row r begins at entry r: more logits than memory would hold.
     entries = torch.from_numpy(rng.normal(size=vocab + rows))
     entries[rows - 500 : rows + 8] += 12.0  # the last rows' first tokens are likely
@@ -267,7 +265,7 @@ def test_a_request_with_nan_leaves_the_others_alone(name, draft_sampling) -> Non
 
 @pytest.fixture
 def batch() -> Batch:
-    batch = random_batch(IID, np.random.default_rng(3), 4, paths=3, length=3, vocab=5)
+    batch = random_batch(IID, np.random.default_rng(3), 4, Shape(5, 3, 3))
     logits = batch.target.logits.clone()
     return replace(batch, target=TargetProbs.of_logits(logits, batch.target.rows))
 
@@ -325,8 +323,7 @@ def test_unknown_name_lists_the_known(make: Callable[[str], object], name: str, 
 
 # --- transport runs at the forks of trees alone, and how much room there is for them is no matter
 def of_iid_paths(paths: int, length: int, vocab: int, seed: int) -> Batch:
-    rng = np.random.default_rng(seed)
-    return random_batch(IID, rng, 30, paths=paths, length=length, vocab=vocab)
+    return random_batch(IID, np.random.default_rng(seed), 30, Shape(vocab, length, paths))
 
 
 every_shape = pytest.mark.parametrize(("paths", "length"), [(1, 3), (2, 4), (3, 3)])
@@ -377,8 +374,8 @@ def test_a_fork_that_is_not_counted_is_decided_otherwise() -> None:
 def test_no_host_reads(name, draft_sampling, monkeypatch) -> None:
     # On a CPU, where nothing is waited for, forks are counted; elsewhere they are bounded.
     monkeypatch.setattr(iid_selection, "_room_for_forks", lambda tree, _: bounded_forks(tree))
-    rng, paths = np.random.default_rng(1), some_paths(name, draft_sampling)
-    batch = random_batch(draft_sampling, rng, 4, paths=paths, length=2, vocab=5)
+    shape = Shape(5, 2, some_paths(name, draft_sampling))
+    batch = random_batch(draft_sampling, np.random.default_rng(1), 4, shape)
     with Tape():  # raises at a host read
         make_verifier(name).verify(batch.tree, batch.target, batch.uniforms)
         find_faults(batch.tree, batch.target)
@@ -398,8 +395,7 @@ def test_host_reads_and_peak_memory_are_noticed() -> None:
 def test_allocates_less_than_the_logits(name: str) -> None:
     """Sixteen requests of 24 drafted tokens; the share is the same at every size of vocabulary."""
     paths = VERIFIERS[name].max_paths or 4
-    rng = np.random.default_rng(2)
-    batch = random_batch(IID, rng, 16, paths=paths, length=24 // paths, vocab=8)
+    batch = random_batch(IID, np.random.default_rng(2), 16, Shape(8, 24 // paths, paths))
     rows = torch.arange(16 * 25).view(16, 25)[:, : batch.tree.nodes]
     target = TargetProbs.of_logits(torch.randn(16 * 25, 4096), rows)
     with Watch() as watch:

@@ -18,6 +18,7 @@ from eaglegbv.rng import RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers import registry
 from eaglegbv.verifiers.base import Fault, VerifyUniforms
+from eaglegbv.verifiers.proof.enumeration import Shape
 from eaglegbv.verifiers.registry import VERIFIERS, CheckedVerifier, checked_verifier, make_verifier
 
 SHAPES = [(1, 3), (2, 3), (3, 4)]
@@ -32,7 +33,7 @@ Case = tuple[DraftTree, TargetProbs, VerifyUniforms]
 def case(seed, *, paths, length, requests=1, draft_sampling=DraftSampling.IID) -> Case:
     """Return what an engine would hand over for trees that a host drafted."""
     rng = np.random.default_rng(seed)
-    batch = random_batch(draft_sampling, rng, requests, paths=paths, length=length, vocab=VOCAB)
+    batch = random_batch(draft_sampling, rng, requests, Shape(VOCAB, length, paths))
     tree = replace(batch.tree, forks=max(forks(batch.tree)))
     target = TargetProbs.of_logits(batch.target.logits.float(), batch.target.rows)
     streams = [RequestRng(seed + b) for b in range(requests)]
@@ -82,12 +83,15 @@ def test_graphs_decide_as_the_verifier_itself(name: str, backend: str, count: in
 
 @torch.inference_mode()
 def test_what_the_graph_does_not_take_is_verified_as_it_is() -> None:
-    ours, plain = compiled("otbv"), CheckedVerifier(make_verifier("otbv"))
     roots = DraftTree.roots([1])
     target = TargetProbs.of_logits(torch.zeros((1, VOCAB)), torch.zeros((1, 1), dtype=torch.int64))
     uniforms = VerifyUniforms.draw([RequestRng(3)], [5], paths=0, length=0)
-    greedy = case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY)
-    for tree, *others in (greedy, (roots, target, uniforms)):
+    for name, (tree, *others) in (
+        ("otbv", case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY)),
+        ("otbv", (roots, target, uniforms)),
+        ("global_resolution_convex", case(2, paths=2, length=2)),  # reads values on the host
+    ):
+        ours, plain = compiled(name), CheckedVerifier(make_verifier(name))
         assert_same(ours.verify(tree, *others), plain.verify(tree, *others), tree)
 
 
@@ -113,11 +117,3 @@ def test_engines_share_a_graph() -> None:
     assert checked_verifier("token", "eager", VOCAB) is shared
     assert checked_verifier("token", "eager", VOCAB + 1) is not shared
     assert checked_verifier("token") is not shared
-
-
-def test_other_verifiers_are_not_compiled() -> None:
-    # A host solver reads values, which no graph can.
-    tree, target, numbers = case(2, paths=2, length=2)
-    name = "global_resolution_convex"
-    checked = compiled(name).verify(tree, target, numbers)
-    assert_same(checked, CheckedVerifier(make_verifier(name)).verify(tree, target, numbers), tree)

@@ -11,6 +11,7 @@ from support.g_test import g_test, joint_probs
 from support.tables import KINDS, GeneratorChooser, Model, Shape
 from support.tabular_target import TabularTarget
 from support.tape import Tape
+from support.tiny_engine import cells_of, served
 
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.tabular import Table, TabularDrafter
@@ -228,8 +229,7 @@ def test_current_draft_distribution_in_place_of_a_layers_own_is_noticed(name: st
 def test_reads_nothing_on_the_host_and_refuses_other_samplings(name: str) -> None:
     rng = np.random.default_rng(4)
     verifier = STATEFUL_VERIFIERS[name]()
-    paths = verifier.max_paths or 3
-    batch = random_batch(DraftSampling.IID, rng, 4, paths=paths, length=3, vocab=5)
+    batch = random_batch(DraftSampling.IID, rng, 4, Shape(5, 3, verifier.max_paths or 3))
     layers = Layers(
         rho=torch.tensor([[0.5], [2.0], [1.0], [0.0]], dtype=torch.float64),
         drafts=torch.tensor([[3], [1], [2], [1]]),
@@ -281,25 +281,18 @@ def test_a_layer_at_the_limit_leaves_the_target_as_it_is() -> None:
 @pytest.mark.parametrize(("verifier", "paths"), [("greedy_block", 1), ("spectr_gbv", 2)])
 def test_texts_that_the_drafter_never_drafts_follow_the_target(verifier: str, paths: int) -> None:
     """At a draft temperature of 0.05, b is 1e-78 at each token: rho was infinite after four."""
-    target = TabularTarget(
-        vocab_size=VOCAB, order=1, seed=3, scale=0.3, max_slots=4096, max_context=256
-    )
+    target = TabularTarget(vocab_size=VOCAB, order=1, seed=3, scale=0.3, max_slots=4096)
     target._logits[:, 2] += 3  # mostly says 2
     logits = torch.tensor([-1000.0, 0.0, -9.0, -1000.0]).expand(VOCAB + 1, -1)  # sure of 1
     drafter = TabularDrafter(Table.of_logits(logits.clone(), order=1))
     engine = Engine(target, drafter, EngineConfig(max_batch=64))
     plan = Plan(verifier=verifier, paths=paths, depth=8, draft_temperature=0.05, draft_width=2)
-    requests = [
-        engine.add(PROMPT, SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=seed), plan)
-        for seed in range(SAMPLES)
-    ]
-    while engine.has_work:
-        engine.step()
+    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=n) for n in range(SAMPLES)]
+    requests = served(engine, [(PROMPT, own, plan) for own in params])
 
     def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         rows = torch.stack([target.logits_after(prefix) for prefix in prefixes])
         return rows.double().softmax(dim=1).numpy()
 
-    cells = [int(np.ravel_multi_index(r.token_ids, [VOCAB] * TOKENS)) for r in requests]
-    outcome = g_test(cells, joint_probs(next_probs, PROMPT, TOKENS))
+    outcome = g_test(cells_of(requests, VOCAB), joint_probs(next_probs, PROMPT, TOKENS))
     assert outcome.p_value > 1e-4, outcome

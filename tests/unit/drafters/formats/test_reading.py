@@ -1,5 +1,3 @@
-"""What is read from the files of each format, and what is refused."""
-
 import json
 import logging
 import pickle

@@ -1,16 +1,13 @@
-"""Data and runs of the training tests."""
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from support.tiny_models import random_llama
 from typer.testing import CliRunner
 
@@ -20,15 +17,6 @@ from eaglegbv.drafters.training.target import train_tokenizer
 TOKENS = ("bos", "eos", "pad")
 ANIMALS = ("cat", "dog", "bird", "fish", "horse")
 Run = Callable[[list[str]], str]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Sums depend on the number of threads; runs to be compared use one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

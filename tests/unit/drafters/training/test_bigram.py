@@ -1,5 +1,3 @@
-"""Bigram tables: counted pairs, smoothed by the unigram distribution, drafting for the target."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Heads trained for a tiny random target: they learn its distribution, survive a kill, and load."""
-
 import json
 import random
 import time

@@ -1,5 +1,3 @@
-"""A tiny target trained from scratch: it learns, survives a kill, and loads in transformers."""
-
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Rows, documents, packing, prompts, and the tokenizer."""
-
 import gzip
 import json
 from collections.abc import Sequence

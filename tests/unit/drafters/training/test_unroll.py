@@ -1,5 +1,3 @@
-"""The unroll against drafting step by step, its losses, and the acceptance estimate."""
-
 import itertools
 from dataclasses import replace
 
