@@ -13,17 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from support.tiny_models import spread
+from support.tiny_models import for_model, spread
 
 VOCAB = 40
 HIDDEN = 32
@@ -56,13 +48,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_TARGET_SIZES),
-    "llama3": lambda: LlamaConfig(
-        **_TARGET_SIZES, rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0}
+    "llama": for_model("llama", **_TARGET_SIZES),
+    "llama3": for_model(
+        "llama", **_TARGET_SIZES, rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0}
     ),
-    "qwen2": lambda: Qwen2Config(**_TARGET_SIZES),
-    "qwen3": lambda: Qwen3Config(**_TARGET_SIZES, head_dim=16),
-    "mistral": lambda: MistralConfig(**_TARGET_SIZES, head_dim=12, sliding_window=None),
+    "qwen2": for_model("qwen2", **_TARGET_SIZES),
+    "qwen3": for_model("qwen3", **_TARGET_SIZES, head_dim=16),
+    "mistral": for_model("mistral", **_TARGET_SIZES, head_dim=12, sliding_window=None),
 }
 
 

@@ -35,6 +35,8 @@ LAYERS = 6
 WIDTH = 32
 HEAD_DIM = 16
 
+Asked = tuple[Sequence[int], SamplingParams, Planning]
+
 
 @dataclass(frozen=True, slots=True)
 class TinyEngine:
@@ -50,13 +52,16 @@ class TinyEngine:
             self.engine.step()
             self.target.allocator.check([request.slots for request in requests])
 
+    def texts(self, asked: Iterable[Asked]) -> list[list[int]]:
+        """Return what prompts are answered with, each by settings of its own, in one batch."""
+        self.run(requests := [self.engine.add(*own) for own in asked])
+        return [request.token_ids for request in requests]
+
     def tokens(
         self, prompts: list[list[int]], params: SamplingParams, plan: Plan
     ) -> list[list[int]]:
-        """Return what the prompts are answered with, all in one batch."""
-        requests = [self.engine.add(prompt, params, plan) for prompt in prompts]
-        self.run(requests)
-        return [request.token_ids for request in requests]
+        """Return what the prompts are answered with, by the same settings."""
+        return self.texts((prompt, params, plan) for prompt in prompts)
 
     def sample(
         self, prompt: list[int], params: SamplingParams, plans: Sequence[Planning], count: int
@@ -91,9 +96,7 @@ class TinyEngine:
         return joint_probs(next_probs, prompt, tokens)
 
 
-def served(
-    engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams, Planning]]
-) -> list[Request]:
+def served(engine: Engine, asked: Iterable[Asked]) -> list[Request]:
     """Return requests that were added, and stepped until all had ended, none by an error."""
     requests = [engine.add(*own) for own in asked]
     while engine.has_work:

@@ -7,7 +7,7 @@ so the graphs it finds are mostly run as they are, without the minutes its code 
 import pytest
 import torch
 from support.compilers import needs_compiler
-from support.packed_trees import Text, assert_same, random_tokens, random_tree, scattered
+from support.packed_trees import Text, assert_same, random_tokens, random_tree
 from support.tiny_models import VOCAB, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -28,12 +28,8 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
     """Two prompts, then trees of several sizes behind them, in one forward each."""
     generator = torch.Generator().manual_seed(3)
     texts = [Text(random_tokens(length, generator)) for length in (7, 3)]
-    segments = [
-        text.prefill(scattered(target.allocator, len(text.tokens), generator)) for text in texts
-    ]
-    found = [target.forward(segments)]
-    token = Text([1]).prefill(scattered(target.allocator, 1, generator))
-    found.append(target.forward([token]))  # of one row
+    found = [target.forward([text.prefill(target.allocator, generator) for text in texts])]
+    found.append(target.forward([Text([1]).prefill(target.allocator, generator)]))  # of one row
     for nodes in (1, 5, 9, 2):
         segments = [random_tree(text, nodes, target.allocator, generator) for text in texts]
         found.append(target.forward(segments, logit_rows=torch.arange(2 * nodes)))
