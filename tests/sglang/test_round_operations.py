@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,28 +77,21 @@ def round_operations(
     slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)
     given = kernel_arguments(torch.zeros(batch, nodes).long(), length)
     logits, temperatures = torch.randn(batch * nodes, VOCAB), torch.ones(batch * nodes, 1)
-    softmax = verify.in_place_softmax(lambda *_: logits)
-    sample = verify.sampling(lambda **_: None, walk=lambda **_: None)
+    sample = partial(verify.sample, lambda **_: None, walk=lambda **_: None)
     with operations:
         operations.part = "drafting"
         buffers.load(book.uniforms(requests), settings)
         with operations.in_graph():
-            growth = buffers.growth(buffers.roots(slots), paths, length)
-            packed = [buffers.roots(slots).pack().unsqueeze(1)]
-            every = buffers.temperatures(batch).repeat_interleave(paths, dim=0)
-            for _ in range(length - 1):
-                probs = buffers.short_probs(head, every)
-                packed.append(growth.grow(probs, torch.zeros(len(head), 1).double()).pack())
-            tokens = torch.cat((torch.ones(batch, 1).long(), growth.tree()[2]), dim=1)
-            drafted = torch.cat(packed, dim=1)
+            (*_, tokens), drafted = buffers.grow(slots, paths, length, lambda _: head)
+            tokens = torch.cat((torch.ones(batch, 1).long(), tokens), dim=1)
         operations.part = "verification"
 
         def accept(probs: Tensor) -> Acceptance:
             return judge.accept(tokens, drafted, probs)
 
         with verifying(Round(accept, judge.space(batch), settings)):
-            target = softmax(logits, temperatures).view(batch, nodes, -1)
-            sample(**given, target_probs=target)
+            target = verify.in_place_softmax(lambda *_: logits, logits, temperatures)
+            sample(**given, target_probs=target.view(batch, nodes, -1))
         book.advance(requests)
         operations.part = "the next round's roots"
         buffers.keep_roots(slots, head[:batch])

@@ -1,11 +1,11 @@
 """Functions compiled for any sizes, guarded by their inputs alone."""
 
 import platform
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from support.cli import process
 from support.compilers import needs_compiler
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -91,12 +91,6 @@ def test_products_are_generated_with_their_kernels_inlined():
         assert native == f"{before or 'native'}"
         assert limits
         compiler = get_cpp_compiler()
-        done = subprocess.run(
-            [compiler, "-march=native", *limits, "-xc++", "-fsyntax-only", "-"],
-            input="int main() {}",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        how = ("-march=native", *limits, "-xc++", "-fsyntax-only", "-")
+        process(compiler, *how, input="int main() {}")
     assert config.cpp.march == before

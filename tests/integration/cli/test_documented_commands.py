@@ -5,12 +5,11 @@ The stand-ins lie in a cache as the hub's client keeps it, so names are found wi
 
 import json
 import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
-from support.cli import documented_commands
+from support.cli import documented_commands, process
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -93,11 +92,8 @@ def test_they_run_as_documented(tmp_path):
     }
     environment.pop("HF_HUB_CACHE", None)
     short = ["--questions", "1", "--max-tokens", "5", "--repeats", "1", "--device", "cpu"]
-    run = [sys.executable, "-c", ONE_BY_ONE, json.dumps([[*c[1:], *short] for c in commands()])]
-    done = subprocess.run(
-        run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = json.dumps([[*command[1:], *short] for command in commands()])
+    process(sys.executable, "-c", ONE_BY_ONE, words, env=environment, cwd=tmp_path)
     for command in commands():
         check(command, tmp_path / option(command, "--out") / "results.json")
 

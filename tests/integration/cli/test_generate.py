@@ -71,17 +71,10 @@ def test_system_and_raw_change_what_the_model_reads(cli, pair):
 
 
 def test_the_drafter_is_told_how_to_draft(cli, pair):
-    options = ["--verifier", "gbv", "--paths", "2", "--depth", "3", "--draft-sampling", "iid"]
-    more = ["--draft-width", "8", "--draft-temperature", "1.5"]
-    result = generate(cli, pair, "--prompt", "Hello", "--json", *options, *more)
-    expected = {
-        "verifier": "gbv",
-        "paths": 2,
-        "depth": 3,
-        "draft_sampling": "iid",
-        "draft_width": 8,
-        "draft_temperature": 1.5,
-    }
+    expected = {"verifier": "gbv", "paths": 2, "depth": 3, "draft_sampling": "iid"}
+    expected |= {"draft_width": 8, "draft_temperature": 1.5}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in expected.items()]
+    result = generate(cli, pair, "--prompt", "Hello", "--json", *options)
     plan = json.loads(result.out)["plan"]
     assert {name: plan[name] for name in expected} == expected
     # A verifier of a single path gets one unless it is told otherwise.

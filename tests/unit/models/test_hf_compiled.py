@@ -20,6 +20,8 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FINAL, TargetOutput
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+
 COMPILED = ("llama", "gemma3_text", "phi3", "gpt_oss")
 """Kinds of layers: plain, of two windows, joint products, experts and sinks."""
 
@@ -38,7 +40,6 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forwards_equal_plain_ones(name):
     features = (1, 3)
@@ -47,7 +48,6 @@ def test_compiled_forwards_equal_plain_ones(name):
     check_same(compiled, plain)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_compiled_targets_of_one_class_keep_apart():
     # Their graphs are not guarded by what they were made from, which differs here: the number of
     # layers, what is captured, the weights.
@@ -67,7 +67,6 @@ def test_compiled_targets_of_one_class_keep_apart():
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(600)
 def test_generated_products_are_the_targets_and_no_row_depends_on_another(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -122,7 +121,6 @@ def check_same(compiled: HFTarget, plain: HFTarget) -> None:
         assert_same(ours, expected)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch):
     model = tiny_model("llama")
     plain = model.model.norm.forward
@@ -139,7 +137,6 @@ def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch):
         HFTarget(model, max_slots=64, compile_backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_model_that_calls_another_part_of_itself_is_refused_by_name():
     expected = r"compile_backend='eager': expected none for OPTForCausalLM.*not call OPTModel"
     with pytest.raises(InvalidArgument, match=expected):
