@@ -5,7 +5,6 @@ seed gives alone, token for token.
 """
 
 import logging
-from collections.abc import Callable
 from itertools import chain, repeat
 from operator import attrgetter
 from unittest.mock import DEFAULT, Mock
@@ -100,13 +99,7 @@ def mixed(exact: ExactEngine) -> list[tuple[Request, Spec]]:
     return [*zip(requests, specs, strict=True), (exact.add(late), late)]
 
 
-def fail_after(calls: int, error: BaseException, original: Callable[..., object]) -> Mock:
-    """A function that raises ``error`` at the call after ``calls``, and works before and later."""
-    effects = chain(repeat(DEFAULT, calls), [error], repeat(DEFAULT))
-    return Mock(wraps=original, side_effect=effects)
-
-
-FAULTS = {
+FAULTS = {  # where, and after how many calls; those before and later work
     "target forward": ("target", "forward", 0),
     "draft of the second group": ("engine._drafting.drafter", "draft", 1),
     "forward inside a draft": ("draft_model", "forward", 2),
@@ -131,7 +124,8 @@ def test_a_step_that_breaks_off_gives_everything_back(fault, kind, monkeypatch):
     requests.append((exact.add(waiting), waiting))
     owner, name, calls = FAULTS[fault]
     place = attrgetter(owner)(exact)
-    monkeypatch.setattr(place, name, fail_after(calls, kind("planted"), getattr(place, name)))
+    effects = chain(repeat(DEFAULT, calls), [kind("planted")], repeat(DEFAULT))
+    monkeypatch.setattr(place, name, Mock(wraps=getattr(place, name), side_effect=effects))
     if kind is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt, match="planted"):
             exact.engine.step()

@@ -33,8 +33,8 @@ for name in sys.argv[2:]:
 """
 
 
-def shipped_files() -> set[str]:
-    """Every module and asset of the tree, by its path under site-packages."""
+def test_wheel_holds_every_module_and_asset_once(wheel):
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     found = set()
     for folder, folders, files in os.walk(ROOT / "eaglegbv", followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -45,7 +45,9 @@ def shipped_files() -> set[str]:
             for name in files
             if asset or name == "py.typed" or name.endswith(".py")
         }
-    return found
+    assert sorted(names) == sorted(found)
+    assert "eaglegbv/verifiers/base.py" in names
+    assert "eaglegbv/assets/questions/builtin.jsonl" in names
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +67,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(built: Path) -> zipfile.ZipFile:
     [path] = built.glob("*.whl")
     return zipfile.ZipFile(path)
-
-
-def test_wheel_holds_every_module_and_asset_once(wheel):
-    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-    assert sorted(names) == sorted(shipped_files())
-    assert "eaglegbv/verifiers/base.py" in names
-    assert "eaglegbv/assets/questions/builtin.jsonl" in names
 
 
 def test_every_module_imports_from_the_unpacked_wheel(wheel, tmp_path):

@@ -233,11 +233,6 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy):
 ROWS = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def warped(**params: float) -> torch.Tensor:
-    own = [SamplingParams(**params)]  # type: ignore[arg-type]
-    return warp(ROWS, WarpSettings.of(own, [len(ROWS)])).softmax(dim=1)
-
-
 @pytest.mark.parametrize(
     ("name", "limits"),
     [("top_k", [1, 2, 7, 30]), ("top_p", [0.01, 0.5, 0.9, 1.0]), ("min_p", [0.0, 0.1, 1.0])],
@@ -245,7 +240,8 @@ def warped(**params: float) -> torch.Tensor:
 def test_limits_on_probabilities_are_those_on_logits(name, limits):
     for limit in limits:
         kept = keep(ROWS.softmax(1), **{name: torch.full((len(ROWS),), limit)})
-        torch.testing.assert_close(kept, warped(**{name: limit}))
+        settings = WarpSettings.of([SamplingParams(**{name: limit})], [len(ROWS)])
+        torch.testing.assert_close(kept, warp(ROWS, settings).softmax(dim=1))
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():

@@ -63,7 +63,17 @@ class RequestBook:
         """Return the records of SGLang's requests, opened where there are none."""
         for request in requests:
             if request not in self._records:
-                self._records[request] = self._open(request)
+                seed = request.sampling_params.sampling_seed
+                if seed is None:
+                    seed = request_seed(self._seed, next(self._unseeded))
+                self._records[request] = Request(
+                    number=next(self._numbers),
+                    prompt_ids=tuple(request.origin_input_ids),
+                    params=SamplingParams(),  # unused: SGLang's own apply
+                    plan=self._plan,
+                    rng=RequestRng(seed % 2**64),
+                    max_tokens=2**31 - 1,
+                )
         return [self._records[request] for request in requests]
 
     def uniforms(self, requests: Sequence["Req"], purpose: Purpose = Purpose.DRAFT) -> Tensor:
@@ -80,19 +90,6 @@ class RequestBook:
         """Move on to the next step, so that no number of this one is used again."""
         for own in self.of(requests):
             own.step += 1
-
-    def _open(self, request: "Req") -> Request:
-        seed = request.sampling_params.sampling_seed
-        if seed is None:
-            seed = request_seed(self._seed, next(self._unseeded))
-        return Request(
-            number=next(self._numbers),
-            prompt_ids=tuple(request.origin_input_ids),
-            params=SamplingParams(),  # unused: SGLang's own apply
-            plan=self._plan,
-            rng=RequestRng(seed % 2**64),
-            max_tokens=2**31 - 1,
-        )
 
 
 def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:

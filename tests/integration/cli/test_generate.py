@@ -110,8 +110,7 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(cli, pair, tmp_path
 def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, pair):
     result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
     answer = json.loads(result.out)
-    assert len(answer["token_ids"]) == 12
-    assert answer["finish_reason"] == "length"
+    assert (len(answer["token_ids"]), answer["finish_reason"]) == (12, "length")
     metrics, plans = answer["metrics"], answer["metrics"]["plans"]
     assert metrics["committed_tokens"] == 11
     assert metrics["block_efficiency"] == 11 / metrics["target_forwards"]

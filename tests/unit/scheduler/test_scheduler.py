@@ -176,8 +176,7 @@ def test_better_priorities_come_first_and_preempt_worse_ones():
     pool.add(equal, urgent)
     # The worst gives way, and no request of the same priority.
     assert numbers(pool.step()) == [0, 2]
-    assert lower.metrics.preemptions == 1
-    assert low.metrics.preemptions == 0
+    assert (lower.metrics.preemptions, low.metrics.preemptions) == (1, 0)
     pool.remove(urgent)
     assert numbers(pool.step()) == [0, 3]
     pool.remove(low)
@@ -205,8 +204,7 @@ def test_texts_in_the_cache_need_no_room_of_their_own():
     pool.cache.store(first, first.context, followed=False)
     pool.add(second)
     assert reading(pool.step()) == [(1, 2)]
-    assert second.shared == 48
-    assert second.metrics.cached_tokens == 48
+    assert second.shared == second.metrics.cached_tokens == 48
     assert second.slots[:48].tolist() == first.slots[:48].tolist()
 
 
@@ -279,8 +277,7 @@ def test_idle_blocks_are_free_and_forgotten_last_used_first_when_slots_run_out()
     for r in (old, new):
         shop.share(r)
         shop.close(r)
-    assert shop.allocator.num_free == 128
-    assert shop.allocator.num_kept == 64
+    assert (shop.allocator.num_free, shop.allocator.num_kept) == (128, 64)
     assert idle_slots(shop.cache.match(old)) == 32
     # 64 blank slots, then the older text's blocks.
     taken = shop.allocator.allocate(96)
@@ -307,8 +304,7 @@ def test_what_nobody_uses_can_be_forgotten_at_once():
     assert len(shop.cache.match(used)) == 2
     shop.close(used)
     shop.cache.clear()
-    assert shop.allocator.num_free == 128
-    assert shop.allocator.num_kept == 0
+    assert (shop.allocator.num_free, shop.allocator.num_kept) == (128, 0)
 
 
 @pytest.mark.parametrize("fault", ["users", "shared", "slots", "idle"])
