@@ -36,6 +36,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def saved_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a tiny random target and of a head for it, which tests only read."""
+    from support.saved_pair import save_pair
+
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
 def host_runtime(request: pytest.FixtureRequest) -> HostRuntime:
     """CUDA's runtime with the host as its device; what is compiled for it is kept."""
     if (reason := missing()) is not None:

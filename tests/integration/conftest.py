@@ -5,15 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.pretend_device import PretendDevice
-from support.saved_pair import save_pair
 
 from eaglegbv.utils import CACHE_FOLDER
-
-
-@pytest.fixture(scope="session")
-def saved_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a tiny random target and of a head for it, which tests only read."""
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

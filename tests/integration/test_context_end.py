@@ -1,7 +1,4 @@
-"""Near the end of the context, or of the pool, drafts get shorter.
-
-Every prompt is served, to the last token, and the distribution stays the target's.
-"""
+"""Near the end of the context, or of the pool, drafts get shorter; all is served and lossless."""
 
 import pytest
 from support.g_test import g_test

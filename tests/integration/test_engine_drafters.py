@@ -1,8 +1,6 @@
 """Every drafter and every form of tree gives the target's texts and distributions.
 
-Seeds are fixed; a right engine fails a G-test here once in ten thousand choices of them. That the
-tests notice what is wrong is shown by one that must fail: paths cut where a drawn token is unlikely
-instead of after it.
+Seeds are fixed; a right engine fails a G-test here once in ten thousand choices of them.
 """
 
 import dataclasses
@@ -36,50 +34,45 @@ def tabular_target() -> TabularTarget:
     return TabularTarget(vocab_size=VOCAB, order=2, max_slots=SLOTS)
 
 
-def tabular_drafter() -> TabularDrafter:
-    return TabularDrafter(Table.of_logits(random_table(VOCAB, seed=5)))
-
-
-def language_model_drafter() -> StandaloneDrafter:
-    model = TabularTarget(vocab_size=VOCAB, order=2, seed=7, max_slots=SLOTS)
-    return StandaloneDrafter(model, vocab_size=VOCAB)
+TABLE = Table.of_logits(random_table(VOCAB, seed=5))
+MODEL = TabularTarget(vocab_size=VOCAB, order=2, seed=7, max_slots=SLOTS)
 
 
 def engine_of(target: TabularTarget, drafter: Drafter) -> Engine:
     return Engine(target, drafter, EngineConfig(max_batch=256, kv_slots=SLOTS))
 
 
-def exact_probs(target: TabularTarget) -> np.ndarray:
+def p_value(drafter: Drafter, plan: Plan) -> float:
+    target = tabular_target()
+    params = [SamplingParams(max_tokens=TOKENS, seed=seed) for seed in range(1_500)]
+    requests = served(engine_of(target, drafter), [(PROMPT, own, plan) for own in params])
+
     def next_probs(prefixes: list[list[int]]) -> np.ndarray:
         logits = torch.stack([target.logits_after(prefix) for prefix in prefixes])
         return logits.double().softmax(dim=1).numpy()
 
-    return joint_probs(next_probs, PROMPT, TOKENS)
-
-
-def p_value(drafter: Drafter, plan: Plan, samples: int) -> float:
-    target = tabular_target()
-    params = [SamplingParams(max_tokens=TOKENS, seed=seed) for seed in range(samples)]
-    requests = served(engine_of(target, drafter), [(PROMPT, own, plan) for own in params])
-    return g_test(cells_of(requests, VOCAB), exact_probs(target)).p_value
+    return g_test(cells_of(requests, VOCAB), joint_probs(next_probs, PROMPT, TOKENS)).p_value
 
 
 DRAFTED = {
     # Paths that stop by their own confidence lose nothing.
-    "table otbv, stopping": (tabular_drafter, Plan(paths=3, depth=3, min_confidence=0.3)),
+    "table otbv, stopping": (TabularDrafter(TABLE), Plan(paths=3, depth=3, min_confidence=0.3)),
     "table specinfer wor, stopping": (
-        tabular_drafter,
+        TabularDrafter(TABLE),
         Plan(verifier="specinfer", draft_sampling="wor", paths=3, depth=3, min_confidence=0.3),
     ),
     "table greedy_draft": (
-        tabular_drafter,
+        TabularDrafter(TABLE),
         Plan(verifier="greedy_draft", paths=3, depth=2, draft_temperature=1.5),
     ),
-    "table spechub": (tabular_drafter, Plan(verifier="spechub", paths=4, depth=2)),
-    "standalone spectr_gbv": (language_model_drafter, Plan(verifier="spectr_gbv", paths=2)),
-    "ngram otbv": (NgramDrafter, Plan(verifier="otbv", paths=2, depth=3)),
+    "table spechub": (TabularDrafter(TABLE), Plan(verifier="spechub", paths=4, depth=2)),
+    "standalone spectr_gbv": (
+        StandaloneDrafter(MODEL, vocab_size=VOCAB),
+        Plan(verifier="spectr_gbv", paths=2),
+    ),
+    "ngram otbv": (NgramDrafter(), Plan(verifier="otbv", paths=2, depth=3)),
     "table otbv, EAGLE-1's tree": (
-        tabular_drafter,
+        TabularDrafter(TABLE),
         Plan(draft_sampling=DraftSampling.FIXED, depth=5, shape=EAGLE1_SHAPE),
     ),
 }
@@ -87,8 +80,7 @@ DRAFTED = {
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_the_joint_distribution_is_the_targets(name):
-    make, plan = DRAFTED[name]
-    assert p_value(make(), plan, 1_500) > LEVEL
+    assert p_value(*DRAFTED[name]) > LEVEL
 
 
 class Cutting(TabularDrafter):
@@ -109,7 +101,7 @@ class Cutting(TabularDrafter):
 
 def test_paths_cut_before_an_unlikely_token_would_be_noticed():
     plan = Plan(verifier="block", paths=1, depth=1)
-    assert p_value(Cutting(tabular_drafter().table), plan, 1_500) < LEVEL
+    assert p_value(Cutting(TABLE), plan) < LEVEL
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -118,7 +110,7 @@ def test_a_lookup_beside_a_drafter_is_the_lookup_drafters(temperature):
     looked = msgspec.structs.replace(plan, source=Source.LOOKUP)
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
     texts = []
-    for drafter, own in ((NgramDrafter(), plan), (tabular_drafter(), looked), (None, looked)):
+    for drafter, own in ((NgramDrafter(), plan), (TabularDrafter(TABLE), looked), (None, looked)):
         [request] = served(engine_of(tabular_target(), drafter), [([1, 2, 1, 2], params, own)])
         texts.append((request.token_ids, request.metrics.accepted_tokens))
         assert not request.draft_states
@@ -140,4 +132,4 @@ class Misreporting(TabularDrafter):
 )
 def test_misreported_draft_probs_are_noticed(name):
     plan = msgspec.structs.replace(DRAFTED[name][1], min_confidence=0.0)
-    assert p_value(Misreporting(tabular_drafter().table), plan, 1_500) < LEVEL
+    assert p_value(Misreporting(TABLE), plan) < LEVEL

@@ -1,6 +1,5 @@
 """Recorded and padded steps commit what plain ones do, token for token."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -56,15 +55,6 @@ SETTINGS = {
     "temperature 0": (Plan(paths=3, depth=3), sampling(temperature=0)),
     "modified target": (Plan(verifier="spectr_gbv", paths=2, depth=3), sampling()),
 }
-
-
-def texts(
-    tiny: TinyEngine, asked: Sequence[tuple[list[int], SamplingParams, Plan]]
-) -> list[list[int]]:
-    """Return what prompts are answered with, each by settings of its own."""
-    requests = [tiny.engine.add(*own) for own in asked]
-    tiny.run(requests)
-    return [request.token_ids for request in requests]
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +195,7 @@ def test_trees_of_one_plan_outlive_the_drawing_of_others():
         for prompt, plan in zip(PROMPTS, order, strict=True)
     ]
     taped = tiny_engine(slots=512, max_batch=3, graphs=TapeRecorder(), attention=StandAttention)
-    assert texts(taped, asked) == texts(tiny_engine(max_batch=3), asked)
+    assert taped.texts(asked) == tiny_engine(max_batch=3).texts(asked)
     assert taped.engine.metrics.value(GRAPH_DRAFTS, "replayed") > 12
 
 
@@ -226,7 +216,7 @@ def test_one_recording_serves_many_settings(plan, batches):
     taped = tiny_engine(slots=512, graphs=recorder, attention=StandAttention)
     for batch in batches:
         asked = [(prompt, own, plan) for prompt, own in zip(PROMPTS, batch, strict=False)]
-        assert texts(taped, asked) == texts(plain, asked)
+        assert taped.texts(asked) == plain.texts(asked)
         # One for all the requests, and one for the last of them; forwards return no trees.
         assert sum(bool(trees) for _, trees in recorder.made) == len(batch)
 

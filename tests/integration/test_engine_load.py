@@ -5,15 +5,14 @@ seed gives alone, token for token.
 """
 
 import logging
-from collections.abc import Callable
 from itertools import chain, repeat
+from operator import attrgetter
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
 from support.exact_engine import PLANS, VOCAB, ExactEngine, Spec, exact_engine
 
-from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.metrics import (
     FAILED_OBSERVERS,
@@ -100,22 +99,16 @@ def mixed(exact: ExactEngine) -> list[tuple[Request, Spec]]:
     return [*zip(requests, specs, strict=True), (exact.add(late), late)]
 
 
-def fail_after(calls: int, error: BaseException, original: Callable[..., object]) -> Mock:
-    """A function that raises ``error`` at the call after ``calls``, and works before and later."""
-    effects = chain(repeat(DEFAULT, calls), [error], repeat(DEFAULT))
-    return Mock(wraps=original, side_effect=effects)
-
-
-FAULTS = {
+FAULTS = {  # where, and after how many calls; those before and later work
     "target forward": ("target", "forward", 0),
-    "draft of the second group": ("drafter", "draft", 1),
-    "forward inside a draft": ("model", "forward", 2),
-    "replay of an earlier step": ("drafter", "advance", 0),
-    "second verdict": ("verification", "_verify", 1),
-    "features of the second commit": ("drafter", "observe", 1),
+    "draft of the second group": ("engine._drafting.drafter", "draft", 1),
+    "forward inside a draft": ("draft_model", "forward", 2),
+    "replay of an earlier step": ("engine._drafting.drafter", "advance", 0),
+    "second verdict": ("engine._verification", "_verify", 1),
+    "features of the second commit": ("engine._drafting.drafter", "observe", 1),
     "second commit": ("engine", "_extend", 1),
-    "slots of the third commit": ("kv", "commit", 2),
-    "drafter over a prompt": ("drafter", "catch_up", 0),
+    "slots of the third commit": ("engine._kv", "commit", 2),
+    "drafter over a prompt": ("engine._drafting.drafter", "catch_up", 0),
 }
 
 
@@ -130,17 +123,9 @@ def test_a_step_that_breaks_off_gives_everything_back(fault, kind, monkeypatch):
     monkeypatch.setattr(exact.engine._scheduler, "max_batch", len(requests))
     requests.append((exact.add(waiting), waiting))
     owner, name, calls = FAULTS[fault]
-    drafter = exact.engine._drafting.drafter
-    assert isinstance(drafter, StandaloneDrafter)
-    place = {
-        "target": exact.target,
-        "drafter": drafter,
-        "model": drafter.model,
-        "engine": exact.engine,
-        "verification": exact.engine._verification,
-        "kv": exact.engine._kv,
-    }[owner]
-    monkeypatch.setattr(place, name, fail_after(calls, kind("planted"), getattr(place, name)))
+    place = attrgetter(owner)(exact)
+    effects = chain(repeat(DEFAULT, calls), [kind("planted")], repeat(DEFAULT))
+    monkeypatch.setattr(place, name, Mock(wraps=getattr(place, name), side_effect=effects))
     if kind is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt, match="planted"):
             exact.engine.step()

@@ -1,7 +1,5 @@
 """Pre-emption, parts of prompts and shared beginnings with a real model and head: nothing changes.
 
-(Crowds, pre-empted at random, answer as if alone: test_engine_load.py, without any rounding.)
-
 The text of a pre-empted request is read again, in one go and not token by token, so its keys and
 values may differ by rounding (float32: about 1e-6 of a logit). That flips a token where a uniform
 number lies as close to a boundary, which is rare; the seeds here are fixed.

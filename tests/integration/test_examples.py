@@ -4,11 +4,11 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.cli import process
 from support.cli import run as cli
 from typer.main import get_command
 
@@ -62,9 +62,8 @@ def test_train_tiny_pair():
 
 def test_my_drafter():
     # In a process of its own: it registers its drafter.
-    command = [sys.executable, str(ROOT / "examples" / "my_drafter.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    out = process(sys.executable, ROOT / "examples" / "my_drafter.py", env=environment)
     assert float(out.stdout.splitlines()[-1].split()[1]) > 1
     page = (ROOT / "docs" / "add_a_drafter.md").read_text("utf-8")
     assert (ROOT / "examples" / "my_drafter.py").read_text("utf-8") in page

@@ -94,14 +94,6 @@ class ExactTable(TabularTarget):
         self._logits = logits
 
 
-def table_drafter() -> Drafter:
-    return TabularDrafter(Table.of_logits(exact_logits(noise=64), order=ORDER))
-
-
-def model_drafter() -> Drafter:
-    return StandaloneDrafter(ExactTable(exact_logits(noise=64)), vocab_size=VOCAB)
-
-
 def plan_of(case: str, seed: int) -> Plan:
     settings = {**PLANS[seed % len(PLANS)], **CASES[case]}
     rule = RULES.get(settings["verifier"])
@@ -112,10 +104,11 @@ def plan_of(case: str, seed: int) -> Plan:
     return Plan(**settings)
 
 
-def run(case: str, make_drafter: Callable[[], Drafter] = table_drafter) -> list[str]:
+def run(case: str, drafter: Drafter | None = None) -> list[str]:
     """Return what every seed's request gives, all served by one engine, some after others."""
+    drafter = drafter or TabularDrafter(Table.of_logits(exact_logits(noise=64), order=ORDER))
     config = EngineConfig(max_batch=48, kv_slots=SLOTS, check_slots=True)
-    engine = Engine(ExactTable(exact_logits(noise=0)), make_drafter(), config)
+    engine = Engine(ExactTable(exact_logits(noise=0)), drafter, config)
     asked = []
     for seed in range(SEEDS):
         prompt = [(seed // 4 + i * i) % VOCAB for i in range(1 + seed % 5)]
@@ -162,7 +155,8 @@ def test_texts_are_the_same(case):
     ],
 )
 def test_a_draft_model_with_the_same_table_gives_the_same_texts(case):
-    assert differences(golden()[case], run(case, model_drafter)) == []
+    drafter = StandaloneDrafter(ExactTable(exact_logits(noise=64)), vocab_size=VOCAB)
+    assert differences(golden()[case], run(case, drafter)) == []
 
 
 def test_equal_texts_mean_something():

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from support.saved_pair import CONTEXT
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
 from eaglegbv.config import PLAIN, AutoPlan
@@ -76,18 +75,6 @@ def test_faults_of_a_call_are_raised(llm, prompts, options, message):
         llm.generate(prompts, **options)
 
 
-def test_a_text_ends_where_context_or_memory_do(llm):
-    free = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
-    assert len(llm.generate([1] * (CONTEXT - 20), free).token_ids) == 20
-    small = LLM(plan=PLAIN, engine=EngineConfig(kv_slots=64))
-    answer = small.generate([1, 2, 3], free)
-    assert answer.finish_reason is FinishReason.LENGTH
-    assert 50 < len(answer.token_ids) < 64
-    # What is asked for in so many words is refused, not cut short.
-    with pytest.raises(InvalidArgument, match="a smaller max_tokens, or more kv_slots"):
-        small.generate([1, 2, 3], SamplingParams(max_tokens=80))
-
-
 def test_interleaved_streams_lose_nothing(llm):
     prompts = ["first", "second", "third"]
     streams = [llm.stream(prompt, PARAMS) for prompt in prompts]
@@ -113,18 +100,23 @@ def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm):
         next(llm.stream("", PARAMS))
 
 
-def test_stop_strings_cut_text_and_tokens(llm):
+def test_text_ends_before_a_stop_string_or_a_stop_token(llm):
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     full = llm.generate("stop", params)
-    stop = full.text[10:12]
-    stopping = msgspec.structs.replace(params, stop=stop)
-    cut = llm.generate("stop", stopping)
-    assert cut.finish_reason is FinishReason.STOP
-    assert cut.text == full.text[: full.text.index(stop)]
-    assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
-    assert len(cut.token_ids) < len(full.token_ids)
-    assert cut.metrics.committed_tokens == len(cut.token_ids) - 1
-    assert "".join(piece.text for piece in llm.stream("stop", stopping)) == cut.text
+    string, ids = full.text[10:12], full.token_ids
+    last = next(n for n in range(3, 40) if ids[n] not in ids[:n])
+    before = llm.tokenizer.decode(ids[:last], skip_special_tokens=True)
+    for stop, text, most in (
+        ({"stop": string}, full.text[: full.text.index(string)], 40),
+        ({"stop_token_ids": (ids[last],)}, before, last + 2),
+    ):
+        stopping = msgspec.structs.replace(params, **stop)
+        cut = llm.generate("stop", stopping)
+        assert (cut.finish_reason, cut.text) == (FinishReason.STOP, text)
+        assert cut.token_ids == ids[: len(cut.token_ids)]
+        assert len(cut.token_ids) < most
+        assert cut.metrics.committed_tokens == len(cut.token_ids) - 1
+        assert "".join(piece.text for piece in llm.stream("stop", stopping)) == text
 
 
 ONE_PATH = {"verifier": "greedy_block", "paths": 1}
@@ -225,19 +217,6 @@ def test_a_step_that_breaks_off_ends_its_own_requests_only(llm, monkeypatch):
     monkeypatch.undo()
     llm._engine.check()
     assert llm.generate("good", PARAMS).token_ids == expected.token_ids
-
-
-def test_a_stop_token_ends_the_text_and_is_left_out_of_it(llm):
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    whole = llm.generate("ab", params)
-    last = next(n for n in range(3, 20) if whole.token_ids[n] not in whole.token_ids[:n])
-    stop = msgspec.structs.replace(params, stop_token_ids=(whole.token_ids[last],))
-    cut = llm.generate("ab", stop)
-    assert cut.token_ids == whole.token_ids[: last + 1]
-    assert cut.finish_reason is FinishReason.STOP
-    assert cut.metrics.committed_tokens == last
-    assert cut.text == llm.tokenizer.decode(whole.token_ids[:last], skip_special_tokens=True)
-    assert "".join(piece.text for piece in llm.stream("ab", stop)) == cut.text
 
 
 def test_a_completion_is_json(llm):

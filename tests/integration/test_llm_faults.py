@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from support.cli import process
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Engine
@@ -273,6 +273,4 @@ def test_errors_of_tasks_are_those_of_calls(llm):
 
 def test_a_stream_may_be_open_when_the_interpreter_exits():
     code = "from eaglegbv import LLM, Plan\nstream = LLM(plan=Plan()).stream('Once')\nnext(stream)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Error" not in done.stderr
+    assert "Error" not in process(sys.executable, "-c", code).stderr

@@ -1,8 +1,9 @@
 """The wheel holds what the tree holds, once, and works from where it is unpacked."""
 
+import ast
 import os
+import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.cli import process
 
 import eaglegbv
 
@@ -31,8 +33,8 @@ for name in sys.argv[2:]:
 """
 
 
-def shipped_files() -> set[str]:
-    """Every module and asset of the tree, by its path under site-packages."""
+def test_wheel_holds_every_module_and_asset_once(wheel):
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     found = set()
     for folder, folders, files in os.walk(ROOT / "eaglegbv", followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -43,7 +45,9 @@ def shipped_files() -> set[str]:
             for name in files
             if asset or name == "py.typed" or name.endswith(".py")
         }
-    return found
+    assert sorted(names) == sorted(found)
+    assert "eaglegbv/verifiers/base.py" in names
+    assert "eaglegbv/assets/questions/builtin.jsonl" in names
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +59,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
     return out
 
 
@@ -65,13 +67,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(built: Path) -> zipfile.ZipFile:
     [path] = built.glob("*.whl")
     return zipfile.ZipFile(path)
-
-
-def test_wheel_holds_every_module_and_asset_once(wheel):
-    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-    assert sorted(names) == sorted(shipped_files())
-    assert "eaglegbv/verifiers/base.py" in names
-    assert "eaglegbv/assets/questions/builtin.jsonl" in names
 
 
 def test_every_module_imports_from_the_unpacked_wheel(wheel, tmp_path):
@@ -82,9 +77,7 @@ def test_every_module_imports_from_the_unpacked_wheel(wheel, tmp_path):
         if name.endswith(".py")
     ]
     assert len(modules) > 20
-    command = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path), *modules]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process(sys.executable, "-I", "-c", IMPORT_ALL, tmp_path, *modules, cwd=tmp_path)
 
 
 def test_wheel_carries_version_licence_and_command(wheel):
@@ -123,3 +116,55 @@ def test_constraints_pin_every_direct_dependency():
     pinned = {line.partition("==")[0] for line in lines if "==" in line}
     names = {spec.partition(">")[0].partition("=")[0].strip() for spec in wanted}
     assert {name.replace("-", "_") for name in names} == {n.replace("-", "_") for n in pinned}
+
+
+# The linters are part of the tests: what passes here passes everywhere.
+
+LINT_IMPORTS = (str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
+CHECKS = [
+    *((sys.executable, "-m", *rest) for rest in (("ruff", "check"), ("ruff", "format", "--check"))),
+    (sys.executable, "-m", "mypy"),
+    LINT_IMPORTS,  # imports go one way; the contracts stand in pyproject.toml
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", CHECKS, ids=["ruff", "format", "mypy", "imports"])
+def test_passes(command):
+    process(*command, cwd=ROOT)
+
+
+def test_torch_waits_until_a_command_needs_it():
+    code = "import sys, eaglegbv.cli.main; print(*{'torch', 'transformers'} & {*sys.modules})"
+    assert process(sys.executable, "-c", code).stdout.split() == []
+
+
+# What the documents import exists, and what they call can be called: without SGLang or a GPU too.
+# The same for the test of SGLang on a GPU, which imports the documented names when it runs.
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = {
+    f"{path.name}-{number}": code
+    for path in DOCUMENTS
+    for number, code in enumerate(
+        re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.S), start=1
+    )
+} | {"gpu": (ROOT / "tests" / "gpu" / "test_sglang_engine.py").read_text("utf-8")}
+
+
+assert {"README.md-1", "sglang.md-1", "sglang.md-2"} <= SNIPPETS.keys()
+
+
+@pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS.keys())
+def test_imports(code):
+    nodes = list(ast.walk(ast.parse(code)))
+    found: dict[str, object] = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eaglegbv"):
+            exec(ast.unparse(node), found)
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in found:
+                assert callable(found[name]), name
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in found:
+                assert getattr(found[name], attribute) is not None

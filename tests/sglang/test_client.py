@@ -58,8 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Request]:
 def test_what_is_asked_and_what_is_read(asked):
     params = SamplingParams(temperature=0.7, max_tokens=4, seed=2**64 - 5, top_k=9, min_p=0.1)
     answer = Endpoint("http://server", SHAPE)(MESSAGES, params, plan=SHAPE)
-    assert answer.text == "hello"
-    assert answer.token_ids == [5, 6, 7, 8]
+    assert (answer.text, answer.token_ids) == ("hello", [5, 6, 7, 8])
     assert answer.finish_reason == "length"
     assert (answer.metrics.target_forwards, answer.metrics.accepted_tokens) == (2, 2)
     assert answer.metrics.accepted_by_depth == [1, 1, 0]

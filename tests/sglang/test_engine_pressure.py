@@ -1,7 +1,4 @@
-"""SGLang's engine under pressure, and its own EAGLE: what both answer is as it should be.
-
-Memory is taken away, prompts come in parts, requests leave.
-"""
+"""SGLang's engine under pressure, and its own EAGLE: what both answer is as it should be."""
 
 import asyncio
 

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 from support.cli import documented, documented_commands, run
-from support.saved_pair import save_pair
 
 from eaglegbv.backends.sglang.launch import check_ready, launch, server_arguments
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
@@ -42,8 +41,8 @@ def test_flags_and_environment(pair, settings, own):
     assert Settings.from_environment(start.environment) == (settings or Settings())
 
 
-def test_heads_of_other_formats_are_written_anew(tmp_path):
-    target, head = save_pair(tmp_path)
+def test_heads_of_other_formats_are_written_anew(saved_pair):
+    target, head = saved_pair
     named = server_arguments(target, head, paths=3, depth=4)
     folder = Path(named["speculative_draft_model_path"])
     assert named["speculative_algorithm"] == "EAGLEGBV"

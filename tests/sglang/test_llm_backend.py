@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from support.saved_pair import save_pair
 from support.sglang_engine import (
     CPU_ARGUMENTS,
     NEEDS_SGLANG,
@@ -24,6 +23,14 @@ from eaglegbv.errors import EagleGBVError
 pytestmark = NEEDS_SGLANG
 
 
+SCHEMA = """{
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["n", "ok"],
+    "additionalProperties": false
+}"""
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(STAND_IN), *sys.path])
@@ -32,13 +39,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("verifier", "paths"), [("otbv", 2), ("gbv", 2), ("block", 1), ("spectr_gbv", 2)]
 )
-def test_llm_serves_through_sglang(verifier, paths, tmp_path):
+def test_llm_serves_through_sglang(verifier, paths, saved_pair):
     """Text: the Python API, a head in another format, grammars, stop strings, streams."""
-    target, head = save_pair(tmp_path)
     with patch.dict(os.environ, cpu_environment(), clear=True):
         cpu = {k: v for k, v in CPU_ARGUMENTS.items() if k not in ("dtype", "device")}
         plan = {"verifier": verifier, "paths": paths, "depth": 3}
-        llm = LLM(target, head, backend="sglang", device="cpu", **plan, **cpu)
+        llm = LLM(*saved_pair, backend="sglang", device="cpu", **plan, **cpu)
     try:
         params = SamplingParams(max_tokens=20, ignore_eos=True, seed=4)
         one = llm.generate("hello", params)
@@ -62,23 +68,13 @@ def test_llm_serves_through_sglang(verifier, paths, tmp_path):
         assert cut.finish_reason == "stop"
         with pytest.raises(InvalidArgument, match="plan"):
             llm.generate("hello", plan=llm.plan.__class__(paths=5))
-        _check_grammar(llm._sglang)
+        asked = {"temperature": 1.0, "max_new_tokens": 80, "json_schema": SCHEMA}
+        answers = llm._sglang.generate(prompt=["say"] * 6, sampling_params=asked)
+        whole = [a["text"] for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
+        assert whole
+        assert all(set(json.loads(text)) == {"n", "ok"} for text in whole)
     finally:
         llm.shutdown()
-
-
-def _check_grammar(engine: Any) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
-        "required": ["n", "ok"],
-        "additionalProperties": False,
-    }
-    params = {"temperature": 1.0, "max_new_tokens": 80, "json_schema": json.dumps(schema)}
-    answers = engine.generate(prompt=["say"] * 6, sampling_params=params)
-    whole = [a["text"] for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
-    assert whole
-    assert all(set(json.loads(text)) == {"n", "ok"} for text in whole)
 
 
 def resolve(pair: SGLangPair, changes: dict[str, Any]) -> None:

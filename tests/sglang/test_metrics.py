@@ -17,8 +17,7 @@ def test_counts_of_a_request_as_the_local_engine_counts_them():
     counts = request_metrics(SAID, Plan(paths=2, depth=3))
     assert (counts.prompt_tokens, counts.committed_tokens) == (7, 23)
     assert (counts.target_forwards, counts.accepted_tokens, counts.drafted_nodes) == (11, 12, 66)
-    assert counts.offered_by_depth == [11, 11, 11]
-    assert counts.accepted_by_depth == [8, 3, 1]
+    assert (counts.offered_by_depth, counts.accepted_by_depth) == ([11, 11, 11], [8, 3, 1])
     assert counts.acceptance_length == pytest.approx((5 + 4 + 3) / 11)
     assert counts.block_efficiency == pytest.approx(23 / 11)
 
@@ -37,8 +36,7 @@ def test_tokens_beyond_the_end_are_not_counted(completion, retractions, committe
 def test_counts_without_speculation():
     counts = request_metrics({"prompt_tokens": 7, "completion_tokens": 24}, PLAIN)
     assert (counts.target_forwards, counts.committed_tokens) == (23, 23)
-    assert counts.block_efficiency == 1.0
-    assert counts.offered_by_depth == []
+    assert (counts.block_efficiency, counts.offered_by_depth) == (1.0, [])
 
 
 def req(*output_ids: int, finished_len: int | None = None) -> SimpleNamespace:

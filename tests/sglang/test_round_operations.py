@@ -1,22 +1,20 @@
 """What a round costs outside graphs: operations to launch, and time on the host.
 
 Each operation is a launch on a GPU, where one more copies the random numbers there. Views and
-allocations launch nothing and are left out, as are SGLang's own operations. This lists them:
-
-    PYTHONPATH=tests python tests/sglang/test_round_operations.py VERIFIER K L [greedy]
+allocations launch nothing and are left out, as are SGLang's own operations. Run as a script, with
+VERIFIER K L [greedy], it lists them.
 """
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.sglang_batch import Req, kernel_arguments, sampling
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from eaglegbv.backends.sglang import verify
 from eaglegbv.backends.sglang.tree_layout import RoundBuffers
@@ -35,29 +33,18 @@ class EagerOperations(TorchDispatchMode, Recorder):
         super().__init__()
         self.found: list[tuple[str, str]] = []
         self.part = ""
-        self._recorded = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         aliases = [result.alias_info for result in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not (self._recorded or view or name.startswith(("aten.empty", "aten.new_empty"))):
+        if not (view or name.startswith(("aten.empty", "aten.new_empty"))):
             self.found.append((self.part, name))
         return func(*args, **(kwargs or {}))
 
-    @contextmanager
-    def in_graph(self) -> Iterator[None]:
-        """Leave out what a graph replays."""
-        self._recorded = True
-        yield
-        self._recorded = False
-
     def record(self, work: Work) -> Work:
-        def replay() -> tuple[Tensor, ...]:
-            with self.in_graph():
-                return work()
-
-        return replay
+        """Leave out what a graph replays."""
+        return _disable_current_modes()(work)
 
 
 def round_operations(
@@ -76,28 +63,21 @@ def round_operations(
     slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)
     given = kernel_arguments(torch.zeros(batch, nodes).long(), length)
     logits, temperatures = torch.randn(batch * nodes, VOCAB), torch.ones(batch * nodes, 1)
-    softmax = verify.in_place_softmax(lambda *_: logits)
-    sample = verify.sampling(lambda **_: None, walk=lambda **_: None)
+    sample = partial(verify.sample, lambda **_: None, walk=lambda **_: None)
     with operations:
         operations.part = "drafting"
         buffers.load(book.uniforms(requests), settings)
-        with operations.in_graph():
-            growth = buffers.growth(buffers.roots(slots), paths, length)
-            packed = [buffers.roots(slots).pack().unsqueeze(1)]
-            every = buffers.temperatures(batch).repeat_interleave(paths, dim=0)
-            for _ in range(length - 1):
-                probs = buffers.short_probs(head, every)
-                packed.append(growth.grow(probs, torch.zeros(len(head), 1).double()).pack())
-            tokens = torch.cat((torch.ones(batch, 1).long(), growth.tree()[2]), dim=1)
-            drafted = torch.cat(packed, dim=1)
+        with _disable_current_modes():
+            (*_, tokens), drafted = buffers.grow(slots, paths, length, lambda _: head)
+            tokens = torch.cat((torch.ones(batch, 1).long(), tokens), dim=1)
         operations.part = "verification"
 
         def accept(probs: Tensor) -> Acceptance:
             return judge.accept(tokens, drafted, probs)
 
         with verifying(Round(accept, judge.space(batch), settings)):
-            target = softmax(logits, temperatures).view(batch, nodes, -1)
-            sample(**given, target_probs=target)
+            target = verify.in_place_softmax(lambda *_: logits, logits, temperatures)
+            sample(**given, target_probs=target.view(batch, nodes, -1))
         book.advance(requests)
         operations.part = "the next round's roots"
         buffers.keep_roots(slots, head[:batch])

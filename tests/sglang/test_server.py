@@ -1,24 +1,21 @@
 """``eaglegbv serve``: SGLang's HTTP server, by the OpenAI endpoints and its own."""
 
 import json
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.cli import documented_commands
-from support.saved_pair import save_pair
-from support.sglang_engine import CPU_ARGUMENTS, NEEDS_SGLANG, cpu_environment
+from support.sglang_engine import NEEDS_SGLANG, serving
 
-from eaglegbv.backends.sglang.launch import Launch, ServerFailed, running
+from eaglegbv.backends.sglang.launch import ServerFailed, running
 from eaglegbv.backends.sglang.llm import Endpoint
 from eaglegbv.config import Plan
 from eaglegbv.sampling import SamplingParams
 
 pytestmark = NEEDS_SGLANG
-
-COMMAND = "import sys; from eaglegbv.cli.main import main; main(sys.argv[1:])"
 
 
 def ask(url: str, path: str, body: dict[str, object] | None = None) -> str:
@@ -27,19 +24,11 @@ def ask(url: str, path: str, body: dict[str, object] | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running server's."""
-    folder = tmp_path_factory.mktemp("served")
-    target, head = save_pair(folder)
-    serve = ["serve", str(target), "--drafter", str(head), "--paths", "2", "--depth", "3"]
-    with running(serving(*serve, "--enable-metrics"), folder / "log") as address:
+    serve = serving(*saved_pair, "--enable-metrics", paths=2, depth=3)
+    with running(serve, tmp_path_factory.mktemp("served") / "log") as address:
         yield address
-
-
-def serving(*arguments: str) -> Launch:
-    """Our command, on the stand-in."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in CPU_ARGUMENTS.items()]
-    return Launch([sys.executable, "-c", COMMAND, *arguments, *flags], cpu_environment())
 
 
 def test_openai_chat(url):
@@ -96,10 +85,9 @@ def test_client_of_the_endpoint(url):
     assert one.finish_reason == "length"
 
 
-def test_a_server_that_cannot_honour_an_option_says_so_and_ends(url, tmp_path):
+def test_a_server_that_cannot_honour_an_option_says_so_and_ends(url, saved_pair, tmp_path):
     del url  # its server is up: one start at a time
-    target, head = save_pair(tmp_path)
-    serve = serving("serve", str(target), "--drafter", str(head), "--enable-custom-logit-processor")
+    serve = serving(*saved_pair, "--enable-custom-logit-processor")
     said = "does not apply custom processors to draft trees; use logit_bias or a grammar"
     with pytest.raises(ServerFailed, match=said), running(serve, tmp_path / "log"):
         pass

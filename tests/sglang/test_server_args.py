@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from support.saved_pair import save_pair
 from support.sglang_pair import SGLangPair
 
 from eaglegbv.backends.sglang.server_args import (
@@ -141,12 +140,11 @@ def test_values_that_are_not_accepted_are_named(pair, changes, verifier, said):
         settle(arguments(pair, **changes), verifier)
 
 
-def test_a_head_must_be_of_the_kind_and_fit_the_target(pair, tmp_path):
+def test_a_head_must_be_of_the_kind_and_fit_the_target(pair, saved_pair):
     with pytest.raises(InvalidArgument, match="expected EAGLEGBV3, for the head in"):
         settle(arguments(pair, speculative_draft_model_path=str(pair.eagle3)))
-    target, _ = save_pair(tmp_path)
     with pytest.raises(DrafterMismatch, match="vocab_size=16"):
-        settle(arguments(pair, model_path=str(target)))
+        settle(arguments(pair, model_path=str(saved_pair[0])))
 
 
 def test_a_head_of_the_hub_is_fetched_and_checked(pair, monkeypatch):

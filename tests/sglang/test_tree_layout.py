@@ -152,13 +152,7 @@ def test_greedy_requests_have_sglangs_own_tree_in_any_company(K, L):
         buffers.load(uniforms, sampling(torch.full((4, 1), 0.7), greedy))
         slots = torch.tensor([1, 3, 0, 2])
         buffers.keep_roots(slots, table[torch.full((4,), LAST)].log())
-        growth = buffers.growth(buffers.roots(slots), K, L)
-        temperatures = buffers.temperatures(4).repeat_interleave(K, dim=0)
-        for _ in range(L - 1):
-            logits = table[growth.tokens.flatten()].log()
-            peaks = logits.amax(dim=1, keepdim=True).double()
-            growth.grow(buffers.short_probs(logits, temperatures), peaks)
-        return growth.tree()
+        return buffers.grow(slots, K, L, lambda own: table[own.tokens.flatten()].log())[0]
 
     mixed, sampled = tree(torch.tensor([True, False, True, False])), tree(None)
     parents, numbers, tokens = eagle_tree(table.double(), K, L)

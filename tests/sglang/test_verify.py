@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from support.sglang_batch import Req, kernel_arguments, sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers
 from eaglegbv.backends.sglang.verify import (
     Acceptance,
     GraphJudge,
@@ -71,20 +72,11 @@ def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> 
     buffers = RoundBuffers(batch, batch, 4 * K * L + 1, width)
     uniforms = torch.rand(batch, 4 * K * L + 1, generator=generator, dtype=torch.float64)
     buffers.load(uniforms, sampling(torch.ones(batch, 1), None))
-
-    def after(tokens: Tensor) -> ShortProbs:
-        logits = draft.log()[tokens.flatten()]
-        return buffers.short_probs(logits, torch.ones(len(logits), 1))
-
-    last = torch.full((batch, 1), LAST)
-    root = after(last)
-    growth: TreeGrowth = buffers.growth(root, K, L)
-    packed = [root.pack().unsqueeze(1)]
-    for _ in range(L - 1):
-        peaks = torch.zeros(batch * K, 1).double()
-        packed.append(growth.grow(after(growth.tokens), peaks).pack())
-    tokens = torch.cat((last, growth.tree()[2]), dim=1)
-    return Drafts(Plan(paths=K, depth=L), target, tokens, torch.cat(packed, dim=1), buffers)
+    last, slots = torch.full((batch, 1), LAST), torch.arange(batch)
+    buffers.keep_roots(slots, draft.log()[last.flatten()])
+    (*_, tokens), packed = buffers.grow(slots, K, L, lambda own: draft.log()[own.tokens.flatten()])
+    tokens = torch.cat((last, tokens), dim=1)
+    return Drafts(Plan(paths=K, depth=L), target, tokens, packed, buffers)
 
 
 def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) -> GraphJudge:
@@ -216,16 +208,15 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy):
     def original(**_: Tensor) -> str:
         return "SGLang's own"
 
-    sample = verify.sampling(original, walk=walked if greedy is not None else original)
+    sample = partial(verify.sample, original, walk=walked if greedy is not None else original)
     assert sample(**given, target_probs=own.probs) == "SGLang's own"
 
     def accept(probs: Tensor) -> Acceptance:
         return ours.accept(own.node_tokens.flatten(), own.packed, probs)
 
     with verifying(Round(accept, ours.space(40), sampling(torch.ones(40, 1), greedy))):
-        softmax = verify.in_place_softmax(lambda logits, temperatures: logits)
-        logits = own.probs.flatten(0, 1).log() * 2
-        probs = softmax(logits, torch.full((400, 1), 2.0))
+        logits, temperatures = own.probs.flatten(0, 1).log() * 2, torch.full((400, 1), 2.0)
+        probs = verify.in_place_softmax(original, logits, temperatures)
         assert probs.data_ptr() == ours.space(40).data_ptr()
         torch.testing.assert_close(probs, own.probs.flatten(0, 1))
         sample(**given, target_probs=probs.view_as(own.probs))
@@ -242,11 +233,6 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy):
 ROWS = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def warped(**params: float) -> torch.Tensor:
-    own = [SamplingParams(**params)]  # type: ignore[arg-type]
-    return warp(ROWS, WarpSettings.of(own, [len(ROWS)])).softmax(dim=1)
-
-
 @pytest.mark.parametrize(
     ("name", "limits"),
     [("top_k", [1, 2, 7, 30]), ("top_p", [0.01, 0.5, 0.9, 1.0]), ("min_p", [0.0, 0.1, 1.0])],
@@ -254,7 +240,8 @@ def warped(**params: float) -> torch.Tensor:
 def test_limits_on_probabilities_are_those_on_logits(name, limits):
     for limit in limits:
         kept = keep(ROWS.softmax(1), **{name: torch.full((len(ROWS),), limit)})
-        torch.testing.assert_close(kept, warped(**{name: limit}))
+        settings = WarpSettings.of([SamplingParams(**{name: limit})], [len(ROWS)])
+        torch.testing.assert_close(kept, warp(ROWS, settings).softmax(dim=1))
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():

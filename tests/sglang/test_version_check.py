@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from support.cli import process
 from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import version_check
@@ -114,10 +114,7 @@ print(json.dumps([version("sglang"), found]))
 @pytest.mark.timeout(600)
 def test_the_record_is_that_of_the_sglang_installed():
     """In a process of its own: what SGLang finds out about the platform, it keeps."""
-    read = subprocess.run(
-        [sys.executable, "-c", READ], env=cpu_environment(), capture_output=True, text=True
-    )
-    assert read.returncode == 0, read.stderr
+    read = process(sys.executable, "-c", READ, env=cpu_environment())
     installed, found = json.loads(read.stdout.splitlines()[-1])
     assert len(found) >= 12
     assert found == {place: RECORDED[installed][place] for place in found}

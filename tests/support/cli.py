@@ -1,9 +1,11 @@
-"""The command line, run in this process, and the code of documents."""
+"""The command line, run in this process or others, and the code of documents."""
 
 import re
 import shlex
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Result:
     captured = capsys.readouterr()
     code = exit_.value.code
     return Result(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+
+def process(*command: object, **how: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a process of its own, which must end well; return what it printed."""
+    words = list(map(str, command))
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def documented(page: str, language: str) -> list[str]:

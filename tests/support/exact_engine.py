@@ -1,8 +1,4 @@
-"""An engine without rounding: target and drafter are tables, read through slots.
-
-Both look up the tokens in the slots they see, so that a slot given away too early, or shared by
-texts that differ, changes what is generated; and nothing else does, not by a bit.
-"""
+"""An engine without rounding: target and drafter are tables; see :mod:`support.tabular_target`."""
 
 from dataclasses import dataclass, field
 

@@ -22,10 +22,10 @@ class Text:
     parents: list[int] = field(default_factory=list)
     tree_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
-    def prefill(self, slots: Tensor) -> Segment:
-        segment = Segment.causal(torch.tensor(self.tokens), self.slots, slots)
-        self.slots = slots
-        return segment
+    def prefill(self, allocator: SlotAllocator, generator: torch.Generator) -> Segment:
+        """The whole text, in slots of any order."""
+        self.slots = scattered(allocator, len(self.tokens), generator)
+        return Segment.causal(torch.tensor(self.tokens), self.slots[:0], self.slots)
 
     def path(self, node: int) -> list[int]:
         return [0] if node == 0 else [*self.path(self.parents[node]), node]

@@ -24,7 +24,12 @@ CHAT_TEMPLATE = (
 def save_pair(folder: Path) -> tuple[Path, Path]:
     """Write a random target and an EAGLE-1 head into ``folder`` and return their folders."""
     target, head = folder / "target", folder / "head"
-    tokenizer = _byte_tokenizer()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(str(target))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -37,13 +42,3 @@ def save_pair(folder: Path) -> tuple[Path, Path]:
         eagle1 = Eagle1Head(config, embedding, model.lm_head.weight.detach())
         save_head(eagle1, head, torch.float32)
     return target, head
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from eaglegbv.backends.sglang.launch import Launch
 from support.g_test import GTest, g_test, joint_probs
 from support.sglang_pair import VOCAB, SGLangPair
 
@@ -63,6 +64,14 @@ def cpu_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("EAGLEGBV_")}
     path = os.pathsep.join((str(STAND_IN), clean.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return clean | CPU_ENVIRONMENT | {"PYTHONPATH": path} | dict(settings or {})
+
+
+def serving(target: Path, head: Path, *arguments: str, **flags: object) -> Launch:
+    """Return our command ``serve``, on the stand-in."""
+    named = (CPU_ARGUMENTS | flags).items()
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in named]
+    start = [sys.executable, "-m", "eaglegbv", "serve", str(target), f"--drafter={head}"]
+    return Launch([*start, *arguments, *words], cpu_environment())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,13 +57,6 @@ class World:
                 time += self.reading * (behind or {}).get(r.number, 0)
         return time / 1000
 
-    def seconds_of(self, shape: StepShape) -> float:
-        """Return the time of a step of drafts alone, or of none, by its shape."""
-        once, request, level, node = self.draft
-        time = self.step[0] + self.step[1] * (shape.requests - 1) + request * shape.drafting
-        time += (once + level * shape.depth) * bool(shape.drafting)
-        return (time + node * shape.drafting * shape.paths * shape.depth) / 1000
-
     def next(self, place: int, plan: Plan, depth: int) -> float:
         """Return the chance that a path goes on at a depth, from 0."""
         if plan.source is Source.LOOKUP:
@@ -75,10 +69,8 @@ class World:
 
     def rate(self, batch: int, plan: Plan, *, context: int = 100) -> float:
         """Return the tokens per second of a fixed plan."""
-        requests = [decoding(n, AUTO, 1.0, context=context) for n in range(batch)]
-        for request in requests:
-            request.plan = plan
-        return sum(self.expected(n, plan) for n in range(batch)) / self.seconds(requests)
+        seconds = self.seconds(planned(plan, batch, context=context))
+        return sum(self.expected(n, plan) for n in range(batch)) / seconds
 
     def best(self, batch: int, *, context: int = 100) -> float:
         """Return the tokens per second of the best fixed plan."""
@@ -88,11 +80,9 @@ class World:
         """Return costs as a calibration finds them, times these factors."""
         steps = []
         for batch in (1, 4, 16):
-            requests = [decoding(n, AUTO, 1.0) for n in range(batch)]
             for plan in (PLAIN, *AUTO.candidates[::3]):
-                for request in requests:
-                    request.plan = plan
-                seconds = self.seconds(requests) * (drafts if plan.speculative else plain)
+                seconds = self.seconds(planned(plan, batch))
+                seconds *= drafts if plan.speculative else plain
                 steps.append(Measured(StepShape.of([plan], batch, 100 * batch), seconds))
         return KnownCosts(greedy=tuple(steps), sampled=tuple(steps))
 
@@ -171,8 +161,13 @@ class Simulation:
         return sum(chosen) / len(chosen)
 
 
+def planned(plan: Plan, batch: int, *, context: int = 100) -> list[Request]:
+    """Return requests that decode by a plan."""
+    return [decoding(n, None, 1.0, context=context, plan=plan) for n in range(batch)]
+
+
 def decoding(
-    number: int, auto: AutoPlan | None, temperature: float, *, context: int = 100, **more: int
+    number: int, auto: AutoPlan | None, temperature: float, *, context: int = 100, **more: Any
 ) -> Request:
     """Return a request that decodes."""
     params, slots = SamplingParams(temperature=temperature), torch.arange(context)

@@ -35,6 +35,8 @@ LAYERS = 6
 WIDTH = 32
 HEAD_DIM = 16
 
+Asked = tuple[Sequence[int], SamplingParams, Planning]
+
 
 @dataclass(frozen=True, slots=True)
 class TinyEngine:
@@ -50,13 +52,16 @@ class TinyEngine:
             self.engine.step()
             self.target.allocator.check([request.slots for request in requests])
 
+    def texts(self, asked: Iterable[Asked]) -> list[list[int]]:
+        """Return what prompts are answered with, each by settings of its own, in one batch."""
+        self.run(requests := [self.engine.add(*own) for own in asked])
+        return [request.token_ids for request in requests]
+
     def tokens(
         self, prompts: list[list[int]], params: SamplingParams, plan: Plan
     ) -> list[list[int]]:
-        """Return what the prompts are answered with, all in one batch."""
-        requests = [self.engine.add(prompt, params, plan) for prompt in prompts]
-        self.run(requests)
-        return [request.token_ids for request in requests]
+        """Return what the prompts are answered with, by the same settings."""
+        return self.texts((prompt, params, plan) for prompt in prompts)
 
     def sample(
         self, prompt: list[int], params: SamplingParams, plans: Sequence[Planning], count: int
@@ -91,9 +96,7 @@ class TinyEngine:
         return joint_probs(next_probs, prompt, tokens)
 
 
-def served(
-    engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams, Planning]]
-) -> list[Request]:
+def served(engine: Engine, asked: Iterable[Asked]) -> list[Request]:
     """Return requests that were added, and stepped until all had ended, none by an error."""
     requests = [engine.add(*own) for own in asked]
     while engine.has_work:
@@ -131,9 +134,12 @@ def tiny_engine(
     settings are those of ``EngineConfig``.
     """
     torch.manual_seed(11)
-    model = _model(vocab, sharpness, head_dim, layers)
-    read = default_feature_layers(layers)
-    features = (FINAL,) if arch is Arch.EAGLE1 else read
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": head_dim}
+    model = random_llama(vocab, initializer_range=0.3, **sizes)
+    with torch.no_grad():
+        # A normed hidden state has length sqrt(width).
+        model.lm_head.weight.normal_(std=sharpness / WIDTH**0.5)
+    features = (FINAL,) if arch is Arch.EAGLE1 else default_feature_layers(layers)
     copy = LlamaForCausalLM(LlamaConfig(**model.config.to_dict())).eval()
     copy.load_state_dict(model.state_dict())
     target = HFTarget(
@@ -145,30 +151,19 @@ def tiny_engine(
         compile_backend=models_by,
     )
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
-    head = _head(target, model, arch).to(dtype).to(device)
+    head_config = head_config_of(model.config, arch, draft_vocab=vocab)
+    head: EagleHead
+    if arch is Arch.EAGLE1:
+        head = Eagle1Head(head_config, target.input_embeddings, target.output_embeddings)
+    else:
+        head = Eagle3Head(head_config, target.input_embeddings)
+        with torch.no_grad():
+            # Distributions that resemble the target's: its output layer under the head's own norm.
+            head.lm_head.weight.copy_(target.output_embeddings)
+    head = head.eval().to(dtype).to(device)
     drafter = EagleDrafter(
         head, attention(pool), graphs=graphs, max_context=256, compile_backend=models_by
     )
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
     engine = Engine(target, drafter, config, compile_backend=compile_backend)
     return TinyEngine(engine, model, target)
-
-
-def _model(vocab: int, sharpness: float, head_dim: int, layers: int) -> LlamaForCausalLM:
-    sizes = {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": head_dim}
-    model = random_llama(vocab, initializer_range=0.3, **sizes)
-    with torch.no_grad():
-        # A normed hidden state has length sqrt(width).
-        model.lm_head.weight.normal_(std=sharpness / WIDTH**0.5)
-    return model
-
-
-def _head(target: HFTarget, model: LlamaForCausalLM, arch: Arch) -> EagleHead:
-    config = head_config_of(model.config, arch, draft_vocab=model.config.vocab_size)
-    if arch is Arch.EAGLE1:
-        return Eagle1Head(config, target.input_embeddings, target.output_embeddings).eval()
-    head = Eagle3Head(config, target.input_embeddings)
-    with torch.no_grad():
-        # Distributions that resemble the target's: its output layer under the head's own norm.
-        head.lm_head.weight.copy_(target.output_embeddings)
-    return head.eval()

@@ -1,29 +1,12 @@
 """Tiny random models of many architectures, built from configurations: no downloads."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTJConfig,
-    GptOssConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MixtralConfig,
-    OPTConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    StableLmConfig,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCAB = 48
 LAYERS = 4
@@ -51,24 +34,32 @@ _GPT2_SIZES = {
     **_TOKENS,
 }
 
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SIZES),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen2_window": lambda: Qwen2Config(
-        **_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+
+def for_model(kind: str, **settings: Any) -> Callable[[], transformers.PreTrainedConfig]:
+    """What makes configurations of a kind of model."""
+    return partial(AutoConfig.for_model, kind, **settings)
+
+
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": for_model("llama", **_SIZES),
+    "qwen2": for_model("qwen2", **_SIZES),
+    "qwen2_window": for_model(
+        "qwen2", **_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16),
-    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(
-        **_SIZES, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=0.5
+    "qwen3": for_model("qwen3", **_SIZES, head_dim=16),
+    "mistral": for_model("mistral", **_SIZES, sliding_window=WINDOW),
+    "gemma2": for_model(
+        "gemma2", **_SIZES, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=0.5
     ),
-    "gemma3_text": lambda: Gemma3TextConfig(
+    "gemma3_text": for_model(
+        "gemma3_text",
         **_SIZES,
         head_dim=16,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
     ),
-    "opt": lambda: OPTConfig(
+    "opt": for_model(
+        "opt",
         vocab_size=VOCAB,
         hidden_size=32,
         ffn_dim=48,
@@ -78,21 +69,22 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         word_embed_proj_dim=32,
         **_TOKENS,
     ),
-    "gpt2": lambda: GPT2Config(**_GPT2_SIZES),
-    "phi3": lambda: Phi3Config(**_SIZES),
-    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
-    "gpt_oss": lambda: GptOssConfig(
+    "gpt2": for_model("gpt2", **_GPT2_SIZES),
+    "phi3": for_model("phi3", **_SIZES),
+    "mixtral": for_model("mixtral", **_SIZES, num_local_experts=4),
+    "gpt_oss": for_model(
+        "gpt_oss",
         **_SIZES,
         head_dim=16,
         sliding_window=WINDOW,
         num_local_experts=4,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "bloom": lambda: BloomConfig(
-        vocab_size=VOCAB, hidden_size=32, n_layer=LAYERS, n_head=4, **_TOKENS
+    "bloom": for_model(
+        "bloom", vocab_size=VOCAB, hidden_size=32, n_layer=LAYERS, n_head=4, **_TOKENS
     ),
-    "gptj": lambda: GPTJConfig(**_GPT2_SIZES, rotary_dim=4),
-    "stablelm": lambda: StableLmConfig(**_SIZES),
+    "gptj": for_model("gptj", **_GPT2_SIZES, rotary_dim=4),
+    "stablelm": for_model("stablelm", **_SIZES),
 }
 """Configurations by name; windows are shorter than the texts of the tests."""
 
@@ -116,7 +108,7 @@ def random_llama(vocab: int, *, seed: int | None = None, **changes: object) -> L
         return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 
-def tiny_model(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(name: str, *, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """Return a random model whose attention matters: weights well above the usual start."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,9 +1,9 @@
 import platform
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from support.cli import process
 from support.compilers import needs_compiler
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -88,9 +88,7 @@ def test_products_are_generated_with_their_kernels_inlined():
         native, *limits = config.cpp.march.split()
         assert native == f"{before or 'native'}"
         assert limits
-        command = [get_cpp_compiler(), "-march=native", *limits, "-xc++", "-fsyntax-only", "-"]
-        done = subprocess.run(
-            command, input="int main() {}", capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        compiler = get_cpp_compiler()
+        how = ("-march=native", *limits, "-xc++", "-fsyntax-only", "-")
+        process(compiler, *how, input="int main() {}")
     assert config.cpp.march == before

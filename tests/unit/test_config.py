@@ -5,6 +5,7 @@ import pytest
 from eaglegbv import config
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan, PlanChoices, plan_name
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
 
 BAD_PLANS = [
@@ -42,9 +43,33 @@ BAD_AUTO_PLANS = [
     ("verifier", "none", "a verifier; a fixed plan decodes plainly"),
     ("draft_temperature", 0, "a number in [0.05, 20]"),
 ]
+BAD_SAMPLING = [
+    ("temperature", -0.1, "a number in [0, 100]"),
+    ("temperature", math.nan, "a number in [0, 100]"),
+    ("temperature", "hot", "a number in [0, 100]"),
+    ("temperature", True, "a number in [0, 100]"),
+    ("top_p", 0.0, "a number in (0, 1]"),
+    ("min_p", 1.5, "a number in [0, 1]"),
+    ("repetition_penalty", 0.0, "a number in [0.001, 100]"),
+    ("presence_penalty", 101, "a number in [-100, 100]"),
+    ("frequency_penalty", -101, "a number in [-100, 100]"),
+    ("top_k", -2, "an integer of at least 1"),
+    ("top_k", True, "an integer of at least 1"),
+    ("max_tokens", 0, "an integer of at least 1"),
+    ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
+    ("temperature", 5e-324, "0, or a number in [1e-37, 100]"),
+    ("ignore_eos", "no", "true or false"),
+    ("stop", ("",), "non-empty strings"),
+    ("stop_token_ids", 3, "a sequence of token ids"),
+]
 BAD = [
     (kind, {name: value}, f"{name}={value!r}", expected)
-    for kind, cases in ((Plan, BAD_PLANS), (EngineConfig, BAD_ENGINES), (AutoPlan, BAD_AUTO_PLANS))
+    for kind, cases in (
+        (Plan, BAD_PLANS),
+        (EngineConfig, BAD_ENGINES),
+        (AutoPlan, BAD_AUTO_PLANS),
+        (SamplingParams, BAD_SAMPLING),
+    )
     for name, value, expected in cases
 ]
 SEQUENCE = "a sequence of nodes, each a sequence of child ranks"
@@ -57,6 +82,8 @@ BAD_TOGETHER = [
     (Plan, {"shape": ((0,),), "depth": 2}, "depth=2", "1, the depth of the shape"),
     (Plan, {"shape": ((0,),), "depth": 1, "nodes": 3}, "nodes=3", "None: the shape says how many"),
     (EngineConfig, {"kv_slots": 32, "kv_bytes": 1}, "kv_bytes=1", "None where kv_slots is given"),
+    (SamplingParams, {"stop": ""}, "stop=('',)", "non-empty strings"),
+    (SamplingParams, {"stop_token_ids": (-1,)}, "stop_token_ids=-1", "an integer of at least 0"),
 ]
 
 
@@ -74,6 +101,9 @@ def test_the_ends_of_the_ranges_are_accepted():
     EngineConfig(max_batch=1, kv_slots=32, seed=2**64 - 1)
     EngineConfig(kv_bytes=1, prefill_tokens=1, prefix_cache=False, check_slots=True)
     EngineConfig(max_batch=4096, kv_slots=2**31 - 1, seed=0)
+    SamplingParams(temperature=0, top_p=1e-9, min_p=1.0, top_k=1, seed=0, max_tokens=1)
+    SamplingParams(temperature=100, top_p=1, repetition_penalty=0.5, seed=2**64 - 1)
+    SamplingParams(presence_penalty=-100, frequency_penalty=100)
 
 
 @pytest.mark.parametrize(

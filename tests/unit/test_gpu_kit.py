@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.cli import process
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,9 +25,8 @@ def test_every_phase_of_the_kit_runs_dry(tmp_path):
         "OMP_NUM_THREADS": "1",
     }
     phases = ("probe", "smoke", "steps", "efficiency", "lossless")
-    command = ["bash", "tools/gpu/first_run.sh", *phases]
-    how = {"capture_output": True, "text": True, "check": True}
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, **how)
+    environment = {**os.environ, **settings}
+    done = process("bash", "tools/gpu/first_run.sh", *phases, cwd=ROOT, env=environment)
     logs = {path.stem: path.read_text() for path in tmp_path.glob("*.log")}
     for phase in phases:
         assert f"END {phase}: rc 0" in done.stdout, logs[phase]

@@ -17,12 +17,10 @@ def test_counts_of_forwards_that_offer_trees_of_different_depth():
     metrics.count_forward(offered=4, accepted=4, committed=5, nodes=9, plan="none")
     metrics.count_forward(offered=3, accepted=0, committed=1, nodes=6, plan="none")
     metrics.count_forward(offered=0, accepted=0, committed=1, nodes=0, plan="none")
-    assert metrics.target_forwards == 4
-    assert metrics.committed_tokens == 9
-    assert metrics.accepted_tokens == 5
-    assert metrics.drafted_nodes == 20
-    assert metrics.offered_by_depth == [3, 3, 2, 1]
-    assert metrics.accepted_by_depth == [2, 1, 1, 1]
+    assert metrics == RequestMetrics(
+        target_forwards=4, committed_tokens=9, accepted_tokens=5, drafted_nodes=20,
+        offered_by_depth=[3, 3, 2, 1], accepted_by_depth=[2, 1, 1, 1], plans={"none": 4},
+    )  # fmt: skip
     assert metrics.acceptance_by_depth == [2 / 3, 1 / 3, 1 / 2, 1.0]
     assert metrics.acceptance_length == 5 / 4
     assert metrics.block_efficiency == 9 / 4

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,19 +195,19 @@ def test_nothing_is_recorded_unless_somebody_asks(monkeypatch):
     assert all(step.trees == [] for step in steps)
 
 
-def spoilt(output: TargetOutput) -> TargetOutput:
-    logits = output.logits.clone()
-    logits[0] = math.nan
-    return dataclasses.replace(output, logits=logits)
-
-
 def test_a_request_with_faulty_probabilities_has_no_record(monkeypatch):
     exact = exact_engine(slots=256)
     steps, spec = observed(exact), Spec(PROMPT, SamplingParams(max_tokens=12, seed=1), PLANS[4])
     bad, good = exact.add(spec), exact.add(spec)
     exact.engine.step()
     forward = exact.target.forward
-    monkeypatch.setattr(exact.target, "forward", lambda *a, **k: spoilt(forward(*a, **k)))
+
+    def spoilt(*arguments: object, **named: object) -> TargetOutput:
+        output = forward(*arguments, **named)
+        output.logits[0] = math.nan
+        return output
+
+    monkeypatch.setattr(exact.target, "forward", spoilt)
     exact.engine.step()
     monkeypatch.undo()
     exact.run()

@@ -12,8 +12,6 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.text import TextStream, encode_prompt, is_one
 
-# Streamed text against the tokenizer's own decoding of the whole.
-#
 # Two kinds of tokenizers, because characters split across tokens are treated differently: those of
 # bytes (GPT-2, Llama 3, Qwen) join them whatever they are; byte fallback (Llama 2, Gemma) would
 # turn a whole run of bytes into garbage if a part of it is no character.

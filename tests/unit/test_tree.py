@@ -63,14 +63,9 @@ BATCH, NODES, VOCAB = 3, 4, 50
 ROWS = torch.tensor([[0, 1, 2, 0], [3, 4, 5, 6], [7, 7, 7, 7]])
 
 
-def _logits():
+def test_probabilities_are_the_softmax_of_each_nodes_own_row():
     logits = 4 * torch.randn((8, VOCAB), generator=torch.Generator().manual_seed(0))
     logits[:, 10:20] = -torch.inf
-    return logits
-
-
-def test_probabilities_are_the_softmax_of_each_nodes_own_row():
-    logits = _logits()
     dist = TargetProbs.of_logits(logits, ROWS)
     expected = logits.double().softmax(1)[ROWS]
     assert dist.vocab == VOCAB

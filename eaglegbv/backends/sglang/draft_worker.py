@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.drafters.base import DraftReplay, own_snapshots
 from eaglegbv.drafters.tree_growth import DraftProbs
@@ -122,9 +122,8 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
     def draft(self, batch: ScheduleBatch, *, with_topology: bool = False) -> EagleVerifyInput:
         """Draft a tree for each request.
 
-        Its ``draft_probs`` are the distributions at the root and after each branch's tokens but the
-        last, packed: ``[batch, 1 + (length - 1) * paths, 2, width]`` float64. Its ``start`` says
-        where the round started.
+        Its ``draft_probs`` are the distributions, packed; see :meth:`RoundBuffers.grow`. Its
+        ``start`` says where the round started.
         """
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
@@ -140,22 +139,20 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         """Grow the trees.
 
         Returns:
-            Parents, numbers and tokens as from :meth:`TreeGrowth.tree`, and in place of SGLang's
-            draft_probs the packed distributions; see :meth:`draft`.
+            Those of :meth:`RoundBuffers.grow`, the packed ones in place of SGLang's draft_probs.
         """
         spec_info: EagleDraftInput = forward_batch.spec_info
         if forward_batch.forward_mode.is_idle():
             return self._draft_forward_idle(forward_batch, spec_info)  # type: ignore[no-any-return]
         K, L, batch = self.topk, self.speculative_num_steps, forward_batch.batch_size
-        slots = per_step_draft_out_cache_loc(forward_batch.out_cache_loc, batch, K, L)
-        temperatures = self.buffers.temperatures(batch).repeat_interleave(K, dim=0)
+        levels = enumerate(per_step_draft_out_cache_loc(forward_batch.out_cache_loc, batch, K, L))
         hidden = spec_info.hidden_states.unsqueeze(1).expand(-1, K, -1)
-        roots = self.buffers.roots(forward_batch.req_pool_indices[:batch])
-        growth = self.buffers.growth(roots, K, L)
-        packed = [roots.pack().unsqueeze(1)]
-        for step in range(L - 1):
+
+        def head(growth: TreeGrowth) -> Tensor:
+            nonlocal hidden
             forward_batch.input_ids = growth.tokens.flatten()
-            forward_batch.out_cache_loc = slots[step].contiguous()
+            step, slots = next(levels)
+            forward_batch.out_cache_loc = slots.contiguous()
             origins = growth.origins.unsqueeze(2).expand(-1, -1, hidden.shape[2])
             spec_info.hidden_states = hidden.gather(1, origins).flatten(0, 1)
             with head_context(self.draft_attn_backend.attn_backends[step], forward_batch):
@@ -164,11 +161,10 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             forward_batch.positions.add_(1)
             if self.draft_runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions.add_(1)
-            logits = output.next_token_logits
-            peaks = (logits.amax(dim=1) - logits.logsumexp(dim=1)).double().unsqueeze(1)
-            probs = growth.grow(self.buffers.short_probs(logits, temperatures), peaks)
-            packed.append(probs.pack())
-        return *growth.tree(), torch.cat(packed, dim=1)
+            return output.next_token_logits  # type: ignore[no-any-return]
+
+        tree, packed = self.buffers.grow(forward_batch.req_pool_indices[:batch], K, L, head)
+        return *tree, packed
 
     def _draft_extend_for_prefill(
         self,
@@ -255,7 +251,23 @@ class HeadReplay(DraftReplay):
         own = own_snapshots(snapshots, HeadSnapshot)
         pool_indices = self.pool_indices[[self.requests.index(request) for request in requests]]
         attention = ReplayAttention(self.worker, pool_indices, own)
-        output = self._run(attention, own, tokens)
+        positions = torch.tensor([s.position for s in own], device=tokens.device)
+        last, hidden = CaptureHiddenMode.LAST, torch.stack([s.hidden for s in own])
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(own),
+            input_ids=tokens,
+            req_pool_indices=pool_indices,
+            seq_lens=positions + 1,
+            out_cache_loc=torch.zeros_like(tokens),
+            seq_lens_sum=0,
+            positions=positions,
+            spec_algorithm=self.worker.draft_runner.spec_algorithm,
+            spec_info=EagleDraftInput(hidden_states=hidden, capture_hidden_mode=last),
+            capture_hidden_mode=last,
+        )
+        with head_context(attention, batch):
+            output = self.worker.draft_runner.model.forward(tokens, positions, batch)
         temperatures = torch.stack([s.temperature for s in own])
         probs = self.worker.buffers.short_probs(output.next_token_logits, temperatures)
         return [
@@ -274,29 +286,6 @@ class HeadReplay(DraftReplay):
         own = [snapshot.probs for snapshot in own_snapshots(snapshots, HeadSnapshot)]
         return DraftProbs(torch.stack([p.ids for p in own]), torch.stack([p.probs for p in own]))
 
-    def _run(
-        self, attention: "ReplayAttention", snapshots: Sequence[HeadSnapshot], tokens: Tensor
-    ) -> Any:
-        runner = self.worker.draft_runner
-        positions = torch.tensor([s.position for s in snapshots], device=tokens.device)
-        last = CaptureHiddenMode.LAST
-        hidden = torch.stack([s.hidden for s in snapshots])
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(snapshots),
-            input_ids=tokens,
-            req_pool_indices=attention.pool_indices,
-            seq_lens=positions + 1,
-            out_cache_loc=torch.zeros_like(tokens),
-            seq_lens_sum=0,
-            positions=positions,
-            spec_algorithm=runner.spec_algorithm,
-            spec_info=EagleDraftInput(hidden_states=hidden, capture_hidden_mode=last),
-            capture_hidden_mode=last,
-        )
-        with head_context(attention, batch):
-            return runner.model.forward(tokens, positions, batch)
-
 
 class ReplayAttention(AttentionBackend):  # type: ignore[misc]
     """Attention of single rows over SGLang's entries and over the rows' own entries.
@@ -311,7 +300,6 @@ class ReplayAttention(AttentionBackend):  # type: ignore[misc]
         """Look up the entries that each row reads."""
         super().__init__()
         self.token_to_kv_pool = worker.draft_runner.token_to_kv_pool
-        self.pool_indices = pool_indices
         self.entries = [dict(s.entries) for s in snapshots]
         device = pool_indices.device
         contexts = torch.tensor([[s.context] for s in snapshots], device=device)

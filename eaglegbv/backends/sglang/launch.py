@@ -32,10 +32,6 @@ ALGORITHMS = {Arch.EAGLE1: "EAGLEGBV", Arch.EAGLE3: "EAGLEGBV3"}
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of configurations whose models have layers that predict further tokens."""
 
-STARTS_WITHIN = 1800.0
-ENDS_WITHIN = 60.0
-LAST_WORDS = 2000
-
 
 def engine(
     model: str | Path,
@@ -133,20 +129,15 @@ def served_head(
         DrafterMismatch: The head is broken, or does not fit the target.
     """
     folder = drafter_folder(drafter, head=True, revision=draft_revision)
-    _refuse_mtp(folder)
-    checkpoint = read_checkpoint(folder)
-    target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
-    algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
-    return _converted(checkpoint), algorithm
-
-
-def _refuse_mtp(folder: Path) -> None:
-    """Refuse a model with multi-token prediction layers, before its weights are read."""
     config = read_json(folder / "config.json")
     names = ", ".join(map(str, config.get("architectures") or ()))
     if any(config.get(key) for key in MTP_KEYS) and "eagle" not in names.lower():
         expected = f"an EAGLE head; MTP layers ({names}) are drafted with by SGLang's own EAGLE"
         raise InvalidArgument("drafter", str(folder), expected)
+    checkpoint = read_checkpoint(folder)
+    target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
+    return _converted(checkpoint), algorithm
 
 
 def _converted(checkpoint: Checkpoint) -> Path:
@@ -210,12 +201,12 @@ class ServerFailed(EagleGBVError):
 
     def __init__(self, happened: str, log: Path) -> None:
         text = log.read_text(encoding="utf-8", errors="replace")
-        super().__init__(f"the server {happened}; the end of {log}:\n{text[-LAST_WORDS:]}")
+        super().__init__(f"the server {happened}; the end of {log}:\n{text[-2000:]}")
         self.happened, self.log = happened, log
 
 
 @contextmanager
-def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) -> Iterator[str]:
+def running(launch: Launch, log: Path, *, starts_within: float = 1800.0) -> Iterator[str]:
     """Start a server on a free port of this machine, and stop it at the end.
 
     Yields its address once it answers, which it must within ``starts_within`` seconds. Its output
@@ -250,7 +241,7 @@ def running(launch: Launch, log: Path, *, starts_within: float = STARTS_WITHIN) 
     finally:
         process.terminate()
         try:
-            process.wait(ENDS_WITHIN)
+            process.wait(60.0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -8,6 +8,7 @@ which no verifier sees. A greedy request has SGLang's own EAGLE-2 tree in the sa
 Everything here may run inside a CUDA graph: nothing is read on the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -218,15 +219,28 @@ class RoundBuffers:
         """Keep the most likely tokens at the next round's roots, from ``[batch, draft_vocab]``."""
         self._roots[slots] = self._top(logits).pack()
 
-    def roots(self, slots: Tensor) -> ShortProbs:
-        """Return the distributions at the roots of a round, ``[batch, width]``."""
-        return ShortProbs.unpack(self._roots[slots]).tempered(self.temperatures(len(slots)))
+    def grow(
+        self, slots: Tensor, paths: int, length: int, head: Callable[[TreeGrowth], Tensor]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Grow the trees of a round from the roots kept for ``slots`` ``[batch]``.
 
-    def growth(self, roots: ShortProbs, paths: int, length: int) -> TreeGrowth:
-        """Start the trees of a round from the distributions at their roots."""
-        batch = len(roots.ids)
+        ``head`` returns the logits ``[batch * paths, draft_vocab]`` after the branches' tokens.
+
+        Returns:
+            What :meth:`TreeGrowth.tree` does, and the distributions at the root and after each
+            branch's tokens but the last, packed: ``[batch, 1 + (length - 1) * paths, 2, width]``.
+        """
+        batch, temperatures = len(slots), self.temperatures(len(slots))
+        roots = ShortProbs.unpack(self._roots[slots]).tempered(temperatures)
         drawn = self.uniforms[:batch, : paths * length].view(batch, paths, length)
-        return TreeGrowth(roots, drawn, self._greedy[:batch])
+        growth = TreeGrowth(roots, drawn, self._greedy[:batch])
+        temperatures = temperatures.repeat_interleave(paths, dim=0)
+        packed = [roots.pack().unsqueeze(1)]
+        for _ in range(length - 1):
+            logits = head(growth)
+            peaks = (logits.amax(dim=1) - logits.logsumexp(dim=1)).double().unsqueeze(1)
+            packed.append(growth.grow(self.short_probs(logits, temperatures), peaks).pack())
+        return growth.tree(), torch.cat(packed, dim=1)
 
 
 @dataclass(frozen=True, slots=True)

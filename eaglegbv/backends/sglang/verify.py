@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from itertools import count
 from types import ModuleType
@@ -63,7 +63,17 @@ class RequestBook:
         """Return the records of SGLang's requests, opened where there are none."""
         for request in requests:
             if request not in self._records:
-                self._records[request] = self._open(request)
+                seed = request.sampling_params.sampling_seed
+                if seed is None:
+                    seed = request_seed(self._seed, next(self._unseeded))
+                self._records[request] = Request(
+                    number=next(self._numbers),
+                    prompt_ids=tuple(request.origin_input_ids),
+                    params=SamplingParams(),  # unused: SGLang's own apply
+                    plan=self._plan,
+                    rng=RequestRng(seed % 2**64),
+                    max_tokens=2**31 - 1,
+                )
         return [self._records[request] for request in requests]
 
     def uniforms(self, requests: Sequence["Req"], purpose: Purpose = Purpose.DRAFT) -> Tensor:
@@ -80,19 +90,6 @@ class RequestBook:
         """Move on to the next step, so that no number of this one is used again."""
         for own in self.of(requests):
             own.step += 1
-
-    def _open(self, request: "Req") -> Request:
-        seed = request.sampling_params.sampling_seed
-        if seed is None:
-            seed = request_seed(self._seed, next(self._unseeded))
-        return Request(
-            number=next(self._numbers),
-            prompt_ids=tuple(request.origin_input_ids),
-            params=SamplingParams(),  # unused: SGLang's own apply
-            plan=self._plan,
-            rng=RequestRng(seed % 2**64),
-            max_tokens=2**31 - 1,
-        )
 
 
 def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:
@@ -264,67 +261,59 @@ def install() -> None:
         name = f"{limit}_renorm_prob"
         if vars(home).get(name) is None:  # SGLang has such kernels only on a GPU
             setattr(home, name, lambda probs, values, limit=limit: keep(probs, **{limit: values}))
-    walk = eagle_utils.verify_tree_greedy_func
-    for place, name, wrap in (
+    for place, name, instead in (
         (eagle_utils, "sampling_softmax", in_place_softmax),
-        (home, kernel, partial(sampling, walk=walk)),
-        (eagle_utils, "_verify_uses_greedy", _uses_greedy),
+        (eagle_utils, "_verify_uses_greedy", uses_greedy),
+        (home, kernel, partial(sample, walk=eagle_utils.verify_tree_greedy_func)),
     ):
         original: Any = vars(place).get(name)
-        setattr(place, name, wrap(original))
+        setattr(place, name, partial(instead, original))
 
 
-def in_place_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap SGLang's softmax to write the distributions of a round where they are judged."""
-
-    @wraps(original)
-    def softmax(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
-        own = _round.get()
-        if own is None or own.space is None or temperatures is None:
-            return original(logits, temperatures)
-        torch.div(logits, temperatures, out=own.space)
-        return torch.softmax(own.space, dim=-1, out=own.space)
-
-    return softmax
+def in_place_softmax(
+    original: Callable[..., Tensor], logits: Tensor, temperatures: Tensor | None = None
+) -> Tensor:
+    """SGLang's softmax, but of a round the distributions are written where they are judged."""
+    own = _round.get()
+    if own is None or own.space is None or temperatures is None:
+        return original(logits, temperatures)
+    torch.div(logits, temperatures, out=own.space)
+    return torch.softmax(own.space, dim=-1, out=own.space)
 
 
-def sampling(original: Callable[..., Any], *, walk: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap SGLang's kernel for sampling from trees; ``walk`` is its kernel for greedy trees."""
-
-    def sample(*, target_probs: Tensor, **named: Any) -> Any:
-        own = _round.get()
-        if own is None:
-            return original(target_probs=target_probs, **named)
-        outputs = {name: named[name] for name in ("predicts", "accept_index", "accept_token_num")}
-        greedy = greedy_rows(own.sampling)
-        if greedy is not None:
-            walk(
-                **outputs,
-                candidates=named["candidates"],
-                retrieve_index=named["retrive_index"],
-                retrieve_next_token=named["retrive_next_token"],
-                retrieve_next_sibling=named["retrive_next_sibling"],
-                target_predict=target_probs.argmax(dim=-1),
-            )
-        if own.sampling.need_min_p_sampling:
-            # SGLang does not apply it to trees. Judges normalise rows anew.
-            edges = target_probs.amax(dim=2, keepdim=True) * own.sampling.min_ps.view(-1, 1, 1)
-            target_probs = target_probs.where(target_probs >= edges, 0)
-        for output, table in zip(outputs.values(), own.accept(target_probs), strict=True):
-            old, new = output.view(len(table), -1), table.view(len(table), -1)
-            old.copy_(new if greedy is None else torch.where(greedy.unsqueeze(1), old, new))
-        return None
-
-    return sample
+def sample(
+    original: Callable[..., Any], *, walk: Callable[..., Any], target_probs: Tensor, **named: Any
+) -> Any:
+    """SGLang's kernel for sampling from trees; ``walk`` is its kernel for greedy trees."""
+    own = _round.get()
+    if own is None:
+        return original(target_probs=target_probs, **named)
+    outputs = {name: named[name] for name in ("predicts", "accept_index", "accept_token_num")}
+    greedy = greedy_rows(own.sampling)
+    if greedy is not None:
+        walk(
+            **outputs,
+            candidates=named["candidates"],
+            retrieve_index=named["retrive_index"],
+            retrieve_next_token=named["retrive_next_token"],
+            retrieve_next_sibling=named["retrive_next_sibling"],
+            target_predict=target_probs.argmax(dim=-1),
+        )
+    if own.sampling.need_min_p_sampling:
+        # SGLang does not apply it to trees. Judges normalise rows anew.
+        edges = target_probs.amax(dim=2, keepdim=True) * own.sampling.min_ps.view(-1, 1, 1)
+        target_probs = target_probs.where(target_probs >= edges, 0)
+    for output, table in zip(outputs.values(), own.accept(target_probs), strict=True):
+        old, new = output.view(len(table), -1), table.view(len(table), -1)
+        old.copy_(new if greedy is None else torch.where(greedy.unsqueeze(1), old, new))
+    return None
 
 
-def _uses_greedy(original: Callable[..., bool]) -> Callable[..., bool]:
-    @wraps(original)
-    def uses_greedy(*, is_all_greedy: bool, **platform: bool) -> bool:
-        # On platforms for which SGLang has no kernels, it takes the most likely tokens, whatever
-        # the temperature. Our kernels run everywhere.
-        if _round.get() is not None:
-            return is_all_greedy
-        return original(is_all_greedy=is_all_greedy, **platform)
+def uses_greedy(original: Callable[..., bool], *, is_all_greedy: bool, **platform: bool) -> bool:
+    """Return whether SGLang takes the most likely tokens, which it does without kernels of its own.
 
-    return uses_greedy
+    Our kernels run on every platform.
+    """
+    if _round.get() is not None:
+        return is_all_greedy
+    return original(is_all_greedy=is_all_greedy, **platform)

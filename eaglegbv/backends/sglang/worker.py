@@ -49,9 +49,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         eagle_worker_v2.EagleDraftWorker = SampledDraftWorker  # SGLang's worker creates one
         super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
-        self._stateful = None
-        if settings.verifier in STATEFUL_VERIFIERS:
-            self._stateful = STATEFUL_VERIFIERS[settings.verifier]()
+        stateful = STATEFUL_VERIFIERS.get(settings.verifier)
+        self._stateful = None if stateful is None else stateful()
         self._plan = Plan(
             verifier=settings.verifier,
             paths=self.topk,

@@ -1,16 +1,12 @@
-"""The documented commands for real models, as they stand, with small stand-ins of their layouts.
-
-The stand-ins lie in a cache as the hub's client keeps it, so names are found without network.
-"""
+"""Documented commands for real models, with stand-ins in a cache as the hub's client keeps it."""
 
 import json
 import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
-from support.cli import documented_commands
+from support.cli import documented_commands, process
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -93,24 +89,16 @@ def test_they_run_as_documented(tmp_path):
     }
     environment.pop("HF_HUB_CACHE", None)
     short = ["--questions", "1", "--max-tokens", "5", "--repeats", "1", "--device", "cpu"]
-    run = [sys.executable, "-c", ONE_BY_ONE, json.dumps([[*c[1:], *short] for c in commands()])]
-    done = subprocess.run(
-        run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = json.dumps([[*command[1:], *short] for command in commands()])
+    process(sys.executable, "-c", ONE_BY_ONE, words, env=environment, cwd=tmp_path)
     for command in commands():
-        check(command, tmp_path / option(command, "--out") / "results.json")
-
-
-def check(command: list[str], path: Path) -> None:
-    results = read_results(path)
-    settings = results.settings
-    named = option(command, "--model"), option(command, "--drafter")
-    assert (settings.model, settings.drafter, settings.template) == (*named, TEMPLATE)
-    assert len(results.records) == len(settings.settings)
-    for record in results.records:
-        assert record.error is None
-        assert len(record.turns) == 2
-        assert all(turn.completion_tokens == 5 for turn in record.turns)
-    baselines = [s.baseline for s in settings.settings if s.baseline is not None]
-    assert ",".join(baselines) == option(command, "--baselines")
+        results = read_results(tmp_path / option(command, "--out") / "results.json")
+        settings = results.settings
+        named = option(command, "--model"), option(command, "--drafter")
+        assert (settings.model, settings.drafter, settings.template) == (*named, TEMPLATE)
+        assert len(results.records) == len(settings.settings)
+        for record in results.records:
+            assert record.error is None
+            assert [turn.completion_tokens for turn in record.turns] == [5, 5]
+        baselines = [s.baseline for s in settings.settings if s.baseline is not None]
+        assert ",".join(baselines) == option(command, "--baselines")

@@ -71,17 +71,10 @@ def test_system_and_raw_change_what_the_model_reads(cli, pair):
 
 
 def test_the_drafter_is_told_how_to_draft(cli, pair):
-    options = ["--verifier", "gbv", "--paths", "2", "--depth", "3", "--draft-sampling", "iid"]
-    more = ["--draft-width", "8", "--draft-temperature", "1.5"]
-    result = generate(cli, pair, "--prompt", "Hello", "--json", *options, *more)
-    expected = {
-        "verifier": "gbv",
-        "paths": 2,
-        "depth": 3,
-        "draft_sampling": "iid",
-        "draft_width": 8,
-        "draft_temperature": 1.5,
-    }
+    expected = {"verifier": "gbv", "paths": 2, "depth": 3, "draft_sampling": "iid"}
+    expected |= {"draft_width": 8, "draft_temperature": 1.5}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in expected.items()]
+    result = generate(cli, pair, "--prompt", "Hello", "--json", *options)
     plan = json.loads(result.out)["plan"]
     assert {name: plan[name] for name in expected} == expected
     # A verifier of a single path gets one unless it is told otherwise.
@@ -117,8 +110,7 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted(cli, pair, tmp_path
 def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, pair):
     result = generate(cli, pair, "--prompt", "Hello", "--ignore-eos", "--json")
     answer = json.loads(result.out)
-    assert len(answer["token_ids"]) == 12
-    assert answer["finish_reason"] == "length"
+    assert (len(answer["token_ids"]), answer["finish_reason"]) == (12, "length")
     metrics, plans = answer["metrics"], answer["metrics"]["plans"]
     assert metrics["committed_tokens"] == 11
     assert metrics["block_efficiency"] == 11 / metrics["target_forwards"]

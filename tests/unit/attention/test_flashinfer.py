@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from gpu.cuda.flashinfer_on_host import HostKernels
-from gpu.cuda.runtime import HostRuntime
 from gpu.ptx.lanes import MemoryFault
 from support.flashinfer_stand import StandKernels
 from support.pretend_device import PretendDevice
@@ -55,28 +54,24 @@ class Place:
     kernels: FlashInferKernels
 
 
-@pytest.fixture
-def gpu() -> Place:
+HOST = pytest.param("host", marks=pytest.mark.on_host)
+
+
+@pytest.fixture(params=[pytest.param("gpu", marks=pytest.mark.gpu), HOST])
+def place(request: pytest.FixtureRequest) -> Place:
+    if request.param == "host":
+        request.getfixturevalue("on_host")
+        return Place("cpu", HostKernels())
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     pytest.importorskip("flashinfer")
     return Place("cuda", FlashInferKernels())
 
 
-@pytest.fixture
-def host(on_host: HostRuntime) -> Place:
-    return Place("cpu", HostKernels())
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("gpu", marks=pytest.mark.gpu),
-        pytest.param("host", marks=pytest.mark.on_host),
-    ]
-)
-def place(request: pytest.FixtureRequest) -> Place:
-    found: Place = request.getfixturevalue(request.param)
-    return found
+def branch_shape(
+    requests: int, branches: int, levels: int, sizes: Sizes = SIZES, *, max_context: int = SLOTS
+) -> BranchShape:
+    return BranchShape(requests, branches, levels, max_context, sizes.heads, SCALE)
 
 
 def check_kernels(place: Place, name, sizes=SIZES, *, tolerance=0.03, **scores: Any) -> None:
@@ -168,10 +163,10 @@ def test_kernels_of_other_sizes_agree(name, sizes, place):
     check_kernels(place, name, sizes)
 
 
-@pytest.mark.on_host
+@pytest.mark.parametrize("place", [HOST], indirect=True)
 @pytest.mark.parametrize("name", ["long texts", "plain decoding of long texts"])
-def test_long_texts_are_split_among_blocks(name, host, on_host):
-    check_kernels(host, name)
+def test_long_texts_are_split_among_blocks(name, place, on_host):
+    check_kernels(place, name)
     assert any("MergeStates" in kernel for kernel in on_host.launched)
 
 
@@ -200,9 +195,7 @@ def test_kernels_of_fixed_sizes_agree(name, window, place):
 @pytest.mark.parametrize("sizes", [SIZES, Sizes(8, 2, 64)], ids=str)
 def test_kernels_of_drafted_rows_agree(sizes, place):
     """Level by level, for texts of two steps; rows of a request go on from each other's parents."""
-    shape = BranchShape(
-        requests=2, branches=3, levels=3, max_context=SLOTS, heads=sizes.heads, scale=SCALE
-    )
+    shape = branch_shape(2, 3, 3, sizes)
     ours, reference = pools(place.device, sizes=sizes)
     both = (
         FlashInferPagedAttention(ours, place.kernels).branches(shape),
@@ -227,12 +220,12 @@ def test_kernels_of_drafted_rows_agree(sizes, place):
             torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
 
 
-@pytest.mark.on_host
-def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(host, on_host, monkeypatch):
+@pytest.mark.parametrize("place", [HOST], indirect=True)
+def test_masks_are_read_from_elsewhere_unless_their_offsets_are_mended(place, on_host, monkeypatch):
     """Elsewhere there may be no tensor, or one that says something else."""
     monkeypatch.setattr(PlannedWrapper, "_mend_offsets", lambda self, masks: None)
     with pytest.raises((RuntimeError, AssertionError)):
-        check_kernels(host, "long texts")
+        check_kernels(place, "long texts")
     assert all(isinstance(fault, MemoryFault) for fault in on_host.faults)
     on_host.faults.clear()
 
@@ -259,9 +252,7 @@ def test_flashinfers_plans_wait_for_nothing(name, on_host, monkeypatch):
                 if isinstance(used, StaticTreeAttention):
                     used.plan(batch)
                 used.attend(CALL, *new, batch)
-        shape = BranchShape(
-            requests=2, branches=3, levels=2, max_context=SLOTS, heads=SIZES.heads, scale=SCALE
-        )
+        shape = branch_shape(2, 3, 2)
         branches = attention.branches(shape)
         for length in (3, 300):
             branches.plan([torch.arange(length)] * 2, torch.arange(12).view(2, 2, 3))
@@ -287,14 +278,7 @@ def plan_everything(attention: FlashInferPagedAttention, sizes: Sizes) -> None:
         for used in (attention, static):
             used.attend(CALL, *new_rows(batch.rows, sizes=sizes), batch)
     for requests, branches in DRAFTS:
-        shape = BranchShape(
-            requests=requests,
-            branches=branches,
-            levels=2,
-            max_context=4096,
-            heads=sizes.heads,
-            scale=SCALE,
-        )
+        shape = branch_shape(requests, branches, 2, sizes, max_context=4096)
         slots = torch.zeros((requests, shape.levels, branches), dtype=torch.int64)
         texts = [torch.arange(4000 // requests)] * requests
         attention.branches(shape).plan(texts, slots)

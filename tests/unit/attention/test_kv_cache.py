@@ -8,7 +8,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.saved_pair import save_pair
 from support.tiny_models import LAYERS, tiny_model
 
 from eaglegbv import LLM, EngineConfig, Plan
@@ -222,9 +221,8 @@ def test_a_slot_for_padding_is_among_the_bytes_given():
     assert (counted.max_slots, counted.pool.num_slots) == (100, 101)
 
 
-def test_the_pools_of_a_pair_are_sized_together(tmp_path):
-    pair = save_pair(tmp_path)
-    llm = LLM(*pair, plan=Plan(), engine=EngineConfig(kv_bytes=3_000_000))
+def test_the_pools_of_a_pair_are_sized_together(saved_pair):
+    llm = LLM(*saved_pair, plan=Plan(), engine=EngineConfig(kv_bytes=3_000_000))
     target, drafter = llm._engine._target, llm._engine._drafting.drafter
     assert isinstance(target, HFTarget)
     assert isinstance(drafter, EagleDrafter)

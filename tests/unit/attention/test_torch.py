@@ -32,22 +32,17 @@ def define(q: Tensor, pool: KVPool, batch: PackedBatch, call: AttentionCall) -> 
     out = torch.zeros(q.shape, dtype=torch.float64)
     row = 0
     for segment in batch.segments:
-        c, m, q_count = segment.num_context, segment.num_pending, segment.num_new
+        c, old = segment.num_context, segment.num_pending - segment.num_new
         slots = segment.context_slots.tolist() + segment.tree_slots.tolist()
         positions = list(range(c)) + segment.tree_positions.tolist()
-        for i in range(q_count):
+        for i, position in enumerate(segment.positions.tolist()):
             seen = []
-            for key in range(c + m):
-                ok = key < c or (
-                    key - c <= m - q_count + i
-                    if segment.visible is None
-                    else bool(segment.visible[i, key - c])
-                )
-                near = call.window is None or (
-                    int(segment.positions[i]) - positions[key] < call.window
-                )
-                if ok and near:
-                    seen.append(slots[key])
+            for key, (slot, at) in enumerate(zip(slots, positions, strict=True)):
+                ok = key <= c + old + i
+                if segment.visible is not None:
+                    ok = key < c or bool(segment.visible[i, key - c])
+                if ok and (call.window is None or position - at < call.window):
+                    seen.append(slot)
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
                 keys, values = pool.keys[0, seen, kv].double(), pool.values[0, seen, kv].double()

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.tiny_models import CONFIGS, LAYERS, tiny_model
+from support.tiny_models import CONFIGS, LAYERS, random_llama, tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
 from eaglegbv.attention.torch import TorchPagedAttention
@@ -99,10 +98,5 @@ def test_a_benchmark_may_go_on_with_what_the_check_found(caplog):
 
 
 def test_even_a_freshly_initialised_model_shows_it():
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ModelNotSupported, match="logits of the plain model"):
-        HFTarget(model, max_slots=64, attention=SeesSiblings)
+        HFTarget(random_llama(64, seed=0), max_slots=64, attention=SeesSiblings)

@@ -7,7 +7,7 @@ so the graphs it finds are mostly run as they are, without the minutes its code 
 import pytest
 import torch
 from support.compilers import needs_compiler
-from support.packed_trees import Text, assert_same, random_tokens, random_tree, scattered
+from support.packed_trees import Text, assert_same, random_tokens, random_tree
 from support.tiny_models import VOCAB, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -20,6 +20,8 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FINAL, TargetOutput
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+
 COMPILED = ("llama", "gemma3_text", "phi3", "gpt_oss")
 """Kinds of layers: plain, of two windows, joint products, experts and sinks."""
 
@@ -28,12 +30,8 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
     """Two prompts, then trees of several sizes behind them, in one forward each."""
     generator = torch.Generator().manual_seed(3)
     texts = [Text(random_tokens(length, generator)) for length in (7, 3)]
-    segments = [
-        text.prefill(scattered(target.allocator, len(text.tokens), generator)) for text in texts
-    ]
-    found = [target.forward(segments)]
-    token = Text([1]).prefill(scattered(target.allocator, 1, generator))
-    found.append(target.forward([token]))  # of one row
+    found = [target.forward([text.prefill(target.allocator, generator) for text in texts])]
+    found.append(target.forward([Text([1]).prefill(target.allocator, generator)]))  # of one row
     for nodes in (1, 5, 9, 2):
         segments = [random_tree(text, nodes, target.allocator, generator) for text in texts]
         found.append(target.forward(segments, logit_rows=torch.arange(2 * nodes)))
@@ -42,7 +40,6 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_forwards_equal_plain_ones(name):
     features = (1, 3)
@@ -51,7 +48,6 @@ def test_compiled_forwards_equal_plain_ones(name):
     check_same(compiled, plain)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_compiled_targets_of_one_class_keep_apart():
     # Their graphs are not guarded by what they were made from, which differs here: the number of
     # layers, what is captured, the weights.
@@ -71,7 +67,6 @@ def test_compiled_targets_of_one_class_keep_apart():
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(600)
 def test_generated_products_are_the_targets_and_no_row_depends_on_another(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -126,7 +121,6 @@ def check_same(compiled: HFTarget, plain: HFTarget) -> None:
         assert_same(ours, expected)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch):
     model = tiny_model("llama")
     plain = model.model.norm.forward
@@ -143,7 +137,6 @@ def test_a_model_that_is_not_one_graph_is_refused_by_name(monkeypatch):
         HFTarget(model, max_slots=64, compile_backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_model_that_calls_another_part_of_itself_is_refused_by_name():
     expected = r"compile_backend='eager': expected none for OPTForCausalLM.*not call OPTModel"
     with pytest.raises(InvalidArgument, match=expected):

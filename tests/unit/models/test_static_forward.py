@@ -1,10 +1,12 @@
 """Forwards padded to buckets, and replayed, compute what plain forwards do."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.packed_trees import Text, assert_same, random_parents, random_tokens, scattered
+from support.packed_trees import Text, assert_same, random_tokens, random_tree
 from support.tiny_models import tiny_model
 from torch import Tensor
 
@@ -18,8 +20,8 @@ from eaglegbv.models.target import TargetOutput
 FEATURES = (1, 3)
 
 
-def llama(graphs: GraphMode | Recorder) -> HFTarget:
-    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=1024, graphs=graphs)
+def llama(graphs: GraphMode | Recorder, **how: Any) -> HFTarget:
+    return HFTarget(tiny_model("llama"), features=FEATURES, max_slots=1024, graphs=graphs, **how)
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +43,17 @@ batches = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1,
 def tree_outputs(target: HFTarget, batch: Batch, seed: int) -> TargetOutput:
     """Read the texts, then their trees; the results of the trees, and everything freed again."""
     generator = torch.Generator().manual_seed(seed)
-    taken = []
-
-    def slots(count: int) -> torch.Tensor:
-        taken.append(scattered(target.allocator, count, generator))
-        return taken[-1]
-
     texts = [Text(random_tokens(count, generator)) for count, _ in batch]
-    target.forward([text.prefill(slots(len(text.tokens))) for text in texts])
+    target.forward([text.prefill(target.allocator, generator) for text in texts])
     segments = [
-        text.tree(random_tokens(nodes, generator), random_parents(nodes, generator), slots(nodes))
+        random_tree(text, nodes, target.allocator, generator)
         for text, (_, nodes) in zip(texts, batch, strict=True)
     ]
     rows = torch.arange(sum(nodes for _, nodes in batch))
     found = target.forward(segments, logit_rows=rows)
     assert found.features is not None
-    for own in taken:
-        target.allocator.release(own)
+    for text in texts:
+        target.allocator.release(torch.cat((text.slots, text.tree_slots)))
     return TargetOutput(found.logits.clone(), found.features.clone())
 
 
@@ -90,9 +86,9 @@ def test_what_is_not_padded_is_counted_by_reason():
     # A prompt beside a tree: the whole forward runs as it is.
     generator = torch.Generator().manual_seed(0)
     text, other = Text([1, 2, 3]), Text([4, 5])
-    target.forward([text.prefill(scattered(target.allocator, 3, generator))])
-    trees = text.tree([7], [0], scattered(target.allocator, 1, generator))
-    target.forward([trees, other.prefill(scattered(target.allocator, 2, generator))])
+    target.forward([text.prefill(target.allocator, generator)])
+    trees = random_tree(text, 1, target.allocator, generator)
+    target.forward([trees, other.prefill(target.allocator, generator)])
     assert target.graph_counts == {"prefill": 4, "replayed": 1, "too many rows": 1}
     assert llama(GraphMode.OFF).graph_counts == {}
 
@@ -117,13 +113,7 @@ class Obstinate(TorchPagedAttention):
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_from_then_on(plain):
-    target = HFTarget(
-        tiny_model("llama"),
-        features=FEATURES,
-        max_slots=512,
-        attention=Obstinate,
-        graphs=GraphMode.EAGER,
-    )
+    target = llama(GraphMode.EAGER, attention=Obstinate)
     assert isinstance(target.attention, Obstinate)
     target.attention.refusing = True
     for batch in ([(3, 2)], [(4, 5)], [(4, 20)]):

@@ -5,6 +5,7 @@ project's plug-in run as they are; what is replaced is this, and nothing else:
 
 * eight functions of the package ``sgl_kernel``: copying KV rows, the four tables of cache
   locations, gathering bonus tokens and accepted slots, and building and greedily walking a tree;
+* the kernel by which its own EAGLE samples from trees on a GPU, for ``eagle_samples`` beside this;
 * two operations of ``torch.ops.sgl_kernel``: attention over a paged cache, for extending (prompts
   and trees) and for decoding.
 
@@ -187,6 +188,62 @@ def verify_tree_greedy_cpu(
             node, accepted = child, accepted + 1
             accept_index[b, accepted] = b * nodes + node
         accept_token_num[b] = accepted
+
+
+def tree_speculative_sampling_target_only(
+    *,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+    deterministic: bool,
+) -> None:
+    """Walk each tree: a node's children are taken with the target's own probabilities.
+
+    Of the children of a node one is taken at most, each with its target probability; if none is,
+    the token is drawn from what the target has left for others.
+    """
+    del draft_probs, deterministic
+    if (threshold_single, threshold_acc) != (1.0, 1.0):
+        raise NotImplementedError("thresholds below 1")
+    for b in range(len(candidates)):
+        tokens, first, sibling = (
+            table[b].tolist() for table in (candidates, retrive_next_token, retrive_next_sibling)
+        )
+        numbers = retrive_index[b].tolist()
+        node, accepted = 0, 0
+        accept_index[b, 0] = numbers[0]
+        while True:
+            dist = target_probs[b, node].double()
+            coin, mass, child, seen = float(uniform_samples[b, node]), 0.0, first[node], []
+            while child != -1:
+                mass += float(dist[tokens[child]])
+                if coin < mass:
+                    break
+                seen.append(tokens[child])
+                child = sibling[child]
+            if child == -1 or accepted + 1 == accept_index.shape[1]:
+                break
+            predicts[numbers[node]] = tokens[child]
+            node, accepted = child, accepted + 1
+            accept_index[b, accepted] = numbers[node]
+        accept_token_num[b] = accepted
+        left = dist.clone()
+        if float(dist[seen].sum()) < float(dist.sum()):
+            left[seen] = 0
+        cumulative = left.cumsum(0)
+        draw = float(uniform_samples_for_final_sampling[b]) * float(cumulative[-1])
+        place = int((cumulative <= draw).sum())
+        predicts[numbers[node]] = min(place, int(left.nonzero().max()))
 
 
 def rotate_input_ids_cpu(*_: object) -> None:
