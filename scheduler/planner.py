@@ -27,8 +27,7 @@ from eaglegbv.request import PlanReason, Request
 
 Array: TypeAlias = NDArray[np.float64]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-# Steps timed together: classes of batch sizes (1, 2, 3-4, 5-8, ...), paths, depth (of looked-up
-# nodes, their class), and classes of contexts (below 512 tokens, 1024, 2048, ...).
+# Steps timed together: size class, paths, depth (or class of looked-up nodes), class of contexts.
 Cell: TypeAlias = tuple[int, int, int, int]
 
 # Estimator: seconds of a step. A linear fit tells what was never run; what was run is corrected by
@@ -319,7 +318,7 @@ class _Book:
         self.costs = StepCosts(recorded)
         known = len({step.shape.cell[1:3] for step in recorded}) > 1
         self.guess: StepCosts | None = StepCosts(recorded) if known else None
-        self.lessons = 2  # left, where a guess is to be confirmed: a draft and plain decoding
+        self.lessons = 4  # at most, to confirm a guess: a draft, plain decoding, and both again
         self.step = self.probed = self.learned = 0  # this step, the latest probe and lessons
         self.latest: dict[tuple[int, ...], int] = {}  # by cell, of any context: its latest step
         # By size class: the plan that was best last, and the seconds a token that it saves.
@@ -336,7 +335,7 @@ class _Book:
     def lesson(self) -> bool | None:
         """Whether a draft has to be timed, or plain decoding (False); None if neither has to."""
         if self.guess is not None:
-            return (None, False, True)[self.lessons]
+            return self.lessons % 2 == 0 if self.lessons else None
         timed = {paths > 0 for _, paths, *_ in self.costs.cells}
         return next((drafts for drafts in (True, False) if drafts not in timed), None)
 
@@ -349,11 +348,13 @@ class _Book:
         if not self._until_kept:
             self._keep()
         if (guess := self.guess) is not None:
-            log = math.log(seconds / guess.seconds([shape]).item())
-            self._surprises[bool(shape.paths)].append(log)
+            self._surprises[bool(shape.paths)].append(math.log(seconds / guess.seconds([shape])[0]))
             if min(map(len, self._surprises)) >= _ALIKE:
-                self.guess = None
                 logs = [float(np.median(own)) for own in self._surprises]
+                if self.lessons and abs(logs[1] - logs[0]) > _SURPRISE:  # pace changed between
+                    self._surprises = deque(maxlen=9), deque(maxlen=9)
+                    return True
+                self.guess = None
                 if max(map(abs, logs)) > _SURPRISE:  # of what has not run, proportions are kept
                     shapes = [step.shape for step in guess.known]
                     by = np.exp([logs[shape.paths > 0] for shape in shapes])
@@ -385,9 +386,8 @@ class Planner:
         self._matched, self._missed = dict[int, int](), dict[int, int]()
         self._texts: dict[int, Array] = {}
         self._timed: tuple[_Book, StepShape] | None = None
-        # What the latest step did, if all its requests did the same, and how often in a row.
-        self._kind: tuple[_Book, Cell] | None = None
-        self._alike = self._now = 0
+        self._kind: tuple[_Book, Cell] | None = None  # what the latest step did, if one thing
+        self._alike = self._now = 0  # how often in a row, and this step
         self._prices: deque[float] = deque(maxlen=5)
         self.reading_seconds = 0.0  # of a missed position; 0 while too little is known
         self.why = ""  # why the latest plans were chosen, in words; empty if all were fixed

@@ -215,6 +215,18 @@ def test_kept_costs_that_steps_confirm_stay_and_need_no_lessons() -> None:
     assert kept == []
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_machine_that_gets_faster_between_two_lessons_teaches_them_again(batch: int) -> None:
+    world = World(noise=0.0)
+    slow = replace(world, step=(10.0, 1.25), draft=(2.5, 0.5, 1.25, 0.125))
+    simulation = Simulation(slow, Planner(world.recorded()))
+    simulation.run(batch, 3)  # a draft
+    simulation.world = world
+    simulation.run(batch, 40)
+    assert simulation.share(PlanReason.LEARNING, 43) == 12 / 43
+    assert simulation.share(PLAIN, 20) == 0
+
+
 BAD_DRAFTER = World(chance=constant(0.05), draft=(3.0, 0.3, 0.6, 0.05))
 CHANGES = {
     "a better drafter": (BAD_DRAFTER, replace(BAD_DRAFTER, chance=constant(0.85))),
