@@ -11,22 +11,17 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.eval.comparison import (
-    DrafterReport,
-    category_table,
-    depth_table,
-    drafter_report,
-)
+from eaglegbv.eval.comparison import DrafterReport, category_table, depth_table, drafter_report
 from eaglegbv.eval.paired_comparison import collect
 from eaglegbv.eval.papers.cells import Options, Site
 from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.plots import check_matplotlib, picture_style, save_pictures
-from eaglegbv.eval.questions import load_questions
-from eaglegbv.eval.records import Record, Setting, describe_environment
+from eaglegbv.eval.questions import Question, load_questions
+from eaglegbv.eval.records import Record, RunSettings, Setting, describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
-from eaglegbv.eval.runner import run
+from eaglegbv.eval.runner import Generate, run
 from eaglegbv.eval.solvers import STANDARD, settings_of
 from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import (
@@ -90,24 +85,15 @@ def drafters(
     engine = EngineConfig(prefix_cache=False)
     found: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
-    held: list[Record] = []
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
-
-        def keep(record: Record) -> None:
-            held.append(record)
-            bar.update()
-
         for name, where in named:
             models = opts.made_of(given, opts.Models, drafter=where)
             llm = models.load(plans[0], engine)
             for plan in plans:
                 own = (Setting(plan=plan, temperature=temperature),)
                 settings = opts.run_settings(given, chosen, models, own)
-                held = []
-                # Seeds follow from that of the settings, so they are the same for all drafters.
-                run(llm.generate, chosen.questions, settings, at_once=batch, on_record=keep)
-                held.sort(key=lambda record: settings.question_ids.index(record.question_id))
+                held = _converse(llm.generate, chosen.questions, settings, batch, bar)
                 drafted = llm.drafter_name or "none"
                 found.append(drafter_report(name, drafted, plan, held, first.get(plan)))
                 first.setdefault(plan, held)
@@ -121,6 +107,27 @@ def drafters(
     broken = sum(one.errors for one in found)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
+
+
+def _converse(
+    generate: Generate,
+    questions: Sequence[Question],
+    settings: RunSettings,
+    at_once: int,
+    bar: opts.Progress,
+) -> list[Record]:
+    """Hold a conversation for each question, and return their records in the questions' order.
+
+    Seeds follow from that of ``settings``, so they are the same for all drafters.
+    """
+    held: list[Record] = []
+
+    def keep(record: Record) -> None:
+        held.append(record)
+        bar.update()
+
+    run(generate, questions, settings, at_once=at_once, on_record=keep)
+    return sorted(held, key=lambda record: settings.question_ids.index(record.question_id))
 
 
 def study(

@@ -84,16 +84,7 @@ def audit_pair(
     Raises:
         InvalidArgument: There are too many possible texts, or a setting does not fit.
     """
-    needed = round(FEWEST_CELLS * g_test.SMALLEST_EXPECTED)
-    if samples < needed:
-        raise InvalidArgument("samples", samples, f"an integer of at least {needed}")
-    if params.max_tokens is None:
-        raise InvalidArgument("max_tokens", None, "an integer: texts of one length are compared")
-    if params.penalised or params.stop or params.stop_token_ids:
-        raise InvalidArgument("params", params, "no penalties and no stops")
-    if exact and llm.dtype is not torch.float32:
-        expected = "plain, as the exact distribution is known in float32 only"
-        raise InvalidArgument("against", "exact", expected)
+    _check(llm, params, samples, exact=exact)
     params = msgspec.structs.replace(params, ignore_eos=True)
     ids, start = [llm.encode(prompt) for prompt in prompts], perf_counter()
     smallest = max(g_test.SMALLEST_EXPECTED, samples / MOST_CELLS)
@@ -137,6 +128,19 @@ def audit_pair(
             seconds=perf_counter() - start,
         )
         start = perf_counter()
+
+
+def _check(llm: LLM, params: SamplingParams, samples: int, *, exact: bool) -> None:
+    needed = round(FEWEST_CELLS * g_test.SMALLEST_EXPECTED)
+    if samples < needed:
+        raise InvalidArgument("samples", samples, f"an integer of at least {needed}")
+    if params.max_tokens is None:
+        raise InvalidArgument("max_tokens", None, "an integer: texts of one length are compared")
+    if params.penalised or params.stop or params.stop_token_ids:
+        raise InvalidArgument("params", params, "no penalties and no stops")
+    if exact and llm.dtype is not torch.float32:
+        expected = "plain, as the exact distribution is known in float32 only"
+        raise InvalidArgument("against", "exact", expected)
 
 
 def _exact_probs(

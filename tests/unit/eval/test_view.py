@@ -1,13 +1,13 @@
 import json
 import re
 import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support.cli import process
 from support.runs import ENVIRONMENT, NONE, OTBV, records, run_settings
 from support.tree_traces import LONG, NASTY, bush, step, write_trace
 
@@ -185,11 +185,7 @@ def drawn(text: str, folder: Path, *changes: str) -> dict[str, dict]:
         pytest.skip("node is not installed")
     file = folder / "page.html"
     file.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [node, str(DOM), str(file), *changes], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(process(node, DOM, file, *changes).stdout)
 
 
 def test_the_script_draws_every_chart_of_a_run(tmp_path: Path) -> None:
