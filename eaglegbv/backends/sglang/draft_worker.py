@@ -251,23 +251,7 @@ class HeadReplay(DraftReplay):
         own = own_snapshots(snapshots, HeadSnapshot)
         pool_indices = self.pool_indices[[self.requests.index(request) for request in requests]]
         attention = ReplayAttention(self.worker, pool_indices, own)
-        positions = torch.tensor([s.position for s in own], device=tokens.device)
-        last, hidden = CaptureHiddenMode.LAST, torch.stack([s.hidden for s in own])
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(own),
-            input_ids=tokens,
-            req_pool_indices=pool_indices,
-            seq_lens=positions + 1,
-            out_cache_loc=torch.zeros_like(tokens),
-            seq_lens_sum=0,
-            positions=positions,
-            spec_algorithm=self.worker.draft_runner.spec_algorithm,
-            spec_info=EagleDraftInput(hidden_states=hidden, capture_hidden_mode=last),
-            capture_hidden_mode=last,
-        )
-        with head_context(attention, batch):
-            output = self.worker.draft_runner.model.forward(tokens, positions, batch)
+        output = self._forward(attention, pool_indices, own, tokens)
         temperatures = torch.stack([s.temperature for s in own])
         probs = self.worker.buffers.short_probs(output.next_token_logits, temperatures)
         return [
@@ -285,6 +269,32 @@ class HeadReplay(DraftReplay):
         """See :meth:`DraftReplay.probs_at`."""
         own = [snapshot.probs for snapshot in own_snapshots(snapshots, HeadSnapshot)]
         return DraftProbs(torch.stack([p.ids for p in own]), torch.stack([p.probs for p in own]))
+
+    def _forward(
+        self,
+        attention: "ReplayAttention",
+        pool_indices: Tensor,
+        snapshots: Sequence[HeadSnapshot],
+        tokens: Tensor,
+    ) -> Any:
+        runner, last = self.worker.draft_runner, CaptureHiddenMode.LAST
+        positions = torch.tensor([s.position for s in snapshots], device=tokens.device)
+        hidden = torch.stack([s.hidden for s in snapshots])
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(snapshots),
+            input_ids=tokens,
+            req_pool_indices=pool_indices,
+            seq_lens=positions + 1,
+            out_cache_loc=torch.zeros_like(tokens),
+            seq_lens_sum=0,
+            positions=positions,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=EagleDraftInput(hidden_states=hidden, capture_hidden_mode=last),
+            capture_hidden_mode=last,
+        )
+        with head_context(attention, batch):
+            return runner.model.forward(tokens, positions, batch)
 
 
 class ReplayAttention(AttentionBackend):  # type: ignore[misc]
