@@ -2,17 +2,20 @@
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import product
 from pathlib import Path
+from shutil import which
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
+import eaglegbv
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import processor_name
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
@@ -235,13 +238,28 @@ class Results(msgspec.Struct, kw_only=True):
     format: int = FORMAT
 
 
+def project_version() -> str:
+    """Return the version of this project, with the commit if it runs from a checkout.
+
+    A copy of a checkout has no history; there, ``EAGLEGBV_COMMIT`` may name the commit.
+    """
+    root = Path(eaglegbv.__file__).parents[1]
+    commit = os.environ.get("EAGLEGBV_COMMIT", "")
+    if not commit and (root / ".git").exists() and which("git"):
+        describe = ("git", "describe", "--always", "--dirty", "--exclude", "*")
+        done = subprocess.run(describe, cwd=root, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
+    return f"{eaglegbv.__version__}+{commit}" if commit else eaglegbv.__version__
+
+
 def describe_environment(device: str, packages: Sequence[str] = ()) -> Environment:
     """Return the environment of this process, with versions of further ``packages``."""
-    usual = ("eaglegbv", "torch", "transformers", "tokenizers", "numpy")
-    versions = {package: metadata.version(package) for package in (*usual, *packages)}
+    versions = {"python": platform.python_version(), "eaglegbv": project_version()}
+    for package in ("torch", "transformers", "tokenizers", "numpy", *packages):
+        versions[package] = metadata.version(package)
     return Environment(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"python": platform.python_version(), **versions},
+        versions=versions,
         platform=platform.platform(),
         processor=processor_name(),
         cores=os.cpu_count() or 1,

@@ -1,70 +1,117 @@
 #!/bin/bash
-# Runs on the GPU machine, in a copy of the project with .gpu/: phases by value, each with its own limit.
-# What a phase found is in $OUT as soon as it ends.
-#   LIMIT=530 bash .gpu/first_run.sh                all phases within 530 s
-#   LIMIT=150 bash .gpu/first_run.sh lossless       chosen ones; packages and kernels are found again
-#   DRY=yes bash tools/gpu/first_run.sh probe smoke steps efficiency lossless    dry run, on a CPU
+# Runs on the GPU machine, in what prepare.sh made ready: phases by value, which share the time.
+#   LIMIT=530 bash tools/gpu/first_run.sh                all phases within 530 s
+#   LIMIT=150 bash tools/gpu/first_run.sh tests eager    chosen ones, while the machine is warm: nothing is unpacked
+#                                                        or compiled again
+#   DRY=yes LIMIT=900 bash tools/gpu/first_run.sh probe smoke steps lossless efficiency tests     on a CPU
+# $OUT gets three files, renewed every 10 s: summary.txt, steps.jsonl, and logs.tar.gz with all else.
 set -u
-LIMIT=${LIMIT:-530}                    # seconds after which no phase begins
-PY=${PY:-python3} DEV=cuda SHAPE=llama-3.1-8b TOK=64 N=${N:-20000} GRAPHS=on
-PLANS=4x6,none,gbv:4x6,block:1x6,1x4,2x4,3x4,2x6 BATCHES=1,4,16 LESS=
+# Seconds of each phase, together 530. What a phase does not use, the later ones have.
+declare -A SHARES=(
+  [probe]=70 [smoke]=50 [steps]=90 [lossless]=50 [efficiency]=60 [inductor]=70 [tests]=60 [greedy]=30 [eager]=25 [tiny]=25
+)
+PHASES=${*:-probe smoke steps lossless efficiency inductor tests greedy eager tiny}
+LIMIT=${LIMIT:-530} PY=${PY:-python3} DEV=cuda SHAPE=llama-3.1-8b TOK=64 N=${N:-10000} GRAPHS=on
+PLANS=4x6,none,gbv:4x6,block:1x6,1x4,2x4,3x4,2x6 BATCHES=1,4,16 SHORT= LESS=
 if [ -n "${DRY:-}" ]; then
   DEV=cpu SHAPE=tiny TOK=4 N=40 GRAPHS=eager PLANS=2x2,none BATCHES=1
   LESS="--prompts 1 --repeats 1 --tokens 4"
   SHORT="--contexts 16 --steps 2"
 fi
-scratch=${TMPDIR:-/tmp}; OUT=${OUT:-$scratch/gpu-out}
-here=$(cd "$(dirname "$0")" && pwd); kit=$here
-[ -e "$kit/probe.py" ] || kit=$here/kit
-mkdir -p "$OUT"
+cd "$(dirname "$0")/../.." || exit 1
+tools=tools/gpu packed=.gpu
+scratch=${TMPDIR:-/tmp}; back=${OUT:-$scratch/gpu-out}; logs=$scratch/gpu-log
+mkdir -p "$back" "$logs"
+
 SECONDS=0
-say() { echo "[$SECONDS s] $*" | tee -a "$OUT/summary.txt"; }
-phase() {                              # phase NAME LIMIT COMMAND...
-  local name=$1 most=$(($2 * ${SLOW:-1})) left=$((LIMIT - SECONDS)); shift 2
-  [ "$left" -ge 15 ] || { say "SKIP $name: no time"; return; }
-  [ "$most" -le "$left" ] || most=$left
-  say "BEGIN $name (at most $most s)"
-  timeout -k 5 "$most" "$@" > "$OUT/$name.log" 2>&1
-  say "END $name: rc $?"
-  tail -n "${TAIL:-12}" "$OUT/$name.log" | cut -c1-220 | tee -a "$OUT/summary.txt"
+say() { echo "[$SECONDS s] $*" | tee -a "$logs/summary.txt"; }
+pack() {
+  cp "$logs/summary.txt" "$back/"
+  [ ! -e "$logs/steps.jsonl" ] || cp "$logs/steps.jsonl" "$back/"
+  tar -C "$logs" -czf "$scratch/logs.part" . && mv "$scratch/logs.part" "$back/logs.tar.gz"
+}
+
+unpack() {                             # packages and kernels that the machine lacks
+  [ -e "$packed/site.tar.xz" ] && [ ! -d "$scratch/site" ] || return 0
+  rm -rf "$scratch/site.part" && mkdir -p "$scratch/site.part"
+  tar -C "$scratch/site.part" -xJf "$packed/site.tar.xz" && mv "$scratch/site.part" "$scratch/site"
+}
+# CUDA's home as nvcc itself names it, which may be a script elsewhere; and names to link against that may be missing.
+cuda() {
+  local top stub=$scratch/stub runtime
+  mkdir -p "$stub"
+  if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then
+    top=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+    [ -d "$top" ] && CUDA_HOME=$(cd "$top" && pwd -P) && export CUDA_HOME
+  fi
+  [ -e "$stub/libcuda.so" ] || gcc -shared -o "$stub/libcuda.so" -Wl,-soname,libcuda.so.1 -x c /dev/null
+  runtime=$(find -L "${CUDA_HOME:-/usr/local/cuda}" -name libcudart.so -print -quit 2>/dev/null)
+  [ -n "$runtime" ] || runtime=$($PY - <<'PY'
+import pathlib, sysconfig
+wheels = pathlib.Path(sysconfig.get_path("purelib"), "nvidia")
+print(next(iter(sorted(wheels.glob("*/lib/libcudart.so.1[0-9]"))), ""))
+PY
+  )
+  [ -z "$runtime" ] || ln -sf "$runtime" "$stub/libcudart.so"
+  export FLASHINFER_EXTRA_LDFLAGS="-L$stub"
 }
 setup() {
-  if [ -e "$here/site.tar.xz" ] && [ ! -d "$scratch/site/flashinfer" ]; then
-    mkdir -p "$scratch/site" && tar -C "$scratch/site" -xJf "$here/site.tar.xz"
-  fi
-  export PYTHONPATH=$scratch/site:$(pwd) PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TOKENIZERS_PARALLELISM=false
-  export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=12
+  unpack
+  cuda
+  export PYTHONPATH=$scratch/site:$PWD PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TOKENIZERS_PARALLELISM=false
+  export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=$(nproc)
   export FLASHINFER_WORKSPACE_BASE=$scratch/fi TORCHINDUCTOR_CACHE_DIR=$scratch/inductor TRITON_CACHE_DIR=$scratch/triton
-  local nvcc; nvcc=$(command -v nvcc) && export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$nvcc")")")}
-  { nvidia-smi; nvcc --version; nproc; free -g; df -h "$scratch"; $PY --version; $PY -m pip list; } > "$OUT/machine.log" 2>&1
+  EAGLEGBV_COMMIT=$(cat "$packed/commit") && export EAGLEGBV_COMMIT
+  { nvidia-smi; nvcc --version; nproc; free -g; df -h "$scratch"; $PY --version; $PY -m pip list; } > "$logs/machine.log" 2>&1
+  say "eaglegbv at $EAGLEGBV_COMMIT; $($PY --version); CUDA_HOME ${CUDA_HOME:-none};" \
+    "$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null || echo no GPU)"
 }
-T="$PY -m pytest -p no:cacheprovider -n 0 -rA -q --timeout 60 --tb short -m gpu"
-jit() {                                # compiles missing kernels in the background; only the CPUs work
-  [ "$DEV" = cuda ] && command -v nvcc >/dev/null || return
-  (MAX_JOBS=2 timeout 240 "$PY" "$here/aot.py" "$scratch/site/flashinfer/data/aot" 5 > "$OUT/jit.log" 2>&1) & JIT=$!
+# Only the CPUs work on it: a phase that needs a module waits for it, under FlashInfer's own lock.
+compile() {
+  [ "$DEV" = cuda ] && command -v nvcc >/dev/null || return 0
+  timeout "$LIMIT" nice "$PY" $tools/kernels.py > "$logs/kernels.log" 2>&1 & COMPILES=$!
 }
-probe() { phase probe 75 "$PY" "$kit/probe.py"; }
-smoke() { phase smoke 100 "$PY" "$kit/smoke.py" $DEV $TOK; }
-step() { phase "$1" "$2" $PY -m eaglegbv bench step --shape $SHAPE --device $DEV ${SHORT:-} --out "$OUT/steps.jsonl" "${@:3}"; }
-steps() { step steps 150 --plans $PLANS --batches $BATCHES --cuda-graphs $GRAPHS; }
-eager() { step eager 60 --plans 4x6,none --cuda-graphs off; }
-greedy() { step greedy 60 --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
-batch() { phase "$1" "$2" $PY -m eaglegbv bench batch --device $DEV --batches $BATCHES --out "$OUT/$1.json" --tokens 128 --repeats 2 --prompts 4 $LESS "${@:3}"; }
-efficiency() { batch efficiency 90 --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
-tests() {
-  [ -z "${JIT:-}" ] || wait "$JIT"
-  TAIL=40 phase kernels 150 $T tests/unit/attention
-  phase graphs 150 $T tests/integration/test_engine_graphs.py -k 'not inductor'
+
+total=0 passed=0
+for name in $PHASES; do total=$((total + ${SHARES[$name]:?there is no phase $name})); done
+phase() {                              # phase NAME COMMAND...
+  local name=$1 most; shift
+  passed=$((passed + SHARES[$name]))
+  most=$((LIMIT * passed / total - SECONDS))
+  [ "$most" -ge 15 ] || { say "SKIP $name: no time"; return; }
+  say "BEGIN $name (at most $most s)"
+  timeout -k 5 "$most" "$@" > "$logs/$name.log" 2>&1
+  say "END $name: rc $?"
+  tail -n "${TAIL:-12}" "$logs/$name.log" | cut -c1-220 | tee -a "$logs/summary.txt"
 }
-tiny() { batch tiny 110 --ways auto,3x4,none,transformers --questions-set builtin --explain; }
+step() { phase "$1" $PY -m eaglegbv bench step --shape $SHAPE --device $DEV $SHORT --out "$logs/steps.jsonl" "${@:2}"; }
+batch() {
+  phase "$1" $PY -m eaglegbv bench batch --device $DEV --batches $BATCHES --out "$logs/$1.json" --tokens 128 --repeats 2 \
+    --prompts 4 $LESS "${@:2}"
+}
+probe() { phase probe $PY $tools/probe.py; }
+smoke() { phase smoke $PY $tools/smoke.py $DEV $TOK; }
+steps() { step steps --plans $PLANS --batches $BATCHES --cuda-graphs $GRAPHS; }
 lossless() {
-  phase lossless 70 $PY -m eaglegbv audit pair --device $DEV --dtype bfloat16 --verifier none,otbv,gbv,block --depth 3 \
+  phase lossless $PY -m eaglegbv audit pair --device $DEV --dtype bfloat16 --verifier none,otbv,gbv,block --depth 3 \
     --tokens 3 --top-k 5 --samples $N --prompt "Name three kinds of fruit." --prompt "What is 3 + 4?"
 }
-inductor() {
-  step inductor 200 --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor
-  phase graphs-inductor 100 $T tests/integration/test_engine_graphs.py -k inductor
+efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
+inductor() { step inductor --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor; }
+tests() {                              # attention first, then whole texts with graphs
+  TAIL=40 phase tests $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short -m gpu \
+    tests/unit/attention tests/integration/test_engine_graphs.py
 }
+greedy() { step greedy --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
+eager() { step eager --plans 4x6,none --cuda-graphs off; }
+tiny() { batch tiny --ways auto,3x4,none,transformers --questions-set builtin --explain; }
+
+COMPILES=
 setup
-for name in ${*:-jit probe smoke steps efficiency tests lossless eager greedy tiny inductor}; do $name; done
+(while sleep 10; do pack; done) & packer=$!
+trap 'kill $packer $COMPILES 2>/dev/null; pack' EXIT
+trap 'exit 143' TERM INT
+compile
+for name in $PHASES; do $name; done
+[ ! -e "$logs/kernels.log" ] || tail -n 5 "$logs/kernels.log" | cut -c1-160
 say done
