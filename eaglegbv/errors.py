@@ -43,7 +43,7 @@ class NotInstalled(EagleGBVError):
     """A package that an extra of this one requires is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed: pip install 'eaglegbv[{extra}]'")
+        super().__init__(f"{package} is not installed: pip install -e '.[{extra}]' in a checkout")
         self.package = package
         self.extra = extra
 

@@ -419,7 +419,7 @@ class FlashInferKernels:
         try:
             import flashinfer
         except ImportError as error:
-            expected = "FlashInfer to be installed: pip install 'eaglegbv[gpu]'"
+            expected = "FlashInfer to be installed: pip install -e '.[gpu]'"
             raise InvalidArgument("attention", "flashinfer", expected) from error
         self._flashinfer = flashinfer
 

@@ -256,7 +256,7 @@ def picture(
 ) -> None:
     """Measure block efficiency on synthetic models, by temperature and by number of paths.
 
-    Prints a table and, with --out, draws a picture (matplotlib comes with eaglegbv[bench]). At
+    Prints a table and, with --out, draws a picture (matplotlib comes with '.[bench]'). At
     every prefix, the target's logits are newly drawn normal numbers, and the drafter's are the
     target's plus normal noise. Verifiers that leave a modified target need a whole text, so they
     are left out.

@@ -155,7 +155,7 @@ def study(
 
     Sampled trees (K paths, otbv) are compared with mixtures of two best-first fixed trees
     (target_only) of the same mean number of nodes, at places of plainly decoded texts. Writes
-    study.json and a picture (matplotlib comes with eaglegbv[bench]) into --out, after every
+    study.json and a picture (matplotlib comes with '.[bench]') into --out, after every
     temperature.
     """
     given = locals()

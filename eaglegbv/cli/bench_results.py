@@ -67,7 +67,7 @@ def plot(
 ) -> None:
     """Draw a run: block efficiency, acceptance by depth, tokens/s and phases, as PNG and SVG.
 
-    Needs matplotlib: pip install 'eaglegbv[bench]'.
+    Needs matplotlib: pip install -e '.[bench]' in a checkout.
     """
     found = load_results(run, "run")
     folder = out or (run if run.is_dir() else run.parent) / "plots"

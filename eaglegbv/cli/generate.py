@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from eaglegbv.sampling import SamplingParams
     from eaglegbv.text import Completion
 
+_DRAFTING = ("verifier", "paths", "depth", "draft_width", "draft_temperature")
 Messages = list[dict[str, str]]
 INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
 _AUTO = "otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans"
@@ -227,9 +228,15 @@ def _footer(completion: "Completion", repeats: str) -> str:
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or hub name of the target.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder or hub name of the target; or tiny, or smollm2.")
+    ],
     drafter: Annotated[
-        str | None, opt("Folder or hub name of an EAGLE head.", shown="none: plain decoding")
+        str | None,
+        opt(
+            "Folder or hub name of an EAGLE head.",
+            shown="none: plain decoding; of tiny and smollm2 their own",
+        ),
     ] = None,
     verifier: Annotated[str, opt("Verifier of independently drawn paths, such as gbv.")] = "otbv",
     paths: Annotated[int, opt("Drafted paths, K.")] = 3,
@@ -237,20 +244,36 @@ def serve(
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,
     seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
-    dry_run: Annotated[bool, opt("Print the command and stop.", "--dry-run")] = False,
+    dry_run: Annotated[
+        bool, opt("Check all that needs no accelerator, print the command and stop.", "--dry-run")
+    ] = False,
 ) -> None:
     """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
     given = locals()
     from eaglegbv.backends.sglang.launch import check_ready, launch
+    from eaglegbv.backends.sglang.server_args import check_command
     from eaglegbv.backends.sglang.settings import Settings
+    from eaglegbv.loading import TINY, named_models
 
-    if not dry_run:
-        check_ready(context.args)
     settings = opts.made_of(given, Settings)
-    start = launch(model, drafter, paths=paths, depth=depth, settings=settings, others=context.args)
+    models = named_models(None if model == TINY.name else model, drafter)
+    if models.drafter is None:
+        _refuse_drafting(context)
+    check_ready(context.args, accelerator=not dry_run)
+    target, head, others = models.target, models.drafter, context.args
+    start = launch(target, head, paths=paths, depth=depth, settings=settings, others=others)
     if dry_run:
+        check_command(start)
         variables = (f"{name}='{value}'" for name, value in start.environment.items())
         typer.echo(" ".join([*variables, *start.command]))
         return
     sys.stdout.flush()
     os.execve(start.command[0], start.command, os.environ | start.environment)
+
+
+def _refuse_drafting(context: typer.Context) -> None:
+    """Raise :class:`InvalidArgument` if an option says how to draft, as nothing drafts."""
+    for name in _DRAFTING:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InvalidArgument("drafter", None, f"an EAGLE head, for {name}")

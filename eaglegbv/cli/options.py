@@ -63,7 +63,7 @@ def make_app(text: str | None = None) -> typer.Typer:
         no_args_is_help=text is not None,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # it would take brackets, as in eaglegbv[bench], for markup
+        rich_markup_mode=None,  # it would take brackets, as in .[bench], for markup
         help=text,
     )
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 from support.cli import documented, documented_commands, run
+from support.sglang_engine import missing_sglang
 
-from eaglegbv.backends.sglang.launch import check_ready, launch, server_arguments
+from eaglegbv.backends.sglang.launch import check_ready, launch, served_head, server_arguments
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import DrafterMismatch, InvalidArgument
+from eaglegbv.loading import TINY_TARGET
 from eaglegbv.models.hf import load_config
 
 
@@ -66,6 +69,14 @@ def test_without_a_drafter_nothing_is_drafted():
     assert server_arguments("some/model", None, paths=3, depth=4) == {"model_path": "some/model"}
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let checks that need SGLang pass, where it is not installed."""
+    for check in ("launch.check_version", "launch.check_plugin", "server_args.check_command"):
+        monkeypatch.setattr(f"eaglegbv.backends.sglang.{check}", lambda *_: None)
+
+
+@pytest.mark.usefixtures("installed")
 def test_documented_commands_and_calls_start_what_they_say(pair, capsys, monkeypatch):
     install, serve, _, by_hand, _ = documented_commands(
         "sglang.md",
@@ -98,16 +109,90 @@ def test_documented_commands_and_calls_start_what_they_say(pair, capsys, monkeyp
     assert JSON_VARIABLE not in os.environ
 
 
-def test_without_an_accelerator_a_device_must_be_named(monkeypatch):
-    for check in ("check_version", "check_plugin"):
-        monkeypatch.setattr(f"eaglegbv.backends.sglang.launch.{check}", lambda: None)
+@pytest.mark.usefixtures("installed")
+def test_without_an_accelerator_the_advice_is_what_helps(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    check_ready(["--tp", "2", "--device=cpu"])
+    monkeypatch.setitem(sys.modules, "sgl_kernel", None)
+    check_ready(["--tp", "2"], accelerator=False)
+    for others, named in ((["--tp", "2"], "device=None"), (["--device=cpu"], "device='cpu'")):
+        with pytest.raises(InvalidArgument, match="no kernels for CPUs; use 'eagle") as caught:
+            check_ready(others)
+        assert str(caught.value).startswith(f"{named}: expected an accelerator")
+        assert "\n" not in str(caught.value)
+    # A build of SGLang's kernels for CPUs, as the stand-in is.
+    monkeypatch.setitem(sys.modules, "sgl_kernel", Mock())
+    check_ready(["--device=cpu"])
     check_ready(device="cpu")
-    with pytest.raises(InvalidArgument, match=r"^device=None: expected 'cpu', as there is no"):
+    with pytest.raises(InvalidArgument, match=r"there is none here; name the device 'cpu'$"):
         check_ready(["--tp", "2"])
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     check_ready()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--drafter eagle3 --verifier nosuch", "verifier='nosuch': expected one of block, gbv"),
+        ("--drafter eagle3 --verifier block", "--paths=3: expected at most 1 for 'block'"),
+        ("--drafter eagle3 --paths 17", "--paths=17: expected an integer in [1, 16]"),
+        ("--drafter eagle3 --depth 0", "--depth=0: expected an integer in [1, 32]"),
+        ("--drafter eagle3 --draft-width 0", "--draft-width=0: expected an integer in [1, 1024]"),
+        ("--drafter eagle3 --speculative-num-steps 3", "expected --depth in its place"),
+        ("--drafter no/such/head", "--drafter='no/such/head'"),
+        ("--verifier gbv", "no --drafter: expected an EAGLE head, for verifier"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_sglang_loads(capsys, monkeypatch, words, said):
+    monkeypatch.setattr("os.execve", Mock(side_effect=AssertionError("SGLang would load")))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    result = run(capsys, "serve", str(TINY_TARGET), *words.split())
+    assert (result.status, result.out) == (2, "")
+    assert said in result.err
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("installed")
+def test_packaged_models_are_served_with_their_heads(capsys, monkeypatch):
+    monkeypatch.setattr("eaglegbv.loading.find_model", lambda name: TINY_TARGET)
+    words = shlex.split(run(capsys, "serve", "tiny", "--dry-run").out)
+    assert words[5:7] == [str(TINY_TARGET), "--speculative-algorithm"]
+    assert "EAGLEGBV3" in words
+    with pytest.raises(DrafterMismatch, match="vocab_size=49152"):  # this stands in for SmolLM2
+        launch(TINY_TARGET, "smollm2", paths=3, depth=4, settings=Settings())
+
+
+def test_a_head_is_converted_once_by_servers_that_start_at_once(saved_pair, tmp_path, monkeypatch):
+    """And what an earlier one left half done is no obstacle."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(served_head, saved_pair[1], saved_pair[0]) for _ in range(4)]
+    [(folder, _)] = {job.result() for job in jobs}
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    written = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert sorted(written) == ["config.json", "model.safetensors"]
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors.partial").write_bytes(b"broken off")
+    assert served_head(saved_pair[1], saved_pair[0])[0] == folder
+    assert all((folder / name).read_bytes() == content for name, content in written.items())
+
+
+@pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang()))
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--mem-fraction-statik 0.8", "expected an option of SGLang (--mem-fraction-static, per"),
+        ("--tp two", "SGLang's options: argument --tp-size"),
+        ("--attention-backend torch_native", "it has no tree masks"),
+        ("--page-size 16 --attention-backend aiter", "use --page-size 1"),
+        ("--pp 2", "sampled trees are not relayed between pipeline stages"),
+    ],
+)
+def test_a_dry_run_checks_sglangs_options(capsys, words, said):
+    result = run(capsys, "serve", "tiny", "--dry-run", *words.split())
+    assert (result.status, result.out) == (2, "")
+    assert said in result.err
 
 
 # Settings come from the environment and are checked before a server starts.

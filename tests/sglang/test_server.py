@@ -47,7 +47,7 @@ def test_openai_chat(url):
 
 def test_documented_request(url):
     [request] = [words for words in documented_commands("sglang.md") if words[0] == "curl"]
-    address, body = request[1], json.loads(request[3])
+    address, body = request[1], json.loads(request[-1])
     answer = json.loads(ask(url, address.removeprefix("localhost:30000"), body))
     assert answer["usage"]["completion_tokens"] >= 1
 

@@ -47,7 +47,7 @@ def missing_sglang() -> str | None:
     try:
         version("sglang")
     except PackageNotFoundError:
-        return "sglang is not installed (pip install 'eaglegbv[sglang]')"
+        return "sglang is not installed (pip install -e '.[sglang]')"
     return None
 
 

@@ -69,7 +69,7 @@ setup() {
 # Only the CPUs work on it: a phase that needs a module waits for it, under FlashInfer's own lock.
 compile() {
   [ "$DEV" = cuda ] && command -v nvcc >/dev/null || return 0
-  timeout "$LIMIT" nice "$PY" $tools/kernels.py > "$logs/kernels.log" 2>&1 & COMPILES=$!
+  timeout "$LIMIT" nice "$PY" $tools/compile_kernels.py > "$logs/kernels.log" 2>&1 & COMPILES=$!
 }
 
 total=0 passed=0

@@ -8,7 +8,7 @@
 # Then, there:  LIMIT=530 bash tools/gpu/first_run.sh
 #
 # PACKAGES=none leaves FlashInfer and msgspec out, for a dry run on a machine that has what it needs. KERNELS=DIR takes
-# along what `FLASHINFER_WORKSPACE_BASE=DIR python tools/gpu/kernels.py` compiled; without, the GPU machine compiles.
+# along what `FLASHINFER_WORKSPACE_BASE=DIR python tools/gpu/compile_kernels.py` compiled; without, the GPU machine compiles.
 set -eu
 cd "$(git rev-parse --show-toplevel)"
 prep=${PREP:-${TMPDIR:-/tmp}/gpu-prep}

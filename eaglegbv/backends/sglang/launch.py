@@ -19,15 +19,32 @@ import torch
 
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.backends.sglang.version_check import check_plugin, check_version
-from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
+from eaglegbv.config import MAX_DEPTH, MAX_PATHS
+from eaglegbv.drafters.checkpoint import CONFIG, Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.formats.read import FormatName, read_json
+from eaglegbv.drafters.formats.read import SAFETENSORS, FormatName, read_json
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.loading import drafter_folder
 from eaglegbv.models.hf import load_config
+from eaglegbv.utils import require_integer
 
 ALGORITHMS = {Arch.EAGLE1: "EAGLEGBV", Arch.EAGLE3: "EAGLEGBV3"}
 """Our ``--speculative-algorithm`` for the heads of each kind."""
+
+LAUNCHER = (sys.executable, "-m", "sglang.launch_server")
+"""The command of SGLang's server, before its options."""
+
+SET_HERE = {
+    "model_path": "MODEL",
+    "model": "MODEL",
+    "speculative_algorithm": "--verifier",
+    "speculative_draft_model_path": "--drafter",
+    "speculative_draft_model": "--drafter",
+    "speculative_eagle_topk": "--paths",
+    "speculative_num_steps": "--depth",
+    "speculative_num_draft_tokens": "--paths and --depth",
+}
+"""SGLang's options that say what ours say, by name."""
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of configurations whose models have layers that predict further tokens."""
@@ -60,13 +77,15 @@ def engine(
             message names the argument and the remedy.
     """
     check_ready(device=arguments.get("device"))
+    settings = settings or Settings()
+    settings.check_paths(paths)
     import sglang
 
     hub = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     # SGLang's processes inherit the environment; all of them have started when the engine is ready.
     before = os.environ.get(JSON_VARIABLE)
-    os.environ.update((settings or Settings()).to_environment())
+    os.environ.update(settings.to_environment())
     try:
         return sglang.Engine(**(named | arguments))
     finally:
@@ -75,20 +94,36 @@ def engine(
             os.environ[JSON_VARIABLE] = before
 
 
-def check_ready(others: Sequence[str] = (), *, device: str | None = None) -> None:
+def check_ready(
+    others: Sequence[str] = (), *, device: str | None = None, accelerator: bool = True
+) -> None:
     """Check, before SGLang loads for a minute, that it can start here.
 
-    ``others`` are its own arguments, as on a command line; ``device`` is given otherwise.
+    ``others`` are its own arguments, as on a command line; ``device`` is given otherwise. Without
+    ``accelerator``, the command may be for another machine.
 
     Raises:
         NotInstalled: SGLang is not installed.
-        InvalidArgument: It is of another version, would not find our plug-in, or has no accelerator
-            and was not told to do without.
+        InvalidArgument: It is of another version, would not find our plug-in, or cannot run on the
+            device, or without one that was named.
     """
     check_version()
     check_plugin()
-    if (device or _options(others).device) is None and not torch.accelerator.is_available():
-        raise InvalidArgument("device", None, "'cpu', as there is no accelerator here")
+    device = device or _options(others).device
+    if device == "cpu" and (missing := missing_cpu_kernels()):
+        raise InvalidArgument("device", device, f"an accelerator: {missing}")
+    if accelerator and device is None and not torch.accelerator.is_available():
+        remedy = missing_cpu_kernels() or "name the device 'cpu'"
+        raise InvalidArgument("device", None, f"an accelerator, and there is none here; {remedy}")
+
+
+def missing_cpu_kernels() -> str | None:
+    """Return why the installed SGLang cannot run on a CPU, or None."""
+    try:
+        from sgl_kernel import copy_all_layer_kv_cache_cpu  # noqa: F401
+    except ImportError:
+        return "SGLang's packages have no kernels for CPUs; use 'eaglegbv generate' there"
+    return None
 
 
 def server_arguments(
@@ -100,6 +135,8 @@ def server_arguments(
     """
     if drafter is None:
         return {"model_path": str(model)}
+    require_integer("paths", paths, 1, MAX_PATHS)
+    require_integer("depth", depth, 1, MAX_DEPTH)
     folder, algorithm = served_head(drafter, model, **hub)
     return {
         "model_path": str(model),
@@ -141,15 +178,25 @@ def served_head(
 
 
 def _converted(checkpoint: Checkpoint) -> Path:
-    """Write a head of another format into the temporary folder, unless an earlier server did."""
+    """Write a head of another format into the temporary folder, unless an earlier server did.
+
+    Servers that start at once write the same files, each in a folder of its own, and put them in
+    their place whole.
+    """
     if checkpoint.format is FormatName.SGLANG:
         return checkpoint.folder
-    files = [checkpoint.folder.resolve() / name for name in ("config.json", *checkpoint.files)]
-    written = sorted((str(file), file.stat().st_mtime_ns) for file in files)
+    sources = [checkpoint.folder.resolve() / name for name in (CONFIG, *checkpoint.files)]
+    written = sorted((str(file), file.stat().st_mtime_ns) for file in sources)
     key = hashlib.sha256(repr(written).encode()).hexdigest()
     place = Path(tempfile.gettempdir()) / f"eaglegbv-head-{key[:16]}"
-    if not (place / "config.json").is_file():
-        export_head(checkpoint, FormatName.SGLANG, place)
+    files = [place / name for name in (SAFETENSORS, CONFIG)]
+    if not all(file.is_file() for file in files):
+        with tempfile.TemporaryDirectory(prefix=f"{place.name}-") as folder:
+            partial = Path(folder)
+            export_head(checkpoint, FormatName.SGLANG, partial)
+            place.mkdir(exist_ok=True)
+            for file in files:
+                (partial / file.name).replace(file)
     return place
 
 
@@ -175,13 +222,24 @@ def launch(
     See :func:`engine` for the first five; without ``settings``, SGLang's own EAGLE drafts, whose
     trees keep as many nodes, the most likely of those that top-k ``paths`` expands. ``others`` are
     SGLang's own arguments, passed on unchanged.
+
+    Raises:
+        EagleGBVError: See :func:`served_head`; or a value is out of range, the verifier cannot use
+            so many paths, or ``others`` say what the other arguments do.
     """
+    for word in others:
+        name = word.partition("=")[0]
+        ours = SET_HERE.get(name.removeprefix("--").replace("-", "_"))
+        if name.startswith("--") and ours is not None:
+            raise InvalidArgument("option", word, f"{ours} in its place")
+    if drafter is not None and settings is not None:
+        settings.check_paths(paths)
     hub = {name: value for name, value in vars(_options(others)).items() if name != "device"}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     if settings is None:
         named["speculative_algorithm"] = named["speculative_algorithm"].replace("GBV", "")
         named["speculative_num_draft_tokens"] = paths * depth + 1
-    command = [sys.executable, "-m", "sglang.launch_server"]
+    command = [*LAUNCHER]
     for name, value in named.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     return Launch([*command, *others], {} if settings is None else settings.to_environment())

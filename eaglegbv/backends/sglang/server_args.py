@@ -4,17 +4,19 @@ SGLang does this for its own EAGLE, but not for plug-ins. Everything is refused 
 wrong or ignore.
 """
 
+import argparse
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeAlias
 
-from eaglegbv.backends.sglang.launch import served_head
+from eaglegbv.backends.sglang.launch import LAUNCHER, Launch, served_head
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.tree import DraftSampling
+from eaglegbv.models.hf import load_config
 from eaglegbv.utils import require_integer
-from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +89,43 @@ class NotServed(EagleGBVError):
         self.option, self.value, self.reason, self.remedy = option, value, reason, remedy
 
 
+class _Options(argparse.ArgumentParser):
+    """Parser of SGLang's options that raises instead of printing hundreds of them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EagleGBVError(f"SGLang's options: {message}")
+
+
+def check_command(start: Launch) -> None:
+    """Check a server's command by SGLang's own parser, and as it will be when it starts.
+
+    Nothing is loaded, and no accelerator is needed.
+
+    Raises:
+        EagleGBVError: SGLang has no such option, or does not take its value; or see
+            :func:`settle_arguments`.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Options(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    arguments, unknown = parser.parse_known_args(start.command[len(LAUNCHER) :])
+    if unknown:
+        names = [name for action in vars(parser)["_actions"] for name in action.option_strings]
+        close = get_close_matches(unknown[0].partition("=")[0], names, n=1)
+        perhaps = f" ({close[0]}, perhaps)" if close else ""
+        raise InvalidArgument("option", unknown[0], f"an option of SGLang{perhaps}")
+    if arguments.speculative_algorithm is None:
+        return
+    config = load_config(
+        arguments.model_path,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    latent = config.get_text_config(decoder=True).to_dict().get("kv_lora_rank") is not None
+    settle_arguments(arguments, Settings.from_environment(start.environment), latent=latent)
+
+
 def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> None:
     """Check SGLang's arguments and fill in what depends on K and L.
 
@@ -104,12 +143,7 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         if value not in harmless:
             raise NotServed(option, value, reason, remedy)
     _settle_shape(server_args)
-    if settings.verifier.startswith("global_resolution_"):
-        expected = "global_resolution, which is exact; other solvers are for comparisons only"
-        raise InvalidArgument("verifier", settings.verifier, expected)
-    make_any_verifier(settings.verifier).check_sampling(
-        DraftSampling.IID, server_args.speculative_eagle_topk
-    )
+    settings.check_paths(server_args.speculative_eagle_topk)
     _check_attention(server_args, latent=latent)
     _settle_head(server_args)
     if server_args.max_running_requests is None:

@@ -6,7 +6,9 @@ from typing import Any, Self
 import msgspec
 
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_number
+from eaglegbv.verifiers.registry import make_any_verifier
 
 PREFIX = "EAGLEGBV_"
 JSON_VARIABLE = "EAGLEGBV_SETTINGS"
@@ -59,6 +61,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if unknown := sorted({*values} - {*cls.__struct_fields__}):
             raise InvalidArgument(JSON_VARIABLE, unknown[0], one_of(cls.__struct_fields__))
         return cls(**values)
+
+    def check_paths(self, paths: int) -> None:
+        """Raise :class:`InvalidArgument` unless the verifier accepts so many sampled paths."""
+        if self.verifier.startswith("global_resolution_"):
+            expected = "global_resolution, which is exact; other solvers are for comparisons only"
+            raise InvalidArgument("verifier", self.verifier, expected)
+        make_any_verifier(self.verifier).check_sampling(DraftSampling.IID, paths)
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables from which :meth:`from_environment` reads the same settings."""

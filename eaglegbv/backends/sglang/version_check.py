@@ -33,7 +33,7 @@ def check_plugin() -> None:
     group = "sglang.srt.plugins"
     names = sorted(point.name for point in entry_points(group=group))
     if PLUGIN not in names:
-        expected = f"{PLUGIN!r} among them; install eaglegbv again: pip install 'eaglegbv[sglang]'"
+        expected = f"{PLUGIN!r} among them; in a checkout of eaglegbv: pip install -e '.[sglang]'"
         raise InvalidArgument(f"entry points {group}", names, expected)
     allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")]
     if any(allowed) and PLUGIN not in allowed:

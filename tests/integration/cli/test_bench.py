@@ -100,7 +100,10 @@ def test_pictures_without_matplotlib_are_refused_before_anything_runs(
     result = cli(
         *command, *([] if "results" in command else ["--out", str(tmp_path / "run")]), status=2
     )
-    assert result.err == "eaglegbv: matplotlib is not installed: pip install 'eaglegbv[bench]'\n"
+    assert (
+        result.err
+        == "eaglegbv: matplotlib is not installed: pip install -e '.[bench]' in a checkout\n"
+    )
     assert not (tmp_path / "run").exists()
 
 

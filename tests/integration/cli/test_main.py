@@ -26,9 +26,9 @@ def test_it_runs_as_a_module_too():
         (["--help"], ["generate", "demo", "bench", "train"]),
         (["bench", "mt-bench", "--help"], ["--verifiers", "--repeats", "EAGLEGBV_DATA"]),
         (["train", "--help"], ["target", "eagle"]),
-        (["bench", "plot", "--help"], ["pip install 'eaglegbv[bench]'."]),
-        (["bench", "study", "--help"], ["eaglegbv[bench])"]),
-        (["audit", "picture", "--help"], ["eaglegbv[bench])"]),
+        (["bench", "plot", "--help"], ["pip install -e '.[bench]' in a checkout."]),
+        (["bench", "study", "--help"], ["'.[bench]')"]),
+        (["audit", "picture", "--help"], ["'.[bench]')"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

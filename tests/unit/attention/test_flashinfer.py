@@ -318,7 +318,7 @@ def test_a_pool_that_flashinfer_cannot_serve_falls_back_and_is_counted(caplog, m
     assert all(isinstance(attention, TorchPagedAttention) for attention in found)
     assert "head_dim=80" in caplog.records[0].getMessage()
     assert "attention='flashinfer'" in caplog.records[1].getMessage()
-    assert "pip install 'eaglegbv[gpu]'" in caplog.records[1].getMessage()
+    assert "pip install -e '.[gpu]'" in caplog.records[1].getMessage()
     segment = Segment.causal(torch.zeros(2, dtype=torch.int64), torch.arange(0), torch.arange(2))
     q = torch.zeros((2, 1, 64), dtype=torch.bfloat16)
     for _ in range(3):
