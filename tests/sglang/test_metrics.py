@@ -1,13 +1,16 @@
 """Acceptance, from what SGLang counts."""
 
+import json
+import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
+from support.cli import DOCS
 
 from eaglegbv.backends.sglang import metrics
-from eaglegbv.backends.sglang.metrics import Delivered, request_metrics
+from eaglegbv.backends.sglang.metrics import COUNTERS, GREEDY, Delivered, request_metrics
 from eaglegbv.config import PLAIN, Plan
 
 SAID = {"prompt_tokens": 7, "completion_tokens": 24, "spec_correct_drafts_histogram": [3, 5, 2, 1]}
@@ -39,15 +42,18 @@ def test_counts_without_speculation():
     assert (counts.block_efficiency, counts.offered_by_depth) == (1.0, [])
 
 
-def req(*output_ids: int, finished_len: int | None = None) -> SimpleNamespace:
+def req(*output_ids: int, finished_len: int | None = None, top_k: int = -1) -> SimpleNamespace:
     """What is read of SGLang's requests."""
     own = SimpleNamespace(output_ids=[*output_ids], finished_len=finished_len, is_retracted=False)
     own.finished = lambda: own.finished_len is not None
+    own.sampling_params = SimpleNamespace(top_k=top_k)
     return own
 
 
 def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
     monkeypatch.setattr(metrics, "ours", lambda: True)
+    monkeypatch.setattr(metrics, "drafted_nodes", lambda: 6)
+    monkeypatch.setattr(metrics, "served_verifier", lambda: "gbv")
     reporter = SimpleNamespace(
         forward_ct_decode=0,
         decode_log_interval=2,
@@ -56,9 +62,19 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
         metrics_collector=SimpleNamespace(labels={"model": "m"}),
     )
     processor = SimpleNamespace(metrics_reporter=reporter)
-    going, ending, ended = req(5), req(5), req(5, 6, finished_len=2)
-    gauges = {"acceptance_length": Mock(), "block_efficiency": Mock()}
-    monkeypatch.setattr(metrics, "gauge", lambda name, *labels: gauges[name])
+    going, ending, ended = req(5), req(5, top_k=1), req(5, 6, finished_len=2)
+    counted: Counter[tuple[str, str]] = Counter()
+
+    def counter(name: str, *labels: str) -> SimpleNamespace:
+        assert labels == ("model", "verifier")
+
+        def labelled(*, model: str, verifier: str) -> SimpleNamespace:
+            assert model == "m"
+            return SimpleNamespace(inc=lambda n: counted.update({(name, verifier): n}))
+
+        return SimpleNamespace(labels=labelled)
+
+    monkeypatch.setattr(metrics, "counter", counter)
     delivered = Delivered()
 
     def process(_: object, batch: Any, result: Any) -> None:
@@ -74,8 +90,30 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
             result = SimpleNamespace(num_correct_drafts_per_req_cpu=[1, 3, 3])
             delivered.process(process, processor, batch, result)
     # Rounds of 2 and 2 tokens by the first, and one by the second, of whose 4 tokens 2 count.
-    for name, value in (("acceptance_length", 1 + 1 + 2), ("block_efficiency", 2 + 2 + 2)):
-        gauges[name].labels.assert_called_once_with(model="m")
-        gauges[name].labels().set.assert_called_once_with(pytest.approx(value / 3))
+    assert counted == {
+        ("verifications", "gbv"): 2,
+        ("drafted_tokens", "gbv"): 12,
+        ("accepted_tokens", "gbv"): 2,
+        ("committed_tokens", "gbv"): 4,
+        ("verifications", GREEDY): 1,
+        ("drafted_tokens", GREEDY): 6,
+        ("accepted_tokens", GREEDY): 2,
+        ("committed_tokens", GREEDY): 2,
+    }
     assert "acceptance length: 1.33, block efficiency: 2.00, verifications: 3" in caplog.text
     assert delivered.counts.target_forwards == 0
+
+
+def test_the_panel_asks_for_what_is_counted_and_fits_one_screen():
+    panel = json.loads((DOCS / "sglang_grafana.json").read_text(encoding="utf-8"))
+    asked: set[str] = set()
+    for box in panel["panels"]:
+        place = box["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        assert place["y"] + place["h"] <= 20  # of 38 pixels: what a usual screen shows
+        for target in box["targets"]:
+            asked.update(re.findall(r"eaglegbv:(\w+)", target["expr"]))
+            assert "[$__rate_interval]" in target["expr"]
+    assert asked == {f"{name}_total" for name in COUNTERS}
+    page = (DOCS / "sglang.md").read_text(encoding="utf-8")
+    assert all(f"`eaglegbv:{name}_total`" in page for name in COUNTERS)

@@ -1,6 +1,7 @@
 """``eaglegbv serve``: SGLang's HTTP server, by the OpenAI endpoints and its own."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,20 +58,20 @@ def test_metrics_of_an_answer_and_of_the_server(url):
     answer = json.loads(ask(url, "/generate", {"text": "hello", "sampling_params": params}))
     about = answer["meta_info"]
     assert about["block_efficiency"] == pytest.approx(39 / about["spec_verify_ct"])
-    # The scheduler reports every so many decoding steps.
+    first = counts(ask(url, "/metrics"))
+    assert first["drafted_tokens"] == 6 * first["verifications"]
     long = params | {"max_new_tokens": 200}
     ask(url, "/generate", {"text": ["hello"] * 4, "sampling_params": long})
-    gauges = ask(url, "/metrics")
-    accepted = gauge(gauges, "eaglegbv:acceptance_length")
-    efficiency = gauge(gauges, "eaglegbv:block_efficiency")
-    assert 1 <= efficiency <= 4
-    assert accepted <= efficiency <= accepted + 1
+    more = {name: n - first[name] for name, n in counts(ask(url, "/metrics")).items()}
+    assert more["committed_tokens"] == 4 * 199
+    assert more["accepted_tokens"] <= more["committed_tokens"]
+    assert 1 <= more["committed_tokens"] / more["verifications"] <= 4
 
 
-def gauge(text: str, name: str) -> float:
-    """Read a gauge from Prometheus' text."""
-    [value] = [line.split()[-1] for line in text.splitlines() if line.startswith(name + "{")]
-    return float(value)
+def counts(text: str) -> dict[str, float]:
+    """Read our counters from Prometheus' text, those of one verifier."""
+    found = re.findall(r'^eaglegbv:(\w+)_total\{.*verifier="otbv".*\} (\S+)$', text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
 
 
 def test_client_of_the_endpoint(url):

@@ -4,20 +4,35 @@ SGLang's own figures keep SGLang's meaning; ours stand beside them. They count p
 that is, per forward of the target over a request's tree: ``acceptance_length`` the drafted tokens
 accepted, and ``block_efficiency`` all tokens committed. What the last verification of a request
 commits beyond the end of the text counts in neither, nor do tokens from forwards over a prompt.
+
+Prometheus gets counters only: rates and ratios of them are right over any time and any number of
+servers, and nothing goes stale while a server is idle.
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import Plan
 from eaglegbv.metrics import RequestMetrics
 
 _log = logging.getLogger(__name__)
 
 TITLES = ("EAGLEGBV", "EAGLEGBV3")  # names of our algorithms
+GREEDY = "greedy"
+"""What judges greedy requests, in place of the verifier: SGLang's own kernel."""
+
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "verifications": ("target_forwards", "Forwards of the target over a request's tree."),
+    "drafted_tokens": ("drafted_nodes", "Drafted tokens that were verified."),
+    "accepted_tokens": ("accepted_tokens", "Drafted tokens accepted and delivered."),
+    "committed_tokens": ("committed_tokens", "Tokens that verifications delivered."),
+}
+"""Prometheus' counters, after ``eaglegbv:``: what they count, and their help."""
 
 
 def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
@@ -48,7 +63,7 @@ def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
 class Delivered:
     """Counts, in the scheduler's process, what verifications delivered, and reports it."""
 
-    counts: RequestMetrics = field(default_factory=RequestMetrics)  # those since the last report
+    counts: RequestMetrics = field(default_factory=RequestMetrics)  # those since the last line
 
     def process(
         self, original: Callable[..., None], processor: Any, batch: Any, result: Any
@@ -61,27 +76,49 @@ class Delivered:
             None if req.finished() or req.is_retracted else _length(req) for req in batch.reqs
         ]
         original(processor, batch, result)
+        nodes = drafted_nodes()
+        rounds: dict[str, RequestMetrics] = {}  # by what judged
         drafts = result.num_correct_drafts_per_req_cpu
         for req, before, correct in zip(batch.reqs, running, drafts, strict=True):
-            if before is not None:  # else it had ended when this round was under way
-                new = _length(req) - before
-                self.counts.target_forwards += 1
-                self.counts.committed_tokens += new
-                self.counts.accepted_tokens += min(new, correct)
+            if before is None:  # it had ended when this round was under way
+                continue
+            new = _length(req) - before
+            judge = GREEDY if req.sampling_params.top_k == 1 else served_verifier()
+            for counts in (self.counts, rounds.setdefault(judge, RequestMetrics())):
+                counts.target_forwards += 1
+                counts.drafted_nodes += nodes
+                counts.committed_tokens += new
+                counts.accepted_tokens += min(new, correct)
         reporter = processor.metrics_reporter
+        if reporter.current_scheduler_metrics_enabled:
+            for judge, counts in rounds.items():
+                _add(counts, {**reporter.metrics_collector.labels, "verifier": judge})
         if reporter.forward_ct_decode % reporter.decode_log_interval == 0:
             self._report(reporter)
 
     def _report(self, reporter: Any) -> None:
         counts, self.counts = self.counts, RequestMetrics()
-        figures = _figures(counts)
-        if reporter.is_stats_logging_rank:
+        if reporter.is_stats_logging_rank and counts.target_forwards:
             said = "acceptance length: %.2f, block efficiency: %.2f, verifications: %d"
-            _log.info(said, *figures.values(), counts.target_forwards)
-        if reporter.current_scheduler_metrics_enabled:
-            labels = reporter.metrics_collector.labels
-            for name, value in figures.items():
-                gauge(name, *labels).labels(**labels).set(value)
+            _log.info(said, *_figures(counts).values(), counts.target_forwards)
+
+
+def _add(counts: RequestMetrics, labels: Mapping[str, str]) -> None:
+    for name, (counted, _) in COUNTERS.items():
+        counter(name, *labels).labels(**labels).inc(getattr(counts, counted))
+
+
+@cache
+def served_verifier() -> str:
+    """Return the name of the verifier of this server."""
+    return Settings.from_environment(os.environ).verifier
+
+
+def drafted_nodes() -> int:
+    """Return the number of nodes of a tree, without its root."""
+    from sglang.srt.runtime_context import get_spec
+
+    return int(get_spec().speculative_num_draft_tokens) - 1
 
 
 def add_figures(
@@ -98,7 +135,7 @@ def add_figures(
 
 
 def _figures(counts: RequestMetrics) -> dict[str, float]:
-    """Return our figures by their names in ``meta_info``; in Prometheus, ``eaglegbv:`` precedes."""
+    """Return our figures by their names in ``meta_info``."""
     return {
         "acceptance_length": counts.acceptance_length,
         "block_efficiency": counts.block_efficiency,
@@ -118,9 +155,8 @@ def _length(req: Any) -> int:
 
 
 @cache
-def gauge(name: str, *labels: str) -> Any:
-    """Return our gauge of Prometheus, made when it is first set."""
-    from prometheus_client import Gauge  # SGLang must have set its folder of files first
+def counter(name: str, *labels: str) -> Any:
+    """Return our counter of Prometheus, made when it first counts."""
+    from prometheus_client import Counter  # SGLang must have set its folder of files first
 
-    about = f"The {name.replace('_', ' ')} over the last interval, of tokens delivered."
-    return Gauge(f"eaglegbv:{name}", about, labels, multiprocess_mode="mostrecent")
+    return Counter(f"eaglegbv:{name}", COUNTERS[name][1], labels)
