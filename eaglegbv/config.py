@@ -190,9 +190,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``auto`` on CUDA devices with FlashInfer, ``on`` (refused elsewhere), ``off``, or
             ``eager``: the same padded work without recording, on any device, for debugging.
         seed: Seed from which the seeds of requests without one are derived.
-        calibrate: Whether an engine that chooses plans itself first measures for some seconds what
-            steps cost; the costs are kept in the user's cache for later runs. Otherwise the engine
-            learns them while serving.
     """
 
     max_batch: int = 16
@@ -203,7 +200,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_slots: bool = False
     cuda_graphs: GraphMode = GraphMode.AUTO
     seed: int = 0
-    calibrate: bool = True
 
     def __post_init__(self) -> None:
         require_integers(
@@ -217,7 +213,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.kv_bytes is not None and self.kv_slots is not None:
             raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
-        for name in ("prefix_cache", "check_slots", "calibrate"):
+        for name in ("prefix_cache", "check_slots"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")

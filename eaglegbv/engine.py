@@ -38,7 +38,7 @@ from eaglegbv.rng import RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
 from eaglegbv.scheduler.kv_slots import KVSlots
-from eaglegbv.scheduler.planner import KnownCosts, Planner
+from eaglegbv.scheduler.planner import Planner
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.tree import DraftTree
@@ -59,8 +59,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         barrier: Callable[[], None] | None = None,
-        costs: KnownCosts | None = None,
-        keep_costs: Callable[[KnownCosts], None] | None = None,
+        planner: Planner | None = None,
         compile_backend: str | None = None,
     ) -> None:
         """Put the parts together.
@@ -71,8 +70,8 @@ class Engine:
             config: Sizes and seed.
             barrier: Waits for the device at the end of every phase, so that its time is the
                 phase's own; None lets work go on while the next phase is prepared.
-            costs: What steps cost, if that is known; else the first steps teach it.
-            keep_costs: Called with what was learned if the first steps refute ``costs``.
+            planner: Chooses plans, with what is known of the costs of steps; None has one begin
+                with nothing.
             compile_backend: Compile the verifiers of plans, when first checked, by this backend of
                 ``torch.compile``; None runs them as they are.
         """
@@ -90,7 +89,7 @@ class Engine:
             vacate=self._vacate,
         )
         self._barrier = barrier
-        self._planner = Planner(costs, keep_costs)
+        self._planner = planner or Planner()
         self._verification = Verification(target, self._drafting, compile_backend=compile_backend)
         self._added = 0
         self._steps = 0

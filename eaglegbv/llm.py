@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -17,7 +18,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.attention.kv_cache import PoolSize
-from eaglegbv.calibration import LARGEST, CostCache, calibrate, shape_of
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
     AutoPlan,
@@ -28,6 +28,7 @@ from eaglegbv.config import (
     named_planning,
     plans_of,
 )
+from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.loading import check_model, drafter_class, load_pair, named_models
@@ -35,7 +36,7 @@ from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import KnownCosts
+from eaglegbv.scheduler.planner import Planner
 from eaglegbv.text import (
     Answer,
     Completion,
@@ -341,13 +342,14 @@ class LLM(TextGenerator):
             tokenizer=tokenizer,
         )
         self.dtype = target.dtype
-        costs, keep = self._costs(config, compile_backend)
+        planner = self._planner(config, compile_backend)
+        # At close, when nobody refers to it any more, or when the interpreter exits.
+        self._keep_costs = weakref.finalize(self, planner.keep)
         self._engine = Engine(
             target,
             self.pair.drafter,
             config,
-            costs=costs,
-            keep_costs=keep,
+            planner=planner,
             compile_backend=compile_backend,
         )
         self._engine.check_plan(planning)
@@ -409,6 +411,7 @@ class LLM(TextGenerator):
             for answer in self._open.values():
                 self._engine.cancel(answer.request)
             self._open.clear()
+            self._keep_costs()
             self.__dict__.pop("_engine", None)
             self.__dict__.pop("pair", None)
 
@@ -458,28 +461,20 @@ class LLM(TextGenerator):
     def _planning(self, plan: AnyPlan) -> Planning:
         return self.plan if plan is None else named_planning(plan)
 
-    def _costs(
-        self, config: EngineConfig, compile_backend: str | None
-    ) -> tuple[KnownCosts | None, Callable[[KnownCosts], None] | None]:
-        """Return what steps cost, as kept or measured now, and what keeps others; or neither."""
-        plan = self.plan
-        if not isinstance(plan, AutoPlan) or self.pair.drafter is None or not config.calibrate:
-            return None, None
+    def _planner(self, config: EngineConfig, compile_backend: str | None) -> Planner:
+        """Return what chooses plans, with what earlier runs learned of the costs of steps."""
+        if not isinstance(self.plan, AutoPlan):
+            return Planner()
         cache = CostCache.of(
             shape_of(self.model_name),
             shape_of(self.drafter_name),
-            plan,
+            self.plan,
             compile_backend,
             config.cuda_graphs,
-            min(config.max_batch, LARGEST),
             device=self.device,
             dtype=self.dtype,
         )
-        known = cache.read()
-        if known is None:
-            known = calibrate(self.pair, plan, config, compile_backend=compile_backend)
-            cache.write(known)
-        return known, cache.write
+        return Planner(cache.read(), cache.write)
 
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
         answers: list[Answer | EagleGBVError] = []

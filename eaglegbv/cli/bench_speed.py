@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from eaglegbv.calibration import calibrate
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import opt
@@ -186,10 +185,7 @@ def _made(
     )
     reached = random_models.tune(target, drafter, plan, efficiency, temperature=temperature)
     config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
-    costs = None
-    if "auto" in ways:  # it has to know what steps cost
-        costs = calibrate(Pair(target, drafter), AUTO, config, compile_backend=backend)
-    drafting = Engine(target, drafter, config, costs=costs, compile_backend=backend)
+    drafting = Engine(target, drafter, config, compile_backend=backend)
     return _Engines(
         PairEngine(Engine(target, None, config)),
         PairEngine(drafting),

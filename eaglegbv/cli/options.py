@@ -3,7 +3,6 @@
 Only functions import torch here, and only when they are called: help is printed without it.
 """
 
-import logging
 import os
 import sys
 import time
@@ -151,29 +150,14 @@ class Models:
         return replace(self, drafter=LOOKUP)
 
     def load(self, plan: "Planning", engine: "EngineConfig | None" = None) -> "LLM":
-        """Load them into an engine; print what is measured first, if anything is."""
+        """Load them into an engine."""
         from transformers.utils.logging import disable_progress_bar
 
         from eaglegbv.llm import LLM
 
         models = self.or_lookup(plan)
         disable_progress_bar()
-        with _telling("eaglegbv.calibration"):
-            return LLM(**asdict(models), plan=plan, engine=engine)
-
-
-@contextmanager
-def _telling(name: str) -> Iterator[None]:
-    """Print the progress that a module logs within this context, on standard error."""
-    log, handler = logging.getLogger(name), logging.StreamHandler()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
+        return LLM(**asdict(models), plan=plan, engine=engine)
 
 
 # What the texts of options mean.

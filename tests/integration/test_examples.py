@@ -33,8 +33,6 @@ def test_an_example_prints_what_it_says(name, text, found, saved_pair, capsys, m
     arguments = ["--model", target, "--drafter", head, "--max-tokens", "8"]
     monkeypatch.setattr("sys.argv", [name, *arguments])
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    # Measuring what steps cost takes longer than all examples together.
-    monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     out = capsys.readouterr().out
     assert {pattern: len(re.findall(pattern, out)) for pattern in found} == found

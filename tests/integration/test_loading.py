@@ -70,7 +70,7 @@ def test_a_broken_head_is_a_head_still(folders, tmp_path):
 
 @pytest.mark.parametrize("drafter", ["head", "table", "target"])
 def test_text_at_temperature_0_does_not_depend_on_the_drafter(folders, drafter):
-    engine = EngineConfig(kv_slots=1024, calibrate=False)
+    engine = EngineConfig(kv_slots=1024)
     plain = LLM(folders["target"], verifier="none", engine=engine)
     llm = LLM(folders["target"], folders.get(drafter, drafter), engine=engine)
     expected, found = (x.generate("Hello, hello, hello", GREEDY) for x in (plain, llm))
@@ -82,7 +82,7 @@ def test_text_at_temperature_0_does_not_depend_on_the_drafter(folders, drafter):
 
 
 def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders):
-    engine = EngineConfig(kv_slots=1024, calibrate=False)
+    engine = EngineConfig(kv_slots=1024)
     plain = LLM(folders["target"], verifier="none", engine=engine)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = ["x" * length for length in (100, 130)]

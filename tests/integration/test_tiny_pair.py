@@ -92,7 +92,7 @@ class LatePlanner(Planner):
 
 def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch):
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
-    config = EngineConfig(prefix_cache=False, calibrate=False, max_batch=64)
+    config = EngineConfig(prefix_cache=False, max_batch=64)
     accepted = {}
     for most in (drafting._MOST_KEPT, 10_000):
         monkeypatch.setattr(drafting, "_MOST_KEPT", most)

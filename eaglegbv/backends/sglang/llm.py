@@ -47,9 +47,7 @@ UNUSED_SIZES: Mapping[str, str] = {
     "kv_bytes": "give it mem_fraction_static, or kv_slots",
     "check_slots": "it checks its pools by variables of its own",
 }
-"""Fields of :class:`EngineConfig` that SGLang does not use, and what to do instead. ``calibrate``
-is for plans that the engine chooses, which SGLang does not run.
-"""
+"""Fields of :class:`EngineConfig` that SGLang does not use, and what to do instead."""
 
 
 class SGLangLLM(TextGenerator):

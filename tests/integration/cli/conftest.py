@@ -28,12 +28,6 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
 
 @pytest.fixture(autouse=True)
-def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that choose plans learn costs while serving: measuring takes longer than a test."""
-    monkeypatch.setattr("eaglegbv.calibration._kinds", lambda *_: iter(()))
-
-
-@pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep questions of this machine and of the hub out."""
     offline = Mock(side_effect=ConnectError("no network"))
