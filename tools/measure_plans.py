@@ -44,7 +44,10 @@ def costs(folder: Path, model: str, state: str) -> list[Path]:
         loop = [sys.executable, "-c", "while True: pass"]
         others = [subprocess.Popen(loop) for _ in range(2 if state == "busy" else 0)]
         try:
-            bench(folder, model, "--ways auto --batches 1 --tokens 1 --repeats 1")
+            # Each run of a temperature goes on with what the one before it has kept.
+            for temperature in ("1.0", "0.0"):
+                load = f"--batches 1,4 --tokens 32 --repeats 1 --temperature {temperature}"
+                bench(folder, model, f"--ways auto {load}")
         finally:
             for process in others:
                 process.kill()

@@ -40,6 +40,8 @@ def test_nothing_runs_first_and_what_was_learned_is_kept_at_close(cache, caplog)
             llm = LLM(plan=LIMITS, engine=SIZES)
         assert "learned anew" in caplog.text
         caplog.clear()
+    kept.unlink()
+    llm = LLM(plan=LIMITS, engine=SIZES)
     llm.generate("Hello", PARAMS)
     del llm
     gc.collect()
