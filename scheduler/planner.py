@@ -59,12 +59,14 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, plans: Sequence[Plan], requests: int, context: int) -> "StepShape":
         """Return the shape of a step by ``plans``; a single one is that of all requests."""
-        looked_up = sum(plan.depth for plan in plans if plan.source is Source.LOOKUP)
+        lookups = [plan for plan in plans if plan.source is Source.LOOKUP]
+        looked_up = sum(plan.depth for plan in lookups)
         drafts = [plan for plan in plans if plan.asks_drafter]
         if not drafts:
             return cls(requests, context, looked_up=looked_up)
         drafting = requests if len(drafts) == len(plans) else len(drafts)
-        levels, nodes = drafts[0].depth, drafts[0].tree_nodes - 1
+        levels = drafts[0].depth
+        nodes = drafts[0].tree_nodes - 1
         return cls(requests, context, drafting, levels, nodes, looked_up)
 
     @property
@@ -135,12 +137,16 @@ class StepCosts:
     @property
     def known(self) -> tuple[Measured, ...]:
         """What was learned: one step of every cell."""
-        return tuple(Measured(cell.shape, cell.seconds) for cell in self.cells.values())
+        cells = self.cells.values()
+        return tuple(Measured(cell.shape, cell.seconds) for cell in cells)
 
     @property
     def untimed(self) -> bool | None:
         """Whether no step that drafts was timed yet, or no plain one (False); None if both were."""
-        return next((drafts for drafts in (True, False) if drafts not in self._timed), None)
+        for drafts in (True, False):
+            if drafts not in self._timed:
+                return drafts
+        return None
 
     def has(self, drafts: bool) -> bool:
         """Return whether anything is known of steps that draft, or of those that do not."""
@@ -166,11 +172,13 @@ class StepCosts:
         news = known and (first or (sudden and not new and cell.times != 1))
         if news:
             self._spread(drafts, surprise)
+        believed = surprise
         if not (news or sudden):
-            surprise = max(-_NEWS, min(_NEWS, surprise)) * max(_GAIN, 1 / (cell.times + 1))
+            believed = max(-_NEWS, min(_NEWS, surprise))
+            believed *= max(_GAIN, 1 / (cell.times + 1))
         cell.shape = shape
-        cell.seconds = expected * math.exp(surprise)
-        cell.slow = not sudden and seconds > expected * math.exp(_NEWS)
+        cell.seconds = expected * math.exp(believed)
+        cell.slow = surprise > _NEWS and not sudden
         cell.times = 1 if sudden else cell.times + 1
         cell.seen = self._steps
         self._fitted = False
@@ -184,7 +192,8 @@ class StepCosts:
 
     def node_seconds(self, context: float) -> float:
         """Return the seconds of a further node that looks at ``context`` slots."""
-        return float(self._fit[-2] + self._fit[-1] * context / 1024)
+        node, look = self._fit[-2:].tolist()
+        return float(node + look * context / 1024)
 
     def _spread(self, drafts: bool, surprise: float) -> None:
         for cell in self.cells.values():
@@ -193,7 +202,8 @@ class StepCosts:
                 cell.seconds *= math.exp(surprise)
 
     def _linear(self, shape: StepShape) -> float:
-        return max(1e-9, float(np.dot(shape.features, self._fit)))
+        seconds = np.dot(shape.features, self._fit)
+        return max(1e-9, float(seconds))
 
     def _expected(self, shape: StepShape) -> float:
         """Return seconds by the fit, corrected by the cell of like or of shorter contexts."""
@@ -210,18 +220,22 @@ class StepCosts:
 
     def _weight(self, cell: _Typical) -> float:
         """Return how much a cell's times count yet: half after some steps without another."""
-        return float(0.5 ** ((self._steps - cell.seen) / _REST))
+        rested = self._steps - cell.seen
+        return float(0.5 ** (rested / _REST))
 
     def _refit(self) -> None:
         """Fit relative errors by least squares, no coefficient below 0."""
         self._fitted = True
         cells = self.cells.values()
         seconds = np.array([cell.seconds for cell in cells])
-        rows = np.array([cell.shape.features for cell in cells]) / seconds[:, None]
-        weights = np.array([max(0.01, self._weight(cell)) for cell in cells])
+        rows = np.array([cell.shape.features for cell in cells])
+        rows /= seconds[:, None]
+        weights = np.array([self._weight(cell) for cell in cells])
+        weights = np.maximum(0.01, weights)
         gram = (rows * weights[:, None]).T @ rows
         scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
-        root = np.linalg.cholesky(gram / np.outer(scale, scale) + _RIDGE).T
+        gram /= np.outer(scale, scale)
+        root = np.linalg.cholesky(gram + _RIDGE).T
         wanted = np.linalg.solve(root.T, weights @ rows / scale)
         self._fit = nnls(root, wanted)[0] / scale
 
@@ -250,14 +264,16 @@ class Acceptance:
 
     def observe(self, *, paths: int, offered: int, accepted: int) -> None:
         """Learn from a step whose tree was ``offered`` levels deep."""
-        self._trials[paths - 1, : min(accepted + 1, offered)] += 1
+        tried = min(accepted + 1, offered)
+        self._trials[paths - 1, :tried] += 1
         self._successes[paths - 1, :accepted] += 1
 
     def at(self, step: int) -> Self:
         """Let what was counted fade up to the planner's ``step``, and estimate anew."""
         if step - self._step >= _RECOUNT:
-            self._trials *= _MEMORY ** (step - self._step)
-            self._successes *= _MEMORY ** (step - self._step)
+            kept = _MEMORY ** (step - self._step)
+            self._trials *= kept
+            self._successes *= kept
             self._step = step
             self.hazards = self._estimate()
         return self
@@ -271,22 +287,27 @@ class Acceptance:
 
     def _estimate(self) -> Array:
         """Each depth has the one above as prior, each number of paths what all tell of a depth."""
-        rates = np.minimum(self._successes / np.maximum(self._trials, 1e-9), 1 - 1e-6)
+        rates = self._successes / np.maximum(self._trials, 1e-9)
+        rates = np.minimum(rates, 1 - 1e-6)
         weights = self._trials.sum(axis=0)
-        single = (self._trials * _any(rates, 1 / _INDEPENDENT)).sum(axis=0)
+        alone = self._trials * _any(rates, 1 / _INDEPENDENT)
+        single = alone.sum(axis=0)
         chance = self._first
         chances = np.empty(MAX_DEPTH)
         for depth in range(MAX_DEPTH):
-            chance = (single[depth] + _PRIOR_TRIALS * chance) / (weights[depth] + _PRIOR_TRIALS)
+            successes = single[depth] + _PRIOR_TRIALS * chance
+            chance = successes / (weights[depth] + _PRIOR_TRIALS)
             chances[depth] = chance
         prior = _any(chances, _INDEPENDENT)
-        hazards = (self._successes + _PRIOR_TRIALS * prior) / (self._trials + _PRIOR_TRIALS)
+        hazards = self._successes + _PRIOR_TRIALS * prior
+        hazards /= self._trials + _PRIOR_TRIALS
         return np.asarray(hazards.clip(1e-6, 1 - 1e-6))
 
 
 def _any(chances: Array, drafts: Array) -> Array:
     """Return the chance that any of so many independent drafts is accepted, given that of one."""
-    return np.asarray(-np.expm1(np.log1p(-chances) * drafts))
+    none = np.log1p(-chances) * drafts
+    return np.asarray(-np.expm1(none))
 
 
 # --- the choice
@@ -313,9 +334,10 @@ class Scores:
     rates: Array  # [plans] float64, tokens a second, with that reading spread over those to come
 
     def __str__(self) -> str:
-        best = np.argsort(-self.rates, kind="stable")[:5].tolist()
-        listed = ", ".join(f"{plan_name(self.plans[n])} {self.rates[n]:.0f}" for n in best)
-        return f"tokens/s expected at batch {self.batch}: {listed}"
+        order = np.argsort(-self.rates, kind="stable")
+        best = order[:5].tolist()
+        listed = [f"{plan_name(self.plans[n])} {self.rates[n]:.0f}" for n in best]
+        return f"tokens/s expected at batch {self.batch}: {', '.join(listed)}"
 
 
 class _Choice(NamedTuple):
@@ -356,7 +378,8 @@ class Planner:
     @property
     def known(self) -> KnownCosts:
         """What was learned of costs."""
-        return KnownCosts(*(self._costs[greedy].known for greedy in (True, False)))
+        greedy, sampled = self._costs[True], self._costs[False]
+        return KnownCosts(greedy.known, sampled.known)
 
     def keep(self) -> None:
         """Have what was learned kept, if anything was."""
@@ -381,11 +404,14 @@ class Planner:
         self._steps += 1
         self._timed = None
         self.why = ""
-        self._matched = {r.number: matched(r) for r in requests if r.looks_up}
-        self._missed = {r.number: behind(r) for r in requests if r.auto is not None}
+        self._matched = {}
+        self._missed = {}
         groups: dict[AutoPlan, list[Request]] = {}
         for request in requests:
+            if request.looks_up:
+                self._matched[request.number] = matched(request)
             if request.auto is not None:
+                self._missed[request.number] = behind(request)
                 groups.setdefault(request.auto, []).append(request)
         for auto, members in groups.items():
             self._assign(auto, members, len(requests) + others, fitted)
@@ -412,7 +438,9 @@ class Planner:
         self._ran[size_class(batch), choice.plan] = self._steps
         shape = StepShape.of(plans, batch, _context(members, batch))
         costs = self._costs_of(members)
-        self._alike = self._alike + 1 if self._latest == (costs, shape.cell) else 1
+        if self._latest != (costs, shape.cell):
+            self._alike = 0
+        self._alike += 1
         self._latest = costs, shape.cell
         if self._alike >= _ALIKE:
             self._timed = costs, shape
@@ -446,10 +474,12 @@ class Planner:
         if request.auto is None:
             return request.drafted
         scores = self.scores([request], request.auto, batch)
-        if scores is None or self._costs_of([request]).untimed is not None:
+        costs = self._costs_of([request])
+        if scores is None or costs.untimed is not None:
             return True
         best = self._worth(scores, request.auto).argmax()
-        saved = float(1 / scores.rates[0] - 1 / scores.rates[best])
+        seconds = 1 / scores.rates
+        saved = float(seconds[0] - seconds[best])
         return saved > 0 and rows * self.reading_seconds <= saved * _to_come(request)
 
     def scores(self, members: Sequence[Request], auto: AutoPlan, batch: int) -> Scores | None:
@@ -458,17 +488,22 @@ class Planner:
         if not costs.has(drafts=True):
             return None
         plans = (PLAIN, *auto.candidates)
-        each = np.array([[1.0, *self._tokens(own, auto.candidates)] for own in members])
+        each = np.ones((len(members), len(plans)))
+        for n, request in enumerate(members):
+            each[n, 1:] = self._tokens(request, auto.candidates)
         tokens = each.mean(axis=0) * batch
         context = _context(members, batch)
-        seconds = costs.seconds([StepShape.of([plan], batch, context) for plan in plans])
+        shapes = [StepShape.of([plan], batch, context) for plan in plans]
+        seconds = costs.seconds(shapes)
         drafts = np.array([plan.speculative for plan in plans])
-        reading = self.reading_seconds * np.array([self._missed.get(r.number, 0) for r in members])
+        missed = [self._missed.get(request.number, 0) for request in members]
+        reading = self.reading_seconds * np.array(missed)
         left = np.array([_to_come(request) for request in members])
-        spread = drafts * (reading @ np.minimum(1.0, each / left[:, None]))
-        return Scores(
-            plans, batch, each, tokens, seconds, drafts * reading.sum(), tokens / (seconds + spread)
-        )
+        shares = np.minimum(1.0, each / left[:, None])
+        spread = drafts * (reading @ shares)
+        late = drafts * reading.sum()
+        rates = tokens / (seconds + spread)
+        return Scores(plans, batch, each, tokens, seconds, late, rates)
 
     def explain(self, requests: Sequence[Request]) -> str:
         """Return in words what is expected of the best plans for the automatic ``requests``."""
@@ -497,20 +532,24 @@ class Planner:
             if untimed and alone:
                 plan = auto.candidates[:2][-1]
                 if scores is not None:
-                    plan = scores.plans[1 + int(scores.rates[1:].argmax())]
+                    place = scores.rates[1:].argmax()
+                    plan = scores.plans[1 + int(place)]
             why = f"{plan_name(plan)} has to be timed"
             return [_Choice(plan, PlanReason.LEARNING, why)] * (_ALIKE + 1)
         best = int(self._worth(scores, auto).argmax())
         plan = scores.plans[best]
         self._present[auto] = plan
-        choice = _Choice(plan, PlanReason.BEST, f"{plan_name(plan)}; {scores}", scores, best)
-        return (self._probe(choice, scores) if alone else []) + [choice] * _HOLD
+        why = f"{plan_name(plan)}; {scores}"
+        choice = _Choice(plan, PlanReason.BEST, why, scores, best)
+        probe = self._probe(choice, scores) if alone else []
+        return probe + [choice] * _HOLD
 
     def _worth(self, scores: Scores, auto: AutoPlan) -> Array:
         """Return rates as they compare: a change has to gain, and drafting in a large batch."""
         worth = scores.rates.copy()
         worth[1:] /= 1 + _BETTER * size_class(scores.batch) / 2
-        worth[scores.plans.index(self._present.get(auto, PLAIN))] *= 1 + _BETTER
+        present = self._present.get(auto, PLAIN)
+        worth[scores.plans.index(present)] *= 1 + _BETTER
         return worth
 
     def _probe(self, best: _Choice, scores: Scores) -> list[_Choice]:
@@ -519,16 +558,20 @@ class Planner:
         if rested < _PROBE:
             return []
         size = size_class(scores.batch)
-        age = np.array([self._steps - self._ran.get((size, plan), 0) for plan in scores.plans])
-        rates = _ALIKE * scores.tokens / (_ALIKE * scores.seconds + scores.late)
+        ran = [self._ran.get((size, plan), 0) for plan in scores.plans]
+        age = self._steps - np.array(ran)
+        seconds = _ALIKE * scores.seconds + scores.late
+        rates = _ALIKE * scores.tokens / seconds
         worth = rates * (1 + age / _REST)
         worth[best.place] = 0
         n = int(worth.argmax())
         if rates[n] * (1 + rested / _REST) < scores.rates[best.place]:
             return []
         self._probed = self._steps
-        why = f"{plan_name(scores.plans[n])} has not run for {age[n]} steps; {scores}"
-        return [_Choice(scores.plans[n], PlanReason.PROBE, why, scores, n)] * _ALIKE
+        plan = scores.plans[n]
+        why = f"{plan_name(plan)} has not run for {age[n]} steps; {scores}"
+        probe = _Choice(plan, PlanReason.PROBE, why, scores, n)
+        return [probe] * _ALIKE
 
     def _look_up(self, choice: _Choice, members: list[Request]) -> list[Plan]:
         """Return the requests' plans, with lookups where they promise more.
@@ -539,16 +582,19 @@ class Planner:
         plans, scores = [choice.plan] * len(members), choice.scores
         if choice.reason is not PlanReason.BEST or scores is None:
             return plans
-        rate = scores.tokens[choice.place] / scores.seconds[choice.place]
-        share = (scores.seconds[choice.place] - scores.seconds[0]) / scores.batch
-        node = self._costs_of(members).node_seconds(_context(members, 1))
+        seconds = scores.seconds[choice.place]
+        rate = scores.tokens[choice.place] / seconds
+        share = (seconds - scores.seconds[0]) / scores.batch
+        costs = self._costs_of(members)
+        node = costs.node_seconds(_context(members, 1))
         for n, request in enumerate(members):
             if request.auto is not None and self._matched.get(request.number):
                 lookups = request.auto.lookups
                 depths = np.array([plan.depth for plan in lookups])
                 worth = self._tokens(request, lookups) - rate * node * depths
-                if worth.max() > scores.each[n, choice.place] - rate * share:
-                    plans[n] = lookups[int(worth.argmax())]
+                best = int(worth.argmax())
+                if worth[best] > scores.each[n, choice.place] - rate * share:
+                    plans[n] = lookups[best]
         return plans
 
     def _costs_of(self, members: Sequence[Request]) -> StepCosts:
@@ -556,8 +602,11 @@ class Planner:
 
     def _tokens(self, request: Request, plans: tuple[Plan, ...]) -> Array:
         """Return ``[plans]`` float64: tokens that a request should commit by each plan."""
-        tokens = self._acceptance_of(request, plans[0]).at(self._steps).tokens(_to_come(request))
-        return np.array([tokens[plan.paths - 1, plan.depth - 1] for plan in plans])
+        acceptance = self._acceptance_of(request, plans[0]).at(self._steps)
+        tokens = acceptance.tokens(_to_come(request))
+        paths = [plan.paths - 1 for plan in plans]
+        depths = [plan.depth - 1 for plan in plans]
+        return np.asarray(tokens[paths, depths])
 
     def _acceptance_of(self, request: Request, plan: Plan) -> Acceptance:
         """Return what is known of drafts by a class of temperatures, or of lookups by one of
@@ -580,4 +629,5 @@ def _context(members: Sequence[Request], batch: int) -> int:
 
 def _to_come(request: Request) -> int:
     """Return how many tokens a request is expected to commit until it ends."""
-    return max(1, min(request.max_tokens - len(request.token_ids), _HORIZON))
+    left = request.max_tokens - len(request.token_ids)
+    return max(1, min(left, _HORIZON))
