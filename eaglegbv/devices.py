@@ -5,8 +5,11 @@ device's queue. A copy back waits until all earlier work is done. So a step of t
 such copy, of everything it needs to know.
 """
 
+import logging
 import platform
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, one_of
+
+_log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")  # file in which Linux describes the processor
 
@@ -111,6 +116,25 @@ def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _wait_for(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
+
+
+PIECE = 1024  # entries of the vocabulary that a program of a kernel reads at once
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether Triton kernels decide there in place of tensor operations; it is logged once.
+
+    They do on GPUs, unless Triton is missing.
+    """
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    there = find_spec("triton") is not None
+    if not there:
+        _log.warning("Triton is not installed: verification launches one kernel an operation")
+    return there
 
 
 def first_true(found: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import upload
+from eaglegbv.devices import PIECE, runs_kernels, upload
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import require_integer, require_integers, require_number
 
@@ -194,6 +194,45 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
     if greedy is not None:
         warped = torch.where(greedy.unsqueeze(1), _keep_first_maximum(logits), warped)
     return warped
+
+
+def warped_rows(logits: Tensor, settings: WarpSettings) -> tuple[Tensor, Tensor]:
+    """Return warped logits as :func:`warp` does, and the logsumexp of each row.
+
+    They are ``[rows, tokens]`` float32 and ``[rows]`` float64. On a GPU one kernel computes both
+    (:func:`eaglegbv.kernels.warp_rows`); its sums are taken in float64 and in another order, so the
+    edge of top-p may differ where a mass equals ``top_p`` within rounding.
+    """
+    if runs_kernels(logits.device):
+        return _launch_warp(logits, settings)
+    warped = warp(logits, settings)
+    return warped, warped.exp().sum(dim=-1).log().to(torch.float64)
+
+
+def _launch_warp(logits: Tensor, settings: WarpSettings) -> tuple[Tensor, Tensor]:
+    from eaglegbv import kernels  # where Triton is, and only when it is needed
+
+    rows, vocab = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    warped = logits.new_empty((rows, vocab), dtype=torch.float32)
+    normalisers = logits.new_empty(rows, dtype=torch.float64)
+    unused = settings.temperature
+    kernels.warp_rows[(rows,)](
+        logits,
+        settings.temperature,
+        unused if settings.top_k is None else settings.top_k,
+        unused if settings.top_p is None else settings.top_p,
+        unused if settings.min_p is None else settings.min_p,
+        warped,
+        normalisers,
+        vocab,
+        logits.stride(0),
+        TOP_K=settings.top_k is not None,
+        TOP_P=settings.top_p is not None,
+        MIN_P=settings.min_p is not None,
+        PIECE=PIECE,
+    )
+    return warped, normalisers
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor:

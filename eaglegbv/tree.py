@@ -166,10 +166,10 @@ class TargetProbs:
         """Normalise warped ``logits`` with one pass over the vocabulary."""
         return cls(logits, torch.logsumexp(logits, dim=-1).to(torch.float64), rows)
 
-    @classmethod
-    def of_warped(cls, logits: Tensor, rows: Tensor) -> Self:
-        """Normalise rows whose largest entry is 0, as :func:`eaglegbv.sampling.warp` returns."""
-        return cls(logits, logits.exp().sum(dim=-1).log().to(torch.float64), rows)
+    @property
+    def in_logs(self) -> bool:
+        """Whether ``logits`` and ``log_normaliser`` are logarithms, as they are here."""
+        return True
 
     @property
     def vocab(self) -> int:

@@ -29,7 +29,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
-from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warped_rows
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
@@ -255,12 +255,13 @@ def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
     own = logits[group.logits]
     if any(p.penalised for p in params):
         own = penalise(own, *_occurrences(group, logits.shape[1]), params, group.counts)
-    warped = warp(own, WarpSettings.of(params, group.counts, device=logits.device))
+    settings = WarpSettings.of(params, group.counts, device=logits.device)
+    warped, normalisers = warped_rows(own, settings)
     rows = send(group.node_rows(), logits.device)
     if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
         rows = torch.where(real, rows, rows[:, :1])
-    return TargetProbs.of_warped(warped, rows)
+    return TargetProbs(warped, normalisers, rows)
 
 
 def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:

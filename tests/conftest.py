@@ -1,10 +1,14 @@
 """Settings of every test."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before Triton is first imported: it interprets its kernels
+    os.environ["TRITON_INTERPRET"] = "1"
 from gpu.cuda.flashinfer_on_host import compile_for_host, missing
 from gpu.cuda.runtime import HostRuntime, Launched
 from hypothesis import settings

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.compiling import EXAMPLE_WIDTH, compile_graph, making_graphs
+from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.rng import RequestRng
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, find_faults
 from eaglegbv.verifiers.block import BlockVerifier, block
 from eaglegbv.verifiers.gbv import GbvVerifier, gbv
@@ -136,7 +138,8 @@ class CheckedVerifier:
         """
         self.verifier = verifier
         self._compiled: Callable[..., Checked] | None = None
-        if compile_backend is not None and verifier.one_graph:
+        kernels = runs_kernels(torch.device(device))  # which are faster than any compiled graph
+        if compile_backend is not None and verifier.one_graph and not kernels:
             self._compiled = compile_graph(self._verify, compile_backend)
             # Graphs are made for tensors of inference mode, in which an engine runs.
             with making_graphs(), torch.inference_mode():
@@ -154,6 +157,8 @@ class CheckedVerifier:
         return self._compiled(replace(tree, forks=max(_LEAST_FORKS, forks)), target, uniforms)
 
     def _verify(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Checked:
+        if fused.takes(self.verifier, tree):
+            return fused.judge(self.verifier, tree, target, uniforms)
         return self.verifier.verify(tree, target, uniforms), find_faults(tree, target)
 
 

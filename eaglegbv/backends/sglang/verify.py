@@ -31,6 +31,7 @@ from eaglegbv.request import Request
 from eaglegbv.rng import Purpose, RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.tree import TargetProbs
+from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -168,7 +169,8 @@ class GraphJudge:
         )
         probs = self._probs[:rows].flatten(0, 1)
         target = ProbsInPlace(probs, probs.sum(dim=1, dtype=torch.float64), numbered.rows())
-        return acceptance(self._verifier.verify(numbered.tree, target, uniforms), numbered)
+        verdict = fused.verdict(self._verifier, numbered.tree, target, uniforms)
+        return acceptance(verdict, numbered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,11 @@ class ProbsInPlace(TargetProbs):
 
     ``log_normaliser`` holds the sum of each row, by which they are normalised again.
     """
+
+    @property
+    def in_logs(self) -> bool:
+        """Whether they are logarithms: no."""
+        return False
 
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return the whole distributions, ``[batch, vocab]`` float32; see :class:`TargetProbs`."""

@@ -1,0 +1,80 @@
+"""Compile the Triton kernels for a GPU (sm_90), and print what they take there.
+
+A line for each: name and rule, registers a thread, bytes of its stack (spilt registers), bytes of
+shared memory. Needs no GPU.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from eaglegbv import kernels
+from eaglegbv.verifiers import fused
+
+FLOAT64 = {
+    *("draft_probs", "target_probs", "normalisers", "normalisers_out", "uniforms", "draft_out"),
+    *("target_out", "scratch", "tests", "weight_out", "weight_at", "weights", "top_ps", "min_ps"),
+}
+INT32 = {
+    *("child_out", "place_out", "drafts_out", "node_faults", "child_at", "place_at", "drafts_at"),
+    *("stop_out", "bonus_out", "stop_at", "bonus_at"),
+}
+FLOAT32 = {"logits", "warped_out", "temperatures"}
+NUMBERS = {
+    *("nodes", "num_draws", "width", "vocab", "length", "tests_stride", "uniforms_stride"),
+    "row_stride",
+}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def type_of(name: str, kernel: str) -> str:
+    if name in NUMBERS:
+        return "i32"
+    if name in FLOAT64:
+        return "*fp64"
+    if name in FLOAT32:
+        return "*fp32"
+    if name in INT32 or (name == "faults_out" and kernel == "judge_nodes"):
+        return "*i32"
+    return "*i8" if name == "drawn" else "*i64"
+
+
+def resources(kernel, constants):
+    signature = {
+        name: "constexpr" if name in constants else type_of(name, kernel.__name__)
+        for name in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = [re.search(rf"{what}:(\d+)", usage)[1] for what in ("REG", "STACK")]
+    return *numbers, str(compiled.metadata.shared)
+
+
+def main() -> None:
+    lists, pieces = {"BLOCK": 256}, {"PIECE": 1024}
+    work = []
+    for rule in sorted(fused.RULES):
+        sizes = {"RULE": rule, **lists}
+        work.append((kernels.judge_nodes, {**sizes, "IN_LOGS": True, "DRAWS": 16}))
+        work.append((kernels.judge_paths, {**sizes, "NODES": 16}))
+    work.append((kernels.draw_corrections, {"IN_LOGS": True, **lists, **pieces}))
+    work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
+    for kernel, constants in work:
+        name = f"{kernel.__name__} {constants.get('RULE', '')}"
+        sys.stdout.write(" ".join((name, *resources(kernel, constants))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

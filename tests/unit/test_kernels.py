@@ -1,0 +1,276 @@
+"""The Triton kernels against the tensor code that they stand for, interpreted on a CPU.
+
+Chances differ by rounding alone, so random numbers a billionth below and above them must pass and
+fail. That the kernels compile for a GPU, and what they take there, is tested without one too.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batched_trees import Batch, random_batch
+from support.requests import make_request
+from support.tables import Shape
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from eaglegbv.config import Plan
+from eaglegbv.drafting import Drafting
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp, warped_rows
+from eaglegbv.scheduler.batch import Forward, Group
+from eaglegbv.tree import DraftSampling, TargetProbs
+from eaglegbv.verification import Verification, read_outputs
+from eaglegbv.verifiers import fused
+from eaglegbv.verifiers.base import Fault, Verdict, VerifyUniforms, find_faults
+from eaglegbv.verifiers.block import BlockRule, acceptance_chances, prefix_weights
+from eaglegbv.verifiers.paths import DraftedPath
+from eaglegbv.verifiers.registry import CheckedVerifier, make_verifier
+
+pytest.importorskip("triton", reason="Triton, which runs the kernels, is not installed")
+from eaglegbv import kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # else interpreted
+SWITCHED = ("eaglegbv.sampling", "eaglegbv.verifiers.fused", "eaglegbv.verifiers.registry")
+KERNELS = ("warp_rows", "judge_nodes", "judge_paths", "draw_corrections")  # in order of launch
+RULES = sorted(fused.RULES)
+MARGIN = 1e-9  # far above rounding, and below any difference that matters
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kernels run on the CPU too, in pieces so small that a row has several."""
+    for module in SWITCHED:
+        monkeypatch.setattr(f"{module}.runs_kernels", lambda _: True)
+    for module in ("eaglegbv.sampling", "eaglegbv.verifiers.fused"):
+        monkeypatch.setattr(f"{module}.PIECE", 4)
+    with np.errstate(all="ignore"):  # what programs compute in masked lanes means nothing
+        yield
+
+
+def batch_for(rule: str, seed: int, count: int = 3) -> Batch:
+    """Ragged trees, some of which end early; the lists of draft tokens are in any order."""
+    rng = np.random.default_rng(seed)
+    most = make_verifier(rule).max_paths or 4
+    shape = Shape(vocab=int(rng.integers(3, 7)), paths=most, length=int(rng.integers(1, 4)))
+    batch = random_batch(DraftSampling.IID, rng, count, shape)
+    target, uniforms = batch.target, batch.uniforms
+    return Batch(
+        batch.tree.to(DEVICE),
+        TargetProbs(
+            target.logits.to(DEVICE), target.log_normaliser.to(DEVICE), target.rows.to(DEVICE)
+        ),
+        VerifyUniforms(
+            uniforms.selection.to(DEVICE),
+            uniforms.acceptance.to(DEVICE),
+            uniforms.correction.to(DEVICE),
+        ),
+    )
+
+
+def assert_same(got: Verdict, expected: Verdict) -> None:
+    assert got.accepted.tolist() == expected.accepted.tolist()
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    for row, accepted in enumerate(expected.accepted.tolist()):
+        assert torch.equal(got.path_nodes[row, :accepted], expected.path_nodes[row, :accepted])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", RULES)
+def test_verdicts_are_those_of_the_tensor_code(rule, seed):
+    batch, verifier = batch_for(rule, seed), make_verifier(rule)
+    assert fused.takes(verifier, batch.tree)
+    got, faults = CheckedVerifier(verifier).verify(batch.tree, batch.target, batch.uniforms)
+    assert not faults.any()
+    assert_same(got, verifier.verify(batch.tree, batch.target, batch.uniforms))
+
+
+def chances_of(rule: str, batch: Batch) -> tuple[DraftedPath, torch.Tensor]:
+    """Return the path that a rule judges, and the chance of its test at each depth."""
+    verifier = make_verifier(rule)
+    if not isinstance(verifier, BlockRule):
+        path = DraftedPath.drawn(batch.tree, batch.target)
+        return path, path.ratios()
+    path = verifier.path(batch.tree, batch.target, batch.uniforms)
+    return path, acceptance_chances(path, prefix_weights(path.ratios()))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chances_agree_to_a_billionth(rule):
+    batch, verifier = batch_for(rule, seed=5, count=4), make_verifier(rule)
+    path, chances = chances_of(rule, batch)
+    for factor in (1 - MARGIN, 1 + MARGIN):
+        acceptance = batch.uniforms.acceptance.clone()
+        acceptance[:, : batch.tree.length] = chances * factor
+        uniforms = replace(batch.uniforms, acceptance=acceptance)
+        got, _ = fused.judge(verifier, batch.tree, batch.target, uniforms)
+        assert_same(got, verifier.verify(batch.tree, batch.target, uniforms))
+        certain = (chances >= 1).any(dim=1)
+        if factor > 1:
+            assert (got.accepted[~certain] == 0).all()
+        elif isinstance(verifier, BlockRule):
+            possible = chances.gather(1, (path.lengths - 1).clamp(min=0).unsqueeze(1)) > 0
+            whole = got.accepted == path.lengths
+            assert (whole | ~possible.squeeze(1) | (path.lengths == 0)).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_corrections_are_drawn_from_the_same_residual(rule):
+    batch, verifier = batch_for(rule, seed=8, count=2), make_verifier(rule)
+    for uniform in (0.0, 0.2, 0.5, 0.8, 1 - 2**-53):
+        correction = torch.full_like(batch.uniforms.correction, uniform)
+        uniforms = VerifyUniforms(batch.uniforms.selection, batch.uniforms.acceptance, correction)
+        got, _ = fused.judge(verifier, batch.tree, batch.target, uniforms)
+        assert_same(got, verifier.verify(batch.tree, batch.target, uniforms))
+
+
+def test_faults_are_those_of_the_tensor_code():
+    batch = batch_for("otbv", seed=2, count=4)
+    probs = batch.tree.draft_probs.clone()
+    probs[0, 0] *= 0.5
+    probs[1, 0] = probs[1, 0].where(batch.tree.draft_ids[1, 0] != batch.tree.token_ids[1, 1], 0.0)
+    tree = replace(batch.tree, draft_probs=probs)
+    normalisers = batch.target.log_normaliser.clone()
+    normalisers[batch.target.rows[2, 0]] = torch.nan
+    target = replace(batch.target, log_normaliser=normalisers)
+    expected = find_faults(tree, target)
+    assert int(expected[0]) & Fault.DRAFT_NOT_NORMALISED
+    assert int(expected[1]) & Fault.IMPOSSIBLE_DRAFT
+    assert int(expected[2]) & Fault.TARGET_NOT_FINITE
+    _, faults = fused.judge(make_verifier("otbv"), tree, target, batch.uniforms)
+    assert faults.tolist() == expected.tolist()
+
+
+# --- warped rows
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.3, top_k=2),
+    SamplingParams(top_p=0.7),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(min_p=0.5),
+    SamplingParams(temperature=1.3, top_k=5, top_p=0.9, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_warped_rows_are_those_of_the_tensor_code(dtype):
+    generator = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(len(SETTINGS), 11, generator=generator)).to(DEVICE, dtype)
+    logits[:, 4] = -torch.inf
+    settings = WarpSettings.of(SETTINGS, [1] * len(SETTINGS), device=DEVICE)
+    got, normalisers = warped_rows(logits, settings)
+    expected = warp(logits, settings)
+    assert torch.equal(got, expected)
+    torch.testing.assert_close(normalisers, expected.double().logsumexp(1), rtol=0, atol=1e-12)
+
+
+def test_ties_stay_as_documented():
+    settings = WarpSettings.of(
+        [SamplingParams(top_k=2), SamplingParams(top_p=0.5)], [1, 1], device=DEVICE
+    )
+    logits = torch.zeros(2, 10, device=DEVICE)
+    assert torch.equal(warped_rows(logits, settings)[0], warp(logits, settings))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_broken_rows_are_noticed(bad):
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(DEVICE)
+    logits[1, 2] = bad
+    if bad < 0:
+        logits[1] = bad
+    settings = WarpSettings.of([SamplingParams(top_p=0.9)], [3], device=DEVICE)
+    warped, normalisers = warped_rows(logits, settings)
+    assert normalisers.isfinite().tolist() == [True, False, True]
+    assert torch.equal(warped[::2], warp(logits, settings)[::2])
+
+
+# --- on a GPU
+class Operations(TorchDispatchMode):
+    """Counts what is launched: tensor operations that are no views or allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        aliases = [result.alias_info for result in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not (view or name.startswith(("aten.empty", "aten.new_empty"))):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Counted:
+    """A kernel whose launches are noted with the operations."""
+
+    def __init__(self, kernel: Any, names: list[str]) -> None:
+        self.kernel, self.names = kernel, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **named: Any) -> None:
+            self.names.append(self.kernel.fn.__name__)
+            with _disable_current_modes():  # the interpreter's own operations
+                self.kernel[grid](*arguments, **named)
+
+        return launch
+
+
+def launches_of(rule: str, batch: Batch) -> list[str]:
+    """Return what judging a batch launches, from logits to what the host reads."""
+    counts = batch.tree.num_nodes.tolist()
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    plan = Plan(verifier=rule, paths=batch.tree.paths, depth=batch.tree.length)
+    requests = [make_request(b, (1,), params=params, plan=plan) for b in range(len(counts))]
+    forward = Forward([Group(requests, batch.tree, counts, [])], [], torch.arange(sum(counts)))
+    logits = torch.randn(sum(counts), batch.target.vocab, device=DEVICE)
+    target = SimpleNamespace(vocab_size=batch.target.vocab, device=DEVICE)
+    verification = Verification(target, Drafting(None))
+    launches = Operations()
+    with pytest.MonkeyPatch.context() as patch, launches:
+        for name in KERNELS:
+            patch.setattr(kernels, name, Counted(getattr(kernels, name), launches.names))
+        outputs = read_outputs(verification.verify(forward, logits, record=False))
+    assert [output.fault for output in outputs[0]] == [0] * len(counts)
+    return launches.names
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_is_judged_in_few_launches(rule):
+    launches = launches_of(rule, batch_for(rule, seed=1))
+    assert [name for name in launches if name in KERNELS] == list(KERNELS)
+    assert len(launches) <= 24, "\n".join(launches)
+
+
+def test_they_compile_for_a_gpu_and_fit_its_registers():
+    script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2 * len(RULES) + 2
+    for line in lines:
+        _, registers, stack, shared = line.rsplit(maxsplit=3)
+        assert int(registers) <= 255, line
+        assert int(stack) == 0, line  # nothing is spilt
+        assert int(shared) <= 49_152, line
+
+
+if __name__ == "__main__":  # lists what is launched: RULE [operations], where those have no kernels
+    rule, *rest = sys.argv[1:]
+    with pytest.MonkeyPatch.context() as patched:
+        if not rest:
+            for at in SWITCHED:
+                patched.setattr(f"{at}.runs_kernels", lambda _: True)
+        listed = launches_of(rule, batch_for(rule, seed=1))
+    sys.stdout.write("\n".join((*listed, f"{len(listed)} launches\n")))

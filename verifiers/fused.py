@@ -1,0 +1,142 @@
+"""Judging trees of independent drafts with three kernels instead of one for each operation.
+
+What is computed, and how, stands in the rules themselves, which are the reference;
+:mod:`eaglegbv.kernels` computes the same on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from eaglegbv.devices import PIECE, runs_kernels
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.paths import steps_of
+
+RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that the kernels know
+WIDEST = 8192  # entries of the longest draft list that a program holds
+
+
+def takes(verifier: Verifier, tree: DraftTree) -> bool:
+    """Return whether the kernels judge such a tree by ``verifier`` where it is."""
+    if not runs_kernels(tree.token_ids.device) or verifier.name not in RULES:
+        return False
+    independent = tree.draft_sampling is DraftSampling.IID and tree.length > 0
+    return independent and 0 < tree.width <= WIDEST
+
+
+def verdict(
+    verifier: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
+) -> Verdict:
+    """Return a verdict, by the kernels where they can judge, else as :meth:`Verifier.verify`."""
+    if takes(verifier, tree):
+        return judge(verifier, tree, target, uniforms)[0]
+    return verifier.verify(tree, target, uniforms)
+
+
+def judge(
+    verifier: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
+) -> tuple[Verdict, Tensor]:
+    """Return a verdict as :meth:`Verifier.verify` does, and the faults of :func:`find_faults`.
+
+    Sums are taken in another order than by tensor operations, so chances differ by rounding
+    (1e-12), and a verdict does where a random number is as close to its chance.
+    """
+    from eaglegbv import kernels  # where Triton is, and only when it is needed
+
+    batch, nodes, width = tree.draft_probs.shape
+    block = max(16, _power_of_two(width))
+    warps = max(4, min(16, block // 128))
+    draws = tree.path_nodes.flatten(1).contiguous()
+    drawn = steps_of(tree).flatten(1).to(torch.int8)
+    # [batch, draws, 2]: two numbers for every draw, in the order of draws.
+    labels = uniforms.selection.transpose(1, 2).flatten(1, 2).contiguous()
+
+    floats = tree.draft_probs
+    ids = torch.empty_like(tree.draft_ids)
+    draft = torch.empty_like(floats)
+    probs = torch.empty_like(floats)
+    scratch = floats.new_empty((batch, nodes, 2, width))
+    child, place, drafts, node_faults = tree.parents.new_empty((4, batch, nodes), dtype=torch.int32)
+    kernels.judge_nodes[(batch, nodes)](
+        tree.token_ids,
+        tree.parents,
+        draws,
+        drawn,
+        tree.draft_ids,
+        tree.draft_probs,
+        target.logits,
+        target.log_normaliser,
+        target.rows,
+        labels,
+        ids,
+        draft,
+        probs,
+        scratch,
+        child,
+        place,
+        drafts,
+        node_faults,
+        nodes,
+        draws.shape[1],
+        width,
+        target.vocab,
+        RULE=verifier.name,
+        IN_LOGS=target.in_logs,
+        BLOCK=block,
+        DRAWS=_power_of_two(draws.shape[1]),
+        num_warps=warps,
+    )
+    path_nodes = tree.path_nodes.new_empty((batch, tree.length))
+    accepted, faults, token_ids = tree.num_nodes.new_empty((3, batch))
+    stop, bonus = tree.num_nodes.new_empty((2, batch), dtype=torch.int32)
+    weight = floats.new_empty(batch)
+    tests = uniforms.acceptance
+    kernels.judge_paths[(batch,)](
+        draft,
+        probs,
+        child,
+        place,
+        drafts,
+        node_faults,
+        tests,
+        path_nodes,
+        accepted,
+        stop,
+        weight,
+        bonus,
+        faults,
+        nodes,
+        tree.length,
+        width,
+        tests.stride(0),
+        RULE=verifier.name,
+        BLOCK=block,
+        NODES=_power_of_two(nodes),
+        num_warps=warps,
+    )
+    kernels.draw_corrections[(batch,)](
+        ids,
+        draft,
+        target.logits,
+        target.log_normaliser,
+        target.rows,
+        stop,
+        weight,
+        bonus,
+        uniforms.correction,
+        floats.new_empty((batch, target.vocab)),
+        token_ids,
+        nodes,
+        width,
+        target.vocab,
+        uniforms.correction.stride(0),
+        IN_LOGS=target.in_logs,
+        BLOCK=block,
+        PIECE=PIECE,
+        num_warps=warps,
+    )
+    return Verdict(path_nodes, accepted, token_ids), faults
+
+
+def _power_of_two(number: int) -> int:
+    return max(2, 1 << (number - 1).bit_length())
