@@ -77,7 +77,7 @@ class World:
         return max(self.rate(batch, plan, context=context) for plan in (PLAIN, *AUTO.candidates))
 
     def recorded(self, *, drafts: float = 1.0, plain: float = 1.0) -> KnownCosts:
-        """Return costs as a calibration finds them, times these factors."""
+        """Return costs as an earlier run kept them, times these factors."""
         steps = []
         for batch in (1, 4, 16):
             for plan in (PLAIN, *AUTO.candidates[::3]):

@@ -13,7 +13,6 @@ import pytest
 from eaglegbv.config import AUTO, plan_name
 from eaglegbv.eval.records import Journal
 from eaglegbv.llm import LLM
-from eaglegbv.utils import CACHE_FOLDER
 
 FULL = Path("/dev/full")
 
@@ -119,13 +118,6 @@ def test_json_tells_all_and_the_engine_plans_itself_unless_told_otherwise(cli, p
     assert answer["plan"]["max_paths"] > 1
     assert sum(plans.values()) == metrics["target_forwards"]
     assert set(plans) <= {"none", *(plan_name(plan) for plan in AUTO.candidates)}
-
-
-def test_measuring_costs_is_announced_and_done_once(cli, pair, tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
-    first, again = (generate(cli, pair, "--prompt", "Hello") for _ in range(2))
-    assert first.err.startswith("measuring what steps cost on this machine, once ")
-    assert "measuring" not in again.err
 
 
 def test_a_trace_holds_every_step(cli, pair, tmp_path):
