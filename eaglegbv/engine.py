@@ -140,6 +140,9 @@ class Engine:
         if auto is not None or params.seed is None:
             seed = request_seed(seed, number)
         drafted = any(p.asks_drafter for p in plans)
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= self._target.eos_token_ids
         request = Request(
             number=number,
             prompt_ids=tuple(prompt_ids),
@@ -148,6 +151,7 @@ class Engine:
             auto=auto,
             rng=RequestRng(seed),
             max_tokens=max_tokens,
+            ends=ends,
             step_slots=step_slots,
             replayed=replay_slots > 0,
             drafted=drafted,
@@ -373,7 +377,7 @@ class Engine:
                 nodes=output.drafted,
                 plan=plan_name(request.plan),
             )
-        if self._ends(request, kept[-1]):
+        if kept[-1] in request.ends:
             self.finish(request, FinishReason.STOP)
         elif len(request.token_ids) >= request.max_tokens:
             self.finish(request, FinishReason.LENGTH)
@@ -382,13 +386,8 @@ class Engine:
     def _cut(self, request: Request, tokens: list[int]) -> list[int]:
         """Return the tokens up to the first that ends the text, within the request's limit."""
         tokens = tokens[: request.max_tokens - len(request.token_ids)]
-        ends = (i for i, token in enumerate(tokens) if self._ends(request, token))
+        ends = (i for i, token in enumerate(tokens) if token in request.ends)
         return tokens[: next(ends, len(tokens) - 1) + 1]
-
-    def _ends(self, request: Request, token: int) -> bool:
-        if token in request.params.stop_token_ids:
-            return True
-        return token in self._target.eos_token_ids and not request.params.ignore_eos
 
     def _keep_chunks(self, forward: Forward, features: Tensor | None) -> None:
         """Keep the slots of parts that yield no token; their features go to the drafter."""

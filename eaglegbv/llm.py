@@ -558,7 +558,7 @@ class LLM(TextGenerator):
         ids, planning = self.encode(prompt), self._planning(call.plan)
         with self._turn():
             request = self._engine.add(ids, params, planning, priority=call.priority)
-            answer = Answer(request, TextStream(self.tokenizer, params.stop, params.stop_token_ids))
+            answer = Answer(request, TextStream(self.tokenizer, params.stop, request.ends))
             self._open[request.number] = answer
         return answer
 

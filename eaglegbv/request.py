@@ -64,6 +64,7 @@ class Request:
     plan: Plan
     rng: RequestRng
     max_tokens: int  # most tokens to generate: the user's limit, or what the context leaves
+    ends: frozenset[int] = frozenset()  # tokens that end the text and are no part of it
     # The plans from which the engine chooses before every step; None if the user fixed `plan`.
     auto: AutoPlan | None = None
     plan_reason: PlanReason = PlanReason.FIXED

@@ -26,8 +26,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one prompt.
 
     Attributes:
-        text: The text, cut before a stop string, without special tokens.
-        token_ids: The tokens, including an end-of-sequence token.
+        text: The text, cut before a stop string or the token that ends it, without special tokens.
+        token_ids: The tokens, including the one that ends the text.
         prompt_token_ids: The prompt as the model read it.
         finish_reason: ``stop`` (end of sequence or a stop string), ``length``, ``error``, or
             ``cancelled`` (a stream that was closed early).

@@ -212,9 +212,11 @@ def chat(
             streamer=watch,
         )[0].tolist()
     eos = generation.config.eos_token_id
-    ended = answer[-1:] and answer[-1] in ([eos] if isinstance(eos, int) else eos or [])
+    ended = bool(answer) and answer[-1] in ([eos] if isinstance(eos, int) else eos or [])
+    # The token that ends an answer is no part of its text, also where it is not a special one.
+    of_text = answer[:-1] if ended else answer
     return Completion(
-        text=str(tokenizer.decode(answer, skip_special_tokens=True)),
+        text=str(tokenizer.decode(of_text, skip_special_tokens=True)),
         token_ids=answer,
         prompt_token_ids=prompt,
         finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,

@@ -119,6 +119,25 @@ def test_text_ends_before_a_stop_string_or_a_stop_token(llm):
         assert "".join(piece.text for piece in llm.stream("stop", stopping)) == text
 
 
+def test_the_text_of_an_ordinary_token_that_ends_an_answer_is_no_part_of_it(llm, monkeypatch):
+    params = SamplingParams(max_tokens=40, temperature=0)
+    full = llm.generate(CHAT, params).token_ids
+    last = next(n for n in range(3, 40) if full[n] not in full[:n])
+    text = llm.tokenizer.decode(full[:last])
+    ending = llm.tokenizer.decode(full[last])
+    assert ending not in llm.tokenizer.all_special_tokens
+    monkeypatch.setattr(llm.pair.target, "eos_token_ids", frozenset({full[last]}))
+    for plan in (None, PLAIN):
+        answer = llm.generate(CHAT, params, plan=plan)
+        assert (answer.finish_reason, answer.token_ids[-1]) == (FinishReason.STOP, full[last])
+        assert answer.text == llm.tokenizer.decode(answer.token_ids[:-1])
+        assert "".join(p.text for p in llm.stream(CHAT, params, plan=plan)) == answer.text
+    assert llm.generate(CHAT, params).text == text
+    # Where the answer goes on, the token is one like others.
+    beyond = msgspec.structs.replace(params, ignore_eos=True)
+    assert llm.generate(CHAT, beyond).text == llm.tokenizer.decode(full)
+
+
 ONE_PATH = {"verifier": "greedy_block", "paths": 1}
 
 

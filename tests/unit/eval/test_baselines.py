@@ -111,3 +111,17 @@ def test_what_it_cannot_do_is_refused(library: Library, target: Path) -> None:
         near, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
     assert len(answer.token_ids) == 256 - len(prompt)
+
+
+def test_the_text_of_an_ordinary_token_that_ends_an_answer_is_no_part_of_it(
+    library: Library, target: Path
+) -> None:
+    tokenizer = load_tokenizer(str(target))
+    drawn = SamplingParams(max_tokens=20, seed=3)
+    full = way_of(library, target, "transformers")(ASK, drawn, plan=PLAIN).token_ids
+    last = next(n for n in range(1, len(full)) if full[n] not in full[:n])
+    generation = library.generation(baseline("transformers"), ends=True)
+    generation.config.eos_token_id = [full[last]]
+    answer = chat(generation, tokenizer, ASK, drawn, plan=PLAIN)
+    assert answer.token_ids == full[: last + 1]
+    assert answer.text == tokenizer.decode(full[:last])
