@@ -7,7 +7,8 @@ such copy, of everything it needs to know.
 
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +74,32 @@ def place_of(
     place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = "bfloat16" if place.type == "cuda" else "float32"
     return place, named_dtype(dtype or usual)
+
+
+_AUTOCAST = tuple(
+    kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)
+)
+
+
+@contextmanager
+def torch_as_usual() -> Iterator[None]:
+    """Have torch compute as it does by default, whatever the caller has set for this thread.
+
+    Autocast would give keys, hidden states and probabilities other dtypes than their pools have; a
+    default device would take what belongs on the host; weights made in inference mode could not be
+    trained. What is not set costs no more than the question.
+    """
+    with ExitStack() as stack:
+        for kind in _AUTOCAST:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def processor_name() -> str:

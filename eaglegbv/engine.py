@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, Plan, Planning, plan_name, plans_of
+from eaglegbv.devices import torch_as_usual
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
@@ -103,6 +104,7 @@ class Engine:
         """Whether any request waits or runs."""
         return self._scheduler.has_work
 
+    @torch_as_usual()
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -165,6 +167,7 @@ class Engine:
         self._gauge()
         return request
 
+    @torch_as_usual()
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Advance every running request by one forward of the target.
@@ -237,6 +240,7 @@ class Engine:
         """Raise InvalidArgument unless every KV slot of a pool of its own has one owner."""
         self._kv.check(self._scheduler.running)
 
+    @torch_as_usual()
     def finish(self, request: Request, reason: FinishReason, *, keep: int | None = None) -> None:
         """End a request, keeping its first ``keep`` tokens, and free what it holds.
 
@@ -258,6 +262,7 @@ class Engine:
         """Raise unless this engine can run ``plan``; see :meth:`Verification.check`."""
         self._verification.check(plan)
 
+    @torch_as_usual()
     @torch.inference_mode()
     def record(self, plan: Plan, params: SamplingParams) -> None:
         """Record now the graphs that up to ``max_batch`` requests with such settings will replay.
@@ -288,6 +293,7 @@ class Engine:
         """Return in words what the planner expects of the best plans for the running requests."""
         return self._planner.explain([r for r in self._scheduler.running if r.prefilled])
 
+    @torch_as_usual()
     def reset_prefix_cache(self) -> None:
         """Forget the texts in the prefix cache that no running request uses."""
         self._cache.clear()

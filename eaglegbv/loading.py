@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
 from eaglegbv.cuda_graphs import GraphMode, make_recorder, spare_slots
-from eaglegbv.devices import place_of
+from eaglegbv.devices import place_of, torch_as_usual
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_checkpoint
 from eaglegbv.drafters.draft_model import StandaloneDrafter
@@ -96,6 +96,7 @@ def packaged_drafter(model: str | Path | None) -> str | None:
     return SMOLLM2 if model == SMOLLM2 else None
 
 
+@torch_as_usual()
 def load_pair(
     model: str | Path,
     drafter: str | Path | None,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from eaglegbv.devices import torch_as_usual
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import (
     FIXED_ROPE_TYPES,
@@ -94,6 +95,7 @@ Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
 """Measures a head on prompts with a real verifier; returns results by name."""
 
 
+@torch_as_usual()
 def train_eagle(
     config: EagleTrainingConfig,
     model: PreTrainedModel,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eaglegbv.devices import torch_as_usual
 from eaglegbv.drafters.training.data import (
     ROWS_PER_SOURCE,
     Corpus,
@@ -73,6 +74,7 @@ class TargetTrainingConfig:
     device: str = "cpu"  # device, "cuda" or "cpu"
 
 
+@torch_as_usual()
 def train_target(config: TargetTrainingConfig, *, command: str = "", resume: bool = False) -> str:
     """Train a tokenizer and a target and save both, bf16, in transformers' format.
 

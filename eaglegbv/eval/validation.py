@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.devices import torch_as_usual
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
@@ -98,7 +99,7 @@ class HeadValidator:
             EagleGBVError: The head does not fit, or its output is invalid.
         """
         # Training may run its forward in bfloat16, but here the weights' own dtype counts.
-        with torch.autocast(self._device.type, enabled=False):
+        with torch_as_usual():
             metrics = self._answer(head, prompts)
         plan, found = self._plan, Acceptance.of(metrics, self._plan.depth)
         name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"

@@ -51,7 +51,7 @@ from eaglegbv.cuda_graphs import (
     make_recorder,
     spare_slots,
 )
-from eaglegbv.devices import send
+from eaglegbv.devices import send, torch_as_usual
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, first_line
 from eaglegbv.fused_linears import prepare
 from eaglegbv.models.self_check import (
@@ -78,6 +78,7 @@ class HFTarget(Target):
         self_check: What the check found wrong; None where it passed.
     """
 
+    @torch_as_usual()
     def __init__(
         self,
         model: PreTrainedModel,
