@@ -43,6 +43,7 @@ from eaglegbv.drafters.formats.read import (
 from eaglegbv.drafters.formats.write import Contents, check_holds, write_head
 from eaglegbv.drafters.tabular import TABULAR
 from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
+from eaglegbv.output_layer import OutputLayer
 
 logger = logging.getLogger(__name__)
 
@@ -147,25 +148,27 @@ def load_head(
     *,
     target_config: PreTrainedConfig,
     target_embedding: Tensor,
-    target_lm_head: Tensor,
+    read_output: Callable[[], OutputLayer],
     dtype: torch.dtype,
     device: torch.device,
 ) -> EagleHead:
     """Load the head in the folder ``path``, of any format, its weights as ``dtype`` on ``device``.
 
     The target's embedding ``[vocab, hidden]`` is shared with a head that carries none, its output
-    layer ``[vocab, hidden]`` with an EAGLE-1 head.
+    layer, which ``read_output`` returns, with an EAGLE-1 head.
 
     Raises:
         DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
+        ModelNotSupported: The target has no output layer that an EAGLE-1 head can share.
     """
     checkpoint = read_checkpoint(path)
     fitted = fit(checkpoint, target_config)
     _log(checkpoint, fitted)
+    output = read_output() if fitted.config.arch is Arch.EAGLE1 else None
     embedding = _embedding(checkpoint, target_embedding, dtype)
     draft_to_target = checkpoint.draft_to_target
     with torch.device("meta"):
-        head = _blank(fitted.config, embedding, target_lm_head, draft_to_target)
+        head = _blank(fitted.config, embedding, output, draft_to_target)
     tensors = checkpoint.named.tensors
     head.load_state_dict({name: tensors[name].to(dtype) for name in head.state_dict()}, assign=True)
     return head.to(device).requires_grad_(False).eval()
@@ -194,10 +197,14 @@ def save_head(head: EagleHead, path: Path, dtype: torch.dtype = torch.bfloat16) 
 
 
 def _blank(
-    config: EagleHeadConfig, embedding: Tensor, lm_head: Tensor, draft_to_target: Tensor | None
+    config: EagleHeadConfig,
+    embedding: Tensor,
+    output: OutputLayer | None,
+    draft_to_target: Tensor | None,
 ) -> EagleHead:
     if config.arch is Arch.EAGLE1:
-        return Eagle1Head(config, embedding, lm_head)
+        assert output is not None
+        return Eagle1Head(config, embedding, output)
     return Eagle3Head(config, embedding, draft_to_target)
 
 
@@ -215,7 +222,7 @@ def _checked(config: EagleHeadConfig, named: NamedTensors) -> tuple[NamedTensors
         named = replace(named, left_aside={**named.left_aside, **reason})
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
-        expected = _blank(config, table, table, None).state_dict()
+        expected = _blank(config, table, OutputLayer(table), None).state_dict()
     for name, tensor in expected.items():
         _check(named, name, tuple(tensor.shape))
     if config.hidden_size != config.target_hidden_size or EMBEDDING in named.tensors:

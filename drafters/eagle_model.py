@@ -28,7 +28,8 @@ from eaglegbv.attention.base import (
 )
 from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.errors import DrafterMismatch, one_of
-from eaglegbv.fused_linears import Product, prepare, product_of
+from eaglegbv.fused_linears import prepare
+from eaglegbv.output_layer import OutputLayer
 
 FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -290,13 +291,12 @@ class Eagle1Head(EagleHead):
     attention; logits are the target's own output layer on ``x``.
     """
 
-    target_lm_head: Tensor
-
-    def __init__(self, config: EagleHeadConfig, embedding: Tensor, target_lm_head: Tensor) -> None:
-        """Build a head over the target's embedding and output layer, both ``[vocab, hidden]``."""
+    def __init__(
+        self, config: EagleHeadConfig, embedding: Tensor, target_output: OutputLayer
+    ) -> None:
+        """Build a head over the target's embedding ``[vocab, hidden]`` and output layer."""
         super().__init__(config, embedding)
-        self.register_buffer("target_lm_head", target_lm_head, persistent=False)
-        self._output: Product | None = None
+        self.target_output = target_output
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = nn.ModuleDict(
@@ -321,14 +321,13 @@ class Eagle1Head(EagleHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's output layer on ``hidden``."""
-        if self._output is not None:
-            return self._output(hidden)
-        return functional.linear(hidden, self.target_lm_head)
+        logits: Tensor = self.target_output(hidden)
+        return logits
 
     def prepare_products(self, *, compiled: bool = False) -> None:
         """See :meth:`EagleHead.prepare_products`."""
         super().prepare_products(compiled=compiled)
-        self._output = product_of(self.target_lm_head, None, compiled=compiled)
+        self.target_output.prepare_products(compiled=compiled)
 
 
 class Eagle3Head(EagleHead):

@@ -148,7 +148,7 @@ def load_pair(
             folder,
             target_config=config_of(model),
             target_embedding=target.input_embeddings,
-            target_lm_head=target.output_embeddings,
+            read_output=target.output_layer,
             dtype=dtype,
             device=place,
         )

@@ -43,6 +43,7 @@ from eaglegbv.drafters.training.unroll import (
     unroll,
 )
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.output_layer import OutputLayer
 from eaglegbv.utils import require_integer
 
 _COVERAGE = 0.95
@@ -282,14 +283,15 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
     head_config = head_config_of(
         target, config.arch, draft_vocab=len(chosen), intermediate=config.intermediate
     )
-    embedding, lm_head = _embeddings(model)
+    embedding = _embedding(model)
+    output = OutputLayer.of(model).float()
     if not eagle3:
-        return Eagle1Head(head_config, embedding, lm_head)
+        return Eagle1Head(head_config, embedding, output)
     if initial is not None:
         head_config = replace(initial.config, draft_vocab_size=len(chosen))
     head = Eagle3Head(head_config, embedding, chosen.to(embedding.device))
     with torch.no_grad():
-        head.lm_head.weight.copy_(lm_head[chosen])
+        head.lm_head.weight.copy_(output.scale * output.weight[chosen])
         if initial is not None:  # its output layer gives the rows of the tokens that both have
             weights = initial.state_dict()
             rows = weights.pop("lm_head.weight")
@@ -349,22 +351,21 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(folder: Path, model: PreTrainedModel) -> EagleHead:
-    embedding, lm_head = _embeddings(model)
+    embedding = _embedding(model)
     return load_head(
         folder,
         target_config=model.config,
         target_embedding=embedding,
-        target_lm_head=lm_head,
+        read_output=lambda: OutputLayer.of(model).float(),
         dtype=torch.float32,
         device=embedding.device,
     )
 
 
-def _embeddings(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return the target's token embedding and output layer, float32."""
-    parts = (model.get_input_embeddings(), model.get_output_embeddings())
-    embedding, lm_head = (part.get_parameter("weight").float() for part in parts)
-    return embedding, lm_head
+def _embedding(model: PreTrainedModel) -> Tensor:
+    """Return the target's token embedding, float32."""
+    embedding: Tensor = model.get_input_embeddings().get_parameter("weight").float()
+    return embedding
 
 
 def frequent_tokens(corpus: Corpus, vocab_size: int, number: int | None) -> Tensor:

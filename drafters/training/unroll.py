@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.drafters.training.data import Corpus, fill_rows, pack
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.output_layer import OutputLayer
 from eaglegbv.utils import write_whole
 
 _ROWS_AT_ONCE = 1024  # hidden states whose logits over the whole vocabulary are held at once
@@ -37,9 +38,7 @@ class TargetRun:
     is_response: Tensor  # [batch, window] bool: the tokens a head is asked to draft
     features: Tensor  # [batch, window, F], the head's input
     final_hidden: Tensor  # [batch, window, target_hidden], after the final norm
-    # [vocab, target_hidden], whose product with `final_hidden` is the logits; or None, and they are
-    # `logits`.
-    output: Tensor | None = None
+    output: OutputLayer | None = None  # makes logits of `final_hidden`; or None: they are `logits`
     logits: Tensor | None = None  # [batch, window, vocab], or None
     # [batch, window] float32, the logits' logsumexp; needed with `output`.
     log_z: Tensor | None = None
@@ -54,11 +53,11 @@ class TargetRun:
             logits = self.logits
             return lambda read: _rows(logits, read).float().softmax(dim=-1)[..., drafted]
         # Only the drafted tokens' logits are computed: a tenth of the work, for a tenth of them.
-        rows, log_z = self.output[drafted].float(), self.log_z
+        drafts, log_z = self.output.rows(drafted).float(), self.log_z
 
         def probs(read: Tensor) -> Tensor:
-            with torch.autocast(rows.device.type, enabled=False):
-                logits = functional.linear(_rows(self.final_hidden, read).float(), rows)
+            with torch.autocast(log_z.device.type, enabled=False):
+                logits = drafts(_rows(self.final_hidden, read).float())
             return (logits - _entries(log_z, read).unsqueeze(-1)).exp()
 
         return probs
@@ -94,19 +93,6 @@ class FrozenTarget:
             logits=out.logits if logits else None,
         )
 
-    @property
-    def output(self) -> Tensor:
-        """The output layer, ``[vocab, target_hidden]``."""
-        weight: Tensor = self.model.get_output_embeddings().get_parameter("weight")
-        return weight
-
-    @torch.no_grad()
-    def log_z(self, final_hidden: Tensor) -> Tensor:
-        """Return the logsumexp of the logits of last hidden states, ``[...]`` float32."""
-        rows = final_hidden.flatten(0, -2).to(self.output.dtype).split(_ROWS_AT_ONCE)
-        sums = [functional.linear(part, self.output).float().logsumexp(dim=-1) for part in rows]
-        return torch.cat(sums).view(final_hidden.shape[:-1])
-
 
 @dataclass(frozen=True, slots=True)
 class KeptRuns:
@@ -118,6 +104,7 @@ class KeptRuns:
     """
 
     target: FrozenTarget  # the target
+    output: OutputLayer  # its output layer
     corpus: Corpus  # texts no longer than its window
     rows: Tensor  # [rows, number] int64, the texts of each row, for `pack`
     features: Tensor  # [rows, window, F] bfloat16, on the CPU, as all that is kept
@@ -132,15 +119,13 @@ class KeptRuns:
         ``seed`` says which texts share a row. Files that are not there in ``folder`` are made.
 
         Raises:
-            InvalidArgument: The folder is of other texts or another target, or the target's logits
-                are more than its output layer's product.
+            InvalidArgument: The folder is of other texts or another target.
+            ModelNotSupported: The target's logits cannot be computed again; see
+                :meth:`OutputLayer.of`.
         """
         rows = fill_rows(corpus.lengths, target.window, seed)
-        first = target.run(corpus, rows[:1])
-        again = functional.linear(first.final_hidden, target.output)
-        if first.logits is None or not torch.allclose(again, first.logits, rtol=1e-2, atol=1e-2):
-            expected = "a target whose logits are its output layer's product, not capped or scaled"
-            raise InvalidArgument("keep_runs", True, expected)
+        output = OutputLayer.of(target.model)
+        first = target.run(corpus, rows[:1], logits=False)
         folder.mkdir(parents=True, exist_ok=True)
         _claim(folder / "of.json", target, corpus, rows)
         shape = (len(rows), target.window)
@@ -151,6 +136,7 @@ class KeptRuns:
 
         return cls(
             target=target,
+            output=output,
             corpus=corpus,
             rows=rows,
             features=kept("features", *shape, first.features.shape[-1]),
@@ -173,7 +159,7 @@ class KeptRuns:
             final_hidden = run.final_hidden.bfloat16()
             self.features[new, columns] = run.features.bfloat16().cpu()
             self.final_hidden[new, columns] = final_hidden.cpu()
-            self.log_z[new, columns] = self.target.log_z(final_hidden).cpu()
+            self.log_z[new, columns] = _log_z(self.output, final_hidden).cpu()
             self.done[new] = 1
         device = self.corpus.lengths.device
         packed = pack(self.corpus, self.rows[rows.to(device)], self.target.window)
@@ -182,9 +168,17 @@ class KeptRuns:
             is_response=packed.is_response,
             features=self.features[rows].to(device).float(),
             final_hidden=self.final_hidden[rows].to(device).float(),
-            output=self.target.output,
+            output=self.output,
             log_z=self.log_z[rows].to(device),
         )
+
+
+@torch.no_grad()
+def _log_z(output: OutputLayer, final_hidden: Tensor) -> Tensor:
+    """Return the logsumexp of the logits of last hidden states, ``[...]`` float32."""
+    rows = final_hidden.flatten(0, -2).to(output.weight.dtype).split(_ROWS_AT_ONCE)
+    sums = [output(part).float().logsumexp(dim=-1) for part in rows]
+    return torch.cat(sums).view(final_hidden.shape[:-1])
 
 
 def _claim(path: Path, target: FrozenTarget, corpus: Corpus, rows: Tensor) -> None:

@@ -120,7 +120,7 @@ class HeadValidator:
                 Path(folder),
                 target_config=load_config(self._folder),
                 target_embedding=self._target.input_embeddings,
-                target_lm_head=self._target.output_embeddings,
+                read_output=self._target.output_layer,
                 dtype=self._target.dtype,
                 device=self._device,
             )

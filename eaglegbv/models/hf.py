@@ -64,6 +64,7 @@ from eaglegbv.models.self_check import (
     plain_outputs,
 )
 from eaglegbv.models.target import FINAL, Target, TargetOutput
+from eaglegbv.output_layer import OutputLayer
 
 _log = logging.getLogger(__name__)
 
@@ -178,8 +179,8 @@ class HFTarget(Target):
                 _log.warning("the self-check failed, and is ignored: %s", error)
             self.self_check = str(error)
 
-    def _probe(self, probe: Probe) -> None:
-        self.run(pack([probe.segment()], self.device), probe.attend)
+    def _probe(self, probe: Probe) -> TargetOutput:
+        return self.run(pack([probe.segment()], self.device), probe.attend)
 
     def _compile(self, backend: str) -> None:
         """Compile the model up to its last norm, for one row and for any number of rows.
@@ -257,8 +258,12 @@ class HFTarget(Target):
 
     @property
     def output_embeddings(self) -> Tensor:
-        """The weight of the output layer, ``[vocab, hidden_size]``, read-only; heads share it."""
+        """The weight of the output layer, ``[vocab, hidden_size]``, read-only."""
         return _weight(self.model.get_output_embeddings())
+
+    def output_layer(self) -> OutputLayer:
+        """Return the output layer, which EAGLE-1 heads share; see :meth:`OutputLayer.of`."""
+        return OutputLayer.of(self.model, lambda: self._probe(Probe()).logits)
 
 
 class StaticForward:

@@ -20,6 +20,7 @@ from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.drafters.tree_growth import DraftCall
+from eaglegbv.output_layer import OutputLayer
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -170,7 +171,7 @@ def random_pair(arch: Arch, *, draft_vocab: int = VOCAB, seed: int = 0) -> Pair:
         config = head_config_of(model.config, arch, draft_vocab=draft_vocab)
         head: EagleHead
         if arch is Arch.EAGLE1:
-            head = Eagle1Head(config, embedding, model.lm_head.weight.detach())
+            head = Eagle1Head(config, embedding, OutputLayer.of(model))
             spread(head, 0.25)
             # Its state has no norm: keep it from growing from one drafted token to the next.
             with torch.no_grad():

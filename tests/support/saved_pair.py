@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from eaglegbv.drafters.checkpoint import save_head
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head
 from eaglegbv.drafters.training.heads import head_config_of
+from eaglegbv.output_layer import OutputLayer
 from support.tiny_models import random_llama
 
 HIDDEN = 32
@@ -39,6 +40,6 @@ def save_pair(folder: Path) -> tuple[Path, Path]:
         config = head_config_of(model.config, Arch.EAGLE1, draft_vocab=len(tokenizer))
         config = replace(config, num_kv_heads=config.num_heads)
         embedding = model.get_input_embeddings().weight.detach()
-        eagle1 = Eagle1Head(config, embedding, model.lm_head.weight.detach())
+        eagle1 = Eagle1Head(config, embedding, OutputLayer.of(model))
         save_head(eagle1, head, torch.float32)
     return target, head

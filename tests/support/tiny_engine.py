@@ -154,7 +154,7 @@ def tiny_engine(
     head_config = head_config_of(model.config, arch, draft_vocab=vocab)
     head: EagleHead
     if arch is Arch.EAGLE1:
-        head = Eagle1Head(head_config, target.input_embeddings, target.output_embeddings)
+        head = Eagle1Head(head_config, target.input_embeddings, target.output_layer())
     else:
         head = Eagle3Head(head_config, target.input_embeddings)
         with torch.no_grad():

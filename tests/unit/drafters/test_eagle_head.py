@@ -21,6 +21,7 @@ from eaglegbv.drafters import eagle_model
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig, HeadForward
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import DrafterMismatch
+from eaglegbv.output_layer import OutputLayer
 
 
 def config_of(arch: Arch, **changes: object) -> EagleHeadConfig:
@@ -39,7 +40,7 @@ def make_head(config: EagleHeadConfig) -> EagleHead:
     embedding = torch.randn(config.vocab_size, config.hidden_size)
     head: EagleHead
     if config.arch is Arch.EAGLE1:
-        head = Eagle1Head(config, embedding, torch.randn_like(embedding))
+        head = Eagle1Head(config, embedding, OutputLayer(torch.randn_like(embedding)))
     else:
         ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
         head = eagle_model.Eagle3Head(config, embedding, ids)
@@ -113,7 +114,7 @@ def plain_forward(head: EagleHead, token_ids: Tensor, states: Tensor) -> tuple[T
         up = w["layer.mlp.up_proj.weight"] @ normed
         hidden.append(x + w["layer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up))
     if config.arch is Arch.EAGLE1:
-        return torch.stack(hidden), torch.stack([head.target_lm_head @ x for x in hidden])
+        return torch.stack(hidden), torch.stack([head.target_output.weight @ x for x in hidden])
     normed_hidden = [norm(x, w["norm.weight"]) for x in hidden]
     logits = [w["lm_head.weight"] @ x for x in normed_hidden]
     fed_back = normed_hidden if config.norm_output else hidden

@@ -15,6 +15,7 @@ from eaglegbv.drafters.checkpoint import export_head, fit, load_head, read_check
 from eaglegbv.drafters.eagle_model import Arch, EagleHead
 from eaglegbv.drafters.formats.read import LAYER_SECTION, VARIANTS, FormatName
 from eaglegbv.errors import DrafterMismatch
+from eaglegbv.output_layer import OutputLayer
 
 ONE_EACH = ("eagle1_vicuna", "eagle3_narrow", "sglang_aux_norms", "speculators_qwen3")
 
@@ -28,7 +29,7 @@ def loaded_for(family: str, folder: Path) -> EagleHead:
         folder,
         target_config=TARGETS[family](),
         target_embedding=TABLE,
-        target_lm_head=TABLE,
+        read_output=lambda: OutputLayer(TABLE),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -18,6 +18,7 @@ from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_token
 from eaglegbv.drafters.training.train import Progress, Schedule
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.validation import target_answers
+from eaglegbv.output_layer import OutputLayer
 
 
 def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> list[str]:
@@ -52,7 +53,7 @@ def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) ->
         tmp_path,
         target_config=model.config,
         target_embedding=model.get_input_embeddings().weight,
-        target_lm_head=model.lm_head.weight,
+        read_output=lambda: OutputLayer.of(model),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

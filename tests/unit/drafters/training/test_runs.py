@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.output_layers import FAMILIES, family
 from support.tiny_models import random_llama
-from transformers import GraniteConfig, GraniteForCausalLM
 
 from eaglegbv.drafters.training.data import Corpus, Document, fill_rows, join_documents, pack
 from eaglegbv.drafters.training.unroll import FrozenTarget, KeptRuns, TargetRun
@@ -84,9 +84,15 @@ def test_rows_shorter_than_the_window(tmp_path: Path) -> None:
     assert not run.is_response[0, real:].any()
 
 
-def test_logits_that_are_more_than_a_product_are_refused(tmp_path: Path) -> None:
-    small = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    scaled = GraniteForCausalLM(GraniteConfig(**small, **SIZES, logits_scaling=8.0)).eval()
-    target = FrozenTarget(scaled, (), WINDOW)
-    with pytest.raises(InvalidArgument, match=r"^keep_runs=True"):
-        KeptRuns.over(target, corpus_of(9, 6), tmp_path, seed=0)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_that_are_more_than_a_product_are_computed_again(name: str, tmp_path: Path) -> None:
+    corpus = corpus_of(9, 6)
+    target = FrozenTarget(family(name, 32), (), WINDOW)
+    kept = KeptRuns.over(target, corpus, tmp_path, seed=0)
+    rows = torch.arange(len(kept.rows))
+    fresh = target.run(corpus, kept.rows)
+    drafted = torch.tensor([1, 5, 30])
+    read = torch.arange(fresh.token_ids.shape[1]).expand(len(rows), -1)
+    again = kept.of(rows).probs_of(drafted)(read)
+    # Last hidden states are kept in bfloat16.
+    torch.testing.assert_close(again, fresh.probs_of(drafted)(read), atol=0.05, rtol=0.0)
