@@ -6,10 +6,11 @@ that are known to be unneeded: a head that loads only in part silently drafts no
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             file, tensor or key.
     """
     stored = read_json(folder / CONFIG)
+    _refuse_other_kinds(folder, stored)
     weights = read_weights(folder)
     named = name_tensors(weights.tensors, weights.files[0])
     arch = detect_arch(named)
@@ -107,6 +109,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         format=kind.name,
         named=named,
     )
+
+
+def _refuse_other_kinds(folder: Path, stored: Mapping[str, Any]) -> None:
+    """Raise DrafterMismatch if the configuration is that of a head of another kind."""
+    kind = stored.get("speculators_model_type")
+    kinds = (*(stored.get("architectures") or ()), stored.get("model_type"), kind)
+    expected = ""
+    if any(word in str(name).lower() for name in kinds for word in ("mtp", "nextn")):
+        expected = "an EAGLE head, not an MTP head"
+    elif kind not in (None, "eagle3"):
+        named = "EAGLE-1" if kind == "eagle" else repr(kind)
+        expected = f"an EAGLE-3 head where it is in speculators' format, not {named}"
+    if expected:
+        raise DrafterMismatch("drafter", str(folder), expected)
 
 
 def fit(checkpoint: Checkpoint, target_config: PreTrainedConfig) -> Fit:
@@ -333,8 +349,10 @@ def kind_of(folder: Path) -> Kind:
     Raises:
         DrafterMismatch: There is no configuration or weight file, or one is broken.
     """
-    if read_json(folder / "config.json").get("model_type") == TABULAR:
+    stored = read_json(folder / CONFIG)
+    if stored.get("model_type") == TABULAR:
         return Kind.TABLE
+    _refuse_other_kinds(folder, stored)
     names = read_weights(folder).tensors
     # Nothing but a head fuses features or drops ``model.``.
     fuses = {"fc.weight", "d2t", "t2d"} & {name.removeprefix("model.") for name in names}

@@ -190,6 +190,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``auto`` on CUDA devices with FlashInfer, ``on`` (refused elsewhere), ``off``, or
             ``eager``: the same padded work without recording, on any device, for debugging.
         seed: Seed from which the seeds of requests without one are derived.
+        self_check: Whether a model is refused whose outputs, when it is loaded, are not those that
+            transformers alone computes; otherwise a warning says so.
     """
 
     max_batch: int = 16
@@ -200,6 +202,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_slots: bool = False
     cuda_graphs: GraphMode = GraphMode.AUTO
     seed: int = 0
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         require_integers(
@@ -213,7 +216,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.kv_bytes is not None and self.kv_slots is not None:
             raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
-        for name in ("prefix_cache", "check_slots"):
+        for name in ("prefix_cache", "check_slots", "self_check"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")
@@ -364,6 +367,11 @@ class PlanChoices:
     def plan(self) -> Plan:
         """Return the plan with these choices, and defaults for those that are None."""
         chosen: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
+        if self.verifier == PLAIN.verifier:
+            for name in ("paths", "depth", "draft_sampling"):
+                if name in chosen:
+                    expected = "none with verifier 'none', which drafts nothing"
+                    raise InvalidArgument(name, chosen[name], expected)
         return Plan(**chosen)
 
     def planning(self) -> Planning:

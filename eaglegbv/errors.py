@@ -68,7 +68,8 @@ class OutOfSlots(EagleGBVError):
     """The KV pool has fewer free slots than a forward needs."""
 
     def __init__(self, wanted: int, free: int, total: int) -> None:
-        super().__init__(f"KV pool: {wanted} slots wanted, {free} free of {total}")
+        size = "" if wanted <= total else ": more kv_slots are needed, whatever the model's context"
+        super().__init__(f"KV pool: {wanted} slots wanted, {free} free of {total}{size}")
         self.wanted = wanted
         self.free = free
         self.total = total

@@ -332,6 +332,7 @@ class LLM(TextGenerator):
             compile_backend=compile_backend,
             graphs=config.cuda_graphs,
             trust_remote_code=trust_remote_code,
+            self_check=config.self_check,
         )
         target = self.pair.target
         super().__init__(

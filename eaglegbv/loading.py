@@ -107,11 +107,13 @@ def load_pair(
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
     trust_remote_code: bool = False,
+    self_check: bool = True,
 ) -> Pair:
     """Open a target, and what drafts for it; arguments mean what they do for ``LLM``.
 
     ``drafter`` may be None too. ``slots`` are the tokens the KV pools hold, or what that follows
-    from; ``graphs`` says whether tree forwards and drafting are recorded and replayed.
+    from; ``graphs`` says whether tree forwards and drafting are recorded and replayed,
+    ``self_check`` whether a model whose outputs are unlike transformers' own is refused.
 
     Raises:
         InvalidArgument: There is no such model or drafter, or graphs cannot be recorded.
@@ -124,14 +126,20 @@ def load_pair(
 
     def open_model(model: str | Path, slots: int | PoolSize, **how: Any) -> HFTarget:  # noqa: ANN401
         own = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
-        return HFTarget(own, max_slots=slots, compile_backend=compile_backend, **how)
+        how |= {"compile_backend": compile_backend, "must_pass": self_check}
+        return HFTarget(own, max_slots=slots, **how)
 
     folder = None if drafter is None or str(drafter) in DRAFTERS else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
     features: tuple[int, ...] = ()
     beside = 0  # bytes of a slot in the drafter's pool
     if folder is not None and kind is Kind.EAGLE:
-        head_config = fit(read_checkpoint(folder), config_of(model)).config
+        config = config_of(model)
+        try:
+            head_config = fit(read_checkpoint(folder), config).config
+        except DrafterMismatch as error:
+            expected = f"an EAGLE head for {model} ({error})"
+            raise DrafterMismatch("drafter", str(drafter), expected) from error
         features = head_config.feature_layers or (FINAL,)
         beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, dtype)
     elif folder is not None and kind is Kind.LANGUAGE_MODEL:

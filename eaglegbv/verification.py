@@ -25,7 +25,7 @@ from eaglegbv.devices import fetch, send, upload
 from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
@@ -175,7 +175,14 @@ def _check_speculation(plan: Plan, drafter: type[Drafter] | None) -> None:
         raise InvalidArgument("drafter", None, f"a drafter, for verifier {plan.verifier!r}")
     verifier = make_any_verifier(plan.verifier)
     sampling = sampling_of(plan, verifier, drafter, greedy=False)
-    verifier.check_sampling(sampling, plan.paths)
+    try:
+        verifier.check_sampling(sampling, plan.paths)
+    except SamplingMismatch as error:
+        if plan.draft_sampling is not None or drafter.draft_samplings != {sampling}:
+            raise
+        # Nobody has asked for the sampling: it is the only one that the drafter has.
+        expected = f"one that is lossless for {str(sampling)!r} drafts, the drafter's only ones"
+        raise SamplingMismatch("verifier", plan.verifier, expected) from error
     if plan.paths < sampling.min_paths:
         expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
         raise InvalidArgument("paths", plan.paths, expected)

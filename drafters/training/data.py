@@ -236,9 +236,10 @@ def build_corpora(
         own = [row for row in rows if row.held_out is kept]
         corpora.append(build_corpus(own, tokenizer, max_tokens))
         if not len(corpora[-1].lengths):
+            found = f"{len(rows)} rows, {len(own)} of them to {purpose}"
             expected = f"some with an answer to {purpose}"
             expected += f" (one row in {HELD_OUT_ONE_IN} is held out, to measure on)"
-            raise InvalidArgument("data", f"{len(own)} rows", expected)
+            raise InvalidArgument("data", found, expected)
     return Texts(*corpora)
 
 
@@ -331,6 +332,9 @@ def _render(
     )
 
 
+LONGEST_ANSWER = 128  # tokens of an answer of the target, unless a user says otherwise
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """Which texts to train and measure on."""
@@ -338,7 +342,7 @@ class TextSettings:
     data: tuple[Path, ...]  # JSON-lines files, or folders of them
     samples: Path  # file the target's answers are kept in, and read from where it exists
     regenerate: int = 0  # prompts the target answers itself; 0 takes the data's own answers
-    max_new_tokens: int = 128  # longest answer of the target
+    max_new_tokens: int = LONGEST_ANSWER  # longest answer of the target
     window: int = 256  # tokens of a text at most
     # Held-out prompts that the target answers, at most, and one for eight others.
     held_out: int = 256
@@ -347,8 +351,12 @@ class TextSettings:
     def __post_init__(self) -> None:
         require_integer("held_out", self.held_out, 1)
         require_integer("regenerate", self.regenerate, 0)
-        if not 0 < self.max_new_tokens < self.window:
-            expected = f"a positive integer below {self.window=}"
+        require_integer("max_new_tokens", self.max_new_tokens, 1)
+        if self.max_new_tokens >= self.window:
+            if self.max_new_tokens == LONGEST_ANSWER:  # only the window was chosen
+                expected = f"more than max_new_tokens, {self.max_new_tokens}"
+                raise InvalidArgument("window", self.window, expected)
+            expected = f"an integer below window, {self.window}"
             raise InvalidArgument("max_new_tokens", self.max_new_tokens, expected)
 
 

@@ -79,7 +79,7 @@ _GAIN = 0.64
 
 With transformers' own deviation, 0.02, the product is 1.28 at a width of 4096. 32 layers then
 magnify the rounding of bfloat16 so much that sums in another order give logits a twentieth apart,
-too far for :mod:`eaglegbv.models.self_check` to accept. With a much smaller one, wrong masks hardly
+and :mod:`eaglegbv.models.self_check` must ask float32. With a much smaller one, wrong masks hardly
 show.
 """
 

@@ -53,11 +53,14 @@ def view(path: Path) -> str:
         return page(results_content(load_results(path, "path")))
     try:
         with path.open("rb") as file:
-            one_object = file.read(64).lstrip().startswith(b"{")
+            start = file.read(64).lstrip()
     except OSError as error:
         raise _unreadable(path, error) from error
-    if one_object:
-        found = read_results(path, "path", expected="a trace, or a results.json")
+    if start.startswith(b"{"):
+        expected = "a trace, or a results.json"
+        if start.removeprefix(b"{").lstrip().startswith(b'"timings"'):
+            expected += ", not what bench batch wrote, which bench results reads"
+        found = read_results(path, "path", expected=expected)
         return page(results_content(found))
     try:
         content = trace_content(path)

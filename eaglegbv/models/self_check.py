@@ -1,11 +1,16 @@
 """What transformers' layers call for attention, and the check that a model honours it."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import Attend, AttentionCall, Segment, attend_opaque
@@ -56,12 +61,19 @@ AttentionInterface.register(COMPILED, partial(_attend, eaglegbv_attend=attend_op
 # 1. call the function once in every layer, with the sliding window its configuration names;
 # 2. return, for a packed forward of two draft trees, the logits and features that the plain model
 # returns path by path.
+#
+# Rounding moves outputs too, and not always a little: where two experts are nearly tied, a router
+# picks the other one. So trees of several texts are tried, and one that agrees is enough: a model
+# that attends in another way agrees on none, as its nodes see their siblings. In half precision a
+# deep mixture of experts may agree on none either. Such a model is checked once more in float32.
 
 
-_TOLERANCE = 1e-4
-_LOW_PRECISION_TOLERANCE = 5e-2
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 5e-2
 """Largest difference allowed, as a fraction of the largest value; the second is for bfloat16 and
-float16. A model that attends in another way misses them by far: its nodes see their siblings."""
+float16. A model that attends in another way misses them by far."""
+HALVES = (torch.bfloat16, torch.float16)
+_TEXTS = 4  # texts that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +91,11 @@ class _Sample:
 _SAMPLES = (_Sample(5, (0, 0, 0, 1, 1, 2)), _Sample(2, (0, 0, 1, 1)))
 
 
-def _tokens(sample: _Sample, vocab_size: int) -> list[int]:
+def _tokens(sample: _Sample, text: int, vocab_size: int) -> list[int]:
     """Return arbitrary tokens for the prompt and the nodes, all different if possible."""
     count = sample.prompt + len(sample.parents)
-    return [(7919 * (sample.prompt + i) + 13) % vocab_size for i in range(count)]
+    first = sample.prompt + 101 * text
+    return [(7919 * (first + i) + 13) % vocab_size for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +156,29 @@ def check_layers(
             raise ModelNotSupported("model", name, f"the window {window} {where}")
 
 
-def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> TargetOutput:
-    """Return the plain model's output at every node of the sample trees, one text a leaf."""
+def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> list[TargetOutput]:
+    """Return the plain model's outputs at every node of the sample trees, for every text."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
-    texts: list[list[int]] = []
-    ends: list[tuple[int, int]] = []  # a text that holds a node's path, and the node's place in it
+    return [_plain_output(model, features, text, vocab) for text in range(_TEXTS)]
+
+
+def _plain_output(
+    model: PreTrainedModel, features: Sequence[int], text: int, vocab: int
+) -> TargetOutput:
+    """Return the output at every node for one text, each leaf's path run on its own."""
+    paths: list[list[int]] = []
+    ends: list[tuple[int, int]] = []  # a path that holds a node, and the node's place in it
     for sample in _SAMPLES:
-        tokens = _tokens(sample, vocab)
+        tokens = _tokens(sample, text, vocab)
         prompt, nodes = tokens[: sample.prompt], tokens[sample.prompt :]
         found: dict[int, tuple[int, int]] = {}
         for leaf in set(range(len(nodes))) - set(sample.parents):
             path = sample.path(leaf)
-            found |= {node: (len(texts), len(prompt) + i) for i, node in enumerate(path)}
-            texts.append(prompt + [nodes[i] for i in path])
+            found |= {node: (len(paths), len(prompt) + i) for i, node in enumerate(path)}
+            paths.append(prompt + [nodes[i] for i in path])
         ends += [found[node] for node in range(len(nodes))]
-    width = max(map(len, texts))  # no token sees the padding after it
-    padded = [text + [0] * (width - len(text)) for text in texts]
+    width = max(map(len, paths))  # no token sees the padding after it
+    padded = [path + [0] * (width - len(path)) for path in paths]
     with torch.no_grad():
         out = model(
             input_ids=torch.tensor(padded, device=model.device),
@@ -170,11 +190,34 @@ def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> TargetOutp
     return TargetOutput(out.logits[rows].float(), torch.cat(states, dim=-1) if states else None)
 
 
-def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
-    """Check a packed prefill and a packed tree forward of the sample trees.
+def check_forward(
+    name: str, target: Target, expected: Sequence[TargetOutput], allowed: float
+) -> None:
+    """Check packed prefills and packed tree forwards of the sample trees, text by text.
 
     Raises:
-        ModelNotSupported: Logits or features differ from ``expected`` by more than rounding.
+        ModelNotSupported: Of every text, logits or features differ from ``expected`` by more than
+            the ``allowed`` fraction of the largest value.
+    """
+    errors = []
+    for text in range(len(expected)):
+        error, what = worst_error(name, target, expected, text)
+        if error <= allowed:
+            return
+        errors.append((error, what))
+    error, what = min(errors)
+    wanted = f"{what} of the plain model within {allowed:.2g} of the largest, off by {error:.2g}"
+    hint = "EngineConfig(self_check=False) serves it all the same"
+    raise ModelNotSupported("model", name, f"{wanted} ({hint})")
+
+
+def worst_error(
+    name: str, target: Target, expected: Sequence[TargetOutput], text: int
+) -> tuple[float, str]:
+    """Return how far the outputs of a text are off, of the largest value, and which of them is.
+
+    Raises:
+        ModelNotSupported: There are not the logits that were asked for.
     """
     taken = target.allocator.allocate(MIN_SLOTS)
     slots = taken.flip(0)  # the order of slots must not matter
@@ -182,7 +225,7 @@ def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
     trees: list[Segment] = []
     start = 0
     for sample in _SAMPLES:
-        tokens = torch.tensor(_tokens(sample, target.vocab_size))
+        tokens = torch.tensor(_tokens(sample, text, target.vocab_size))
         own = slots[start : start + len(tokens)]
         start += len(tokens)
         prompt = own[: sample.prompt]
@@ -194,10 +237,11 @@ def check_forward(name: str, target: Target, expected: TargetOutput) -> None:
         raise ModelNotSupported("model", name, "logits of the rows asked for (logits_to_keep)")
     actual = target.forward(trees)
     target.allocator.release(taken)
-    _compare(name, "logits", actual.logits, expected.logits, target.dtype)
-    if expected.features is not None:
-        assert actual.features is not None
-        _compare(name, "features", actual.features, expected.features, target.dtype)
+    plain = expected[text]
+    errors = [(_error(actual.logits, plain.logits), "logits")]
+    if plain.features is not None and actual.features is not None:
+        errors.append((_error(actual.features, plain.features), "features"))
+    return max(errors)
 
 
 def _tree_segment(sample: _Sample, tokens: Tensor, prompt: Tensor, slots: Tensor) -> Segment:
@@ -209,11 +253,61 @@ def _tree_segment(sample: _Sample, tokens: Tensor, prompt: Tensor, slots: Tensor
     return Segment(tokens, positions, prompt, slots, positions, visible)
 
 
-def _compare(name: str, what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    low = dtype in (torch.bfloat16, torch.float16)
-    allowed = (_LOW_PRECISION_TOLERANCE if low else _TOLERANCE) * float(expected.abs().max())
-    error = float((actual - expected).abs().max()) if actual.shape == expected.shape else torch.inf
-    if not error <= allowed:
-        raise ModelNotSupported(
-            "model", name, f"{what} of the plain model within {allowed:.2g}, off by {error:.2g}"
-        )
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a fraction of the largest value; infinity for no number."""
+    if actual.shape != expected.shape:
+        return math.inf
+    difference = (actual.float() - expected.float()).abs().max()
+    error = float(difference / expected.float().abs().max())
+    return error if math.isfinite(error) else math.inf
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model of half precision compute in float32, with the same weights, in this context.
+
+    The weights of a part, such as a decoder layer, are widened while it runs: at no time do those
+    of more than one part take twice their memory.
+    """
+    hooks: list[RemovableHandle] = []
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def widen(
+        part: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for tensor in (*part.parameters(), *part.buffers()):
+            if tensor.dtype in HALVES:
+                kept.append((tensor, tensor.data))
+                tensor.data = tensor.data.float()
+        return tree_map(_widened, inputs), tree_map(_widened, named)
+
+    def restore(*_: object) -> None:
+        while kept:
+            tensor, data = kept.pop()
+            tensor.data = data
+
+    for part in _parts(model):
+        hooks.append(part.register_forward_pre_hook(widen, with_kwargs=True))
+        hooks.append(part.register_forward_hook(restore, always_call=True))
+    try:
+        yield
+    finally:
+        restore()
+        for hook in hooks:
+            hook.remove()
+
+
+def _widened(value: object) -> object:
+    half = isinstance(value, Tensor) and value.dtype in HALVES
+    return value.float() if isinstance(value, Tensor) and half else value
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts that hold all weights: decoder layers, and what stands beside them."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        elif any(isinstance(part, nn.ModuleList) for part in child.modules()):
+            yield from _parts(child)
+        else:
+            yield child

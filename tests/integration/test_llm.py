@@ -165,8 +165,12 @@ ONE_PATH = {"verifier": "greedy_block", "paths": 1}
         ({"plan": Plan(verifier="block", paths=2)}, "paths=2: expected at most 1"),
         ({"verifier": "gbv", "draft_sampling": "wor"}, "draft_sampling='wor': expected"),
         # A lookup is judged as the fixed distribution it is, by whichever way it comes.
-        ({"drafter": "ngram", "plan": Plan(verifier="gbv")}, "draft_sampling='fixed'"),
-        ({"plan": Plan(verifier="gbv", source="lookup")}, "draft_sampling='fixed'"),
+        ({"drafter": "ngram", "plan": Plan(verifier="gbv")}, "verifier='gbv': expected .*'fixed'"),
+        ({"drafter": "ngram", "verifier": "gbv"}, "verifier='gbv': expected .*'fixed' drafts"),
+        ({"plan": Plan(verifier="gbv", source="lookup")}, "verifier='gbv': expected .*'fixed'"),
+        ({"verifier": "none", "paths": 3}, "paths=3: expected none with verifier 'none'"),
+        ({"verifier": "none", "depth": 4}, "depth=4: expected none with verifier 'none'"),
+        ({"verifier": "none", "draft_sampling": "iid"}, "draft_sampling='iid': expected none wi"),
         ({"drafter": "ngram", "plan": Plan(draft_sampling="iid")}, "'iid': expected one the draf"),
     ],
 )
@@ -184,6 +188,8 @@ def test_without_a_drafter_drafts_are_looked_up_and_the_log_says_so(saved_pair, 
 def test_what_loading_finds_is_refused(saved_pair, tmp_path):
     with pytest.raises(InvalidArgument, match=r"dtype='half'.*bfloat16"):
         LLM(saved_pair[0], plan=PLAIN, dtype="half")
+    with pytest.raises(InvalidArgument, match=r"drafter='eagle3': expected an EAGLE head for .*/"):
+        LLM(saved_pair[0], "eagle3")
     (tmp_path / "config.json").write_text((saved_pair[0] / "config.json").read_text())
     with pytest.raises(InvalidArgument, match=r"model='.*': expected a model with a tokenizer"):
         LLM(tmp_path, "ngram")

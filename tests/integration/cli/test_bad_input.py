@@ -58,6 +58,8 @@ BAD = {
         ("--prompt a --max-tokens 0", "--max-tokens=0"),
         ("--prompt a --paths 0", "paths=0"),
         ("--prompt a --paths 2 --verifier token", "paths=2"),
+        ("--prompt a --verifier none --paths 3", "paths=3: expected none with verifier"),
+        ("--prompt a --drafter ngram --verifier gbv", "verifier='gbv': expected one that"),
         ("--prompt a --depth 99", "depth=99"),
         ("--prompt a --verifier foo", "verifier='foo': expected one of block, gbv, "),
         ("--prompt a --verifier obtv", "expected otbv, perhaps; one of block, gbv, "),

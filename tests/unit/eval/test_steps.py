@@ -180,9 +180,9 @@ def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(monkeypatch) -> 
     )
     target = made(deep, torch.bfloat16).target
     assert (target.vocab_size, target.self_check) == (8000, None)
-    # As transformers has it: the check fails and says so, and the benchmark goes on.
+    # As transformers has it: in float32 the check shows that it is rounding alone.
     monkeypatch.setattr(random_models, "_GAIN", 0.02 * sqrt(4096))
-    assert "of the plain model within" in str(made(deep, torch.bfloat16).target.self_check)
+    assert made(deep, torch.bfloat16).target.self_check is None
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -1,16 +1,28 @@
 """The guard refuses every way of honouring the attention function only in part."""
 
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
+import torch
 from support.tiny_models import CONFIGS, LAYERS, random_llama, tiny_model
 from torch import Tensor
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
+from eaglegbv import LLM, EngineConfig
 from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
 from eaglegbv.attention.torch import TorchPagedAttention
+from eaglegbv.config import PLAIN
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.self_check import LayerCall, check_layers
+from eaglegbv.models.self_check import LayerCall, check_layers, in_float32
+from eaglegbv.sampling import SamplingParams
 
 MAX_CONTEXT = 128
 
@@ -100,3 +112,65 @@ def test_a_benchmark_may_go_on_with_what_the_check_found(caplog):
 def test_even_a_freshly_initialised_model_shows_it():
     with pytest.raises(ModelNotSupported, match="logits of the plain model"):
         HFTarget(random_llama(64, seed=0), max_slots=64, attention=SeesSiblings)
+
+
+def mixture(kind: str) -> PreTrainedModel:
+    """Return a random mixture of experts in bfloat16 whose outputs jump with rounding."""
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "pad_token_id": None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "mixtral":
+            config = MixtralConfig(
+                **sizes, num_hidden_layers=12, num_key_value_heads=2, initializer_range=0.1
+            )
+            return MixtralForCausalLM(config).bfloat16()
+        config = DeepseekV3Config(
+            **sizes,
+            num_hidden_layers=16,
+            num_key_value_heads=4,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+            q_lora_rank=None,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            first_k_dense_replace=1,
+        )
+        return DeepseekV3ForCausalLM(config).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek"])
+def test_an_experts_flip_is_told_from_a_wrong_mask(kind: str) -> None:
+    model = mixture(kind)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with in_float32(model):
+        assert model(torch.tensor([[1, 2]]), use_cache=False).logits.dtype is torch.float32
+    assert all(torch.equal(weights[name], own) for name, own in model.state_dict().items())
+    target = HFTarget(model, max_slots=64)
+    assert target.self_check is None
+    assert target.pool.keys.dtype is torch.bfloat16
+    with pytest.raises(ModelNotSupported, match=r"within 0\.0001 .*self_check=False"):
+        HFTarget(mixture(kind), max_slots=64, attention=SeesSiblings)
+
+
+def test_a_user_may_go_on_with_what_the_check_found(saved_pair, monkeypatch, caplog) -> None:
+    def differs(*_: object) -> NoReturn:
+        raise ModelNotSupported("model", "any", "the outputs of the plain model")
+
+    monkeypatch.setattr("eaglegbv.models.hf.check_forward", differs)
+    with pytest.raises(ModelNotSupported, match="outputs of the plain model"):
+        LLM(saved_pair[0], plan=PLAIN)
+    llm = LLM(saved_pair[0], plan=PLAIN, engine=EngineConfig(self_check=False))
+    assert "the self-check failed, and is ignored" in caplog.text
+    assert len(llm.generate("hello", SamplingParams(max_tokens=3)).token_ids) == 3

@@ -11,7 +11,14 @@ from support import published_heads
 from support.published_heads import HIDDEN, INPUTS, OUTPUTS, PUBLISHED, TABLE, TARGETS, VOCAB
 from torch import Tensor
 
-from eaglegbv.drafters.checkpoint import export_head, fit, load_head, read_checkpoint, save_head
+from eaglegbv.drafters.checkpoint import (
+    export_head,
+    fit,
+    kind_of,
+    load_head,
+    read_checkpoint,
+    save_head,
+)
 from eaglegbv.drafters.eagle_model import Arch, EagleHead
 from eaglegbv.drafters.formats.read import LAYER_SECTION, VARIANTS, FormatName
 from eaglegbv.errors import DrafterMismatch
@@ -409,3 +416,19 @@ def test_layer_of_speculators_without_a_type_goes_by_its_tensors(tmp_path: Path)
     for i, head in enumerate((PUBLISHED["speculators_plain"](), PUBLISHED["speculators_qwen3"]())):
         del head.config["transformer_layer_config"]["model_type"]
         assert read_checkpoint(head.write(tmp_path / str(i))).config.qk_norm is bool(i)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, "an EAGLE head, not an MTP head"),
+        ({"model_type": "qwen3_next_mtp"}, "an EAGLE head, not an MTP head"),
+        ({"speculators_model_type": "eagle"}, "an EAGLE-3 head .* format, not EAGLE-1"),
+        ({"speculators_model_type": "peagle"}, "an EAGLE-3 head .* format, not 'peagle'"),
+    ],
+)
+def test_heads_of_other_kinds_are_called_so(changes, said, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(changes))
+    for read in (kind_of, read_checkpoint):
+        with pytest.raises(DrafterMismatch, match=f"^drafter='.*': expected {said}"):
+            read(tmp_path)

@@ -230,5 +230,7 @@ def test_impossible_settings_are_refused(tmp_path: Path) -> None:
     texts = TextSettings(data=(tmp_path,), samples=tmp_path / "samples.pt")
     with pytest.raises(InvalidArgument, match=r"^max_new_tokens="):
         replace(texts, max_new_tokens=64, window=64)
+    with pytest.raises(InvalidArgument, match=r"^window=64: expected more than max_new_tokens, 1"):
+        replace(texts, window=64)
     with pytest.raises(InvalidArgument, match=r"^depths="):
         EagleTrainingConfig(arch=Arch.EAGLE1, texts=texts, out=tmp_path, depths=0)
