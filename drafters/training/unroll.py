@@ -57,7 +57,7 @@ class TargetRun:
 
         def probs(read: Tensor) -> Tensor:
             with torch.autocast(log_z.device.type, enabled=False):
-                logits = drafts(_rows(self.final_hidden, read).float())
+                logits: Tensor = drafts(_rows(self.final_hidden, read).float())
             return (logits - _entries(log_z, read).unsqueeze(-1)).exp()
 
         return probs
