@@ -11,7 +11,13 @@ import msgspec
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_integers, require_number
+from eaglegbv.utils import (
+    DRAFT_WIDTH,
+    make_numbers_plain,
+    require_integer,
+    require_integers,
+    require_number,
+)
 
 MAX_PATHS = 16
 MAX_DEPTH = 32
@@ -100,6 +106,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     source: Source = Source.DRAFTER
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         require_integers(
             self,
             optional=("beam", "nodes"),
@@ -205,6 +212,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     self_check: bool = True
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         require_integers(
             self,
             optional=("kv_slots", "kv_bytes"),
@@ -296,6 +304,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     lookup_depth: int = 16
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         require_integers(
             self,
             max_paths=(1, MAX_PATHS),

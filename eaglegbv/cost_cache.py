@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 class CostCache:
     """The file of one setting: models, device, threads, and whatever else affects step costs."""
 
-    path: Path  # the file; it need not exist
+    name: str  # of the file in the user's cache; neither need exist
 
     @classmethod
     def of(cls, *facts: object, device: torch.device, dtype: torch.dtype) -> Self:
@@ -38,7 +38,12 @@ class CostCache:
         name = names.get(device.type, str)(device)
         known = (_FORMAT, torch.__version__, torch.get_num_threads(), name, str(dtype), *facts)
         key = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-        return cls(cache_folder() / f"costs-{key}.json")
+        return cls(f"costs-{key}.json")
+
+    @property
+    def path(self) -> Path:
+        """The file; FileNotFoundError if the user has no cache."""
+        return cache_folder() / self.name
 
     def read(self) -> KnownCosts | None:
         """Return the saved costs, or None; a file that cannot be read is logged and ignored."""
@@ -47,18 +52,18 @@ class CostCache:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            _log.warning("costs of steps are learned anew: %s: %s", self.path, error)
+            _log.warning("costs of steps are learned anew: %s: %s", self.name, error)
             return None
 
     def write(self, costs: KnownCosts) -> None:
         """Save ``costs``; if that is impossible, log it and continue."""
-        part = self.path.with_suffix(f".{os.getpid()}.part")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(f".{os.getpid()}.part")
+            part.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(msgspec.json.encode(costs))
             part.replace(self.path)
         except OSError as error:
-            _log.warning("costs of steps are not kept: %s: %s", self.path, error)
+            _log.warning("costs of steps are not kept: %s", error)
 
 
 def shape_of(model: str | None) -> str | None:

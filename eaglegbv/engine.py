@@ -43,7 +43,7 @@ from eaglegbv.scheduler.planner import Planner
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.tree import DraftTree
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import plain_numbers, require_integer
 from eaglegbv.verification import Verification, VerifyOutput, read_outputs, tree_records
 from eaglegbv.verifiers.base import fault_error
 
@@ -158,7 +158,7 @@ class Engine:
             replayed=replay_slots > 0,
             drafted=drafted,
             skips=drafted and auto is not None and self._drafting.skips,
-            priority=priority,
+            priority=int(priority),
             slots=self._target.allocator.allocate(0),
             borrowed=self._target.allocator.allocate(0),
         )
@@ -538,7 +538,7 @@ class Engine:
 
 def check_priority(priority: int) -> None:
     """Raise InvalidArgument unless a request may have the priority: any integer of 64 bits."""
-    require_integer("priority", priority, -(2**63), 2**63 - 1)
+    require_integer("priority", plain_numbers(priority), -(2**63), 2**63 - 1)
 
 
 def _vacate(cache: PrefixCache, kv: KVSlots, drafting: Drafting, request: Request) -> None:

@@ -4,12 +4,14 @@ transformers dequantises such a file, and then takes the result for quantised an
 for its beginning: ids, chat template and how digits are split are read from the file here.
 """
 
+import atexit
 import hashlib
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,8 @@ def find_model(model: str | Path) -> str | Path:
     """Return the folder or hub name that ``model`` comes to; most are what they name already.
 
     A GGUF file, and a folder with one and no config.json, come to a folder in the user's cache,
-    made now if it is not there; ``smollm2`` to that of the hub's cache, of an installed package, or
-    of the hub, in this order.
+    made now if it is not there; where the cache cannot be written, to a temporary one. ``smollm2``
+    comes to that of the hub's cache, of an installed package, or of the hub, in this order.
 
     Raises:
         InvalidArgument: The file cannot be read, or a folder has several.
@@ -84,18 +86,32 @@ def _find_smollm2() -> str | Path:
 
 
 def _cached(file: Path) -> Path:
-    """Return the folder of the user's cache to which ``file`` is converted."""
+    """Return the folder to which ``file`` is converted, in the user's cache if that is possible."""
     if not file.is_file():
         raise InvalidArgument("model", str(file), "an existing GGUF file")
     with file.open("rb") as content:  # its beginning and its end tell it from others
         head, size = content.read(1 << 20), content.seek(0, os.SEEK_END)
         content.seek(max(0, size - (1 << 20)))
         digest = hashlib.sha256(b"%d" % size + head + content.read()).hexdigest()
-    out = cache_folder() / "models" / f"{file.stem}-{digest[:12]}"
-    if not out.exists():
-        _log.info("converting %s once, to %s", file, out)
-        convert(file, out)
+    name = f"{file.stem}-{digest[:12]}"
+    try:
+        out = cache_folder() / "models" / name
+        if not out.exists():
+            _log.info("converting %s once, to %s", file, out)
+            convert(file, out)
+    except OSError as error:
+        _log.warning("%s is converted for this process alone: %s", file, error)
+        return _convert_for_now(file, name)
     return out
+
+
+@cache
+def _convert_for_now(file: Path, name: str) -> Path:
+    """Convert a file to a folder that is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="eaglegbv-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    convert(file, folder / name)
+    return folder / name
 
 
 def convert(file: Path, out: Path) -> None:

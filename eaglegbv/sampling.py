@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eaglegbv.devices import PIECE, runs_kernels, upload
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.utils import require_integer, require_integers, require_number
+from eaglegbv.utils import make_numbers_plain, require_integer, require_integers, require_number
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3  # logits divided by less overflow
@@ -66,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._make_tuple("stop", stop, "non-empty strings")
         self._make_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")

@@ -8,6 +8,8 @@ from typing import Any, Self, TypeAlias, cast
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from eaglegbv.chat import Message as Message
+from eaglegbv.chat import plain_message
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason, Request
@@ -15,7 +17,6 @@ from eaglegbv.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"
 
-Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = str | list[int] | list[Message]
 """One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
 
@@ -143,17 +144,13 @@ def _apply_chat_template(
 
 
 def _plain_message(message: Mapping[str, object]) -> Message:
-    """Return a message whose content is text, given as text or as parts; one may call tools."""
-    content = message.get("content")
-    if content is None and message.get("tool_calls") and isinstance(message.get("role"), str):
-        return dict(message)
-    if isinstance(content, list):  # as chat services take it
-        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        texts = [text for text in parts if isinstance(text, str)]
-        content = "".join(texts) if len(texts) == len(content) else None
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+    """Return a message with its content as text; InvalidArgument if it has none."""
+    plain = plain_message(message)
+    if plain is None:
         raise InvalidArgument("prompt", dict(message), "a message with role and content, both text")
-    return {**message, "content": _sound(content)}
+    if isinstance(plain.get("content"), str):
+        _sound(plain["content"])
+    return plain
 
 
 def _sound(text: str) -> str:

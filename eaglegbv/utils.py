@@ -54,6 +54,23 @@ def require_number(
         raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
 
 
+def plain_numbers(value: object) -> object:
+    """Return ``value`` with Python's own numbers for those of NumPy, also in sequences."""
+    import numpy as np  # help is printed without it
+
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(plain_numbers(entry) for entry in value)
+    return value
+
+
+def make_numbers_plain(settings: msgspec.Struct) -> None:
+    """Apply :func:`plain_numbers` to every field of a new object; comparisons and JSON need it."""
+    for name in settings.__struct_fields__:
+        msgspec.structs.force_setattr(settings, name, plain_numbers(getattr(settings, name)))
+
+
 def grouped(items: Iterable[Item], key: Callable[[Item], Kind]) -> dict[Kind, list[Item]]:
     """Return the items of each key, keys and items in order of appearance."""
     groups: dict[Kind, list[Item]] = {}
@@ -105,12 +122,21 @@ CACHE_FOLDER = "EAGLEGBV_CACHE"
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is kept between runs; it need not exist."""
+    """Return the folder of what is kept between runs; it need not exist, nor allow writing.
+
+    Raises:
+        FileNotFoundError: No variable names one, and the user has no home directory.
+    """
     named = os.environ.get(CACHE_FOLDER)
     if named:
         return Path(named)
     usual = os.environ.get("XDG_CACHE_HOME")
-    return (Path(usual) if usual else Path.home() / ".cache") / "eaglegbv"
+    if usual:
+        return Path(usual) / "eaglegbv"
+    try:
+        return Path.home() / ".cache" / "eaglegbv"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"no home directory; {CACHE_FOLDER} names a cache") from error
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Training text: JSON lines in, packed token tensors out, and the target's own answers.
 
-A row is ``{"messages": [{"role", "content"}, ...]}`` or ``{"text": ...}``; its source is the name
-of its file. Files may be gzipped.
+A row is ``{"messages": [{"role", "content"}, ...]}``, with ``tools`` if they may be called, or
+``{"text": ...}``. ShareGPT's ``{"conversations": [{"from", "value"}, ...]}`` are read too. A row's
+source is the name of its file. Files may be gzipped.
 """
 
 import hashlib
 import json
 import logging
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,13 +22,25 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eaglegbv.errors import InvalidArgument, first_line
-from eaglegbv.utils import read_json_lines, replacing, require_integer
+from eaglegbv.chat import Message, plain_message
+from eaglegbv.errors import InvalidArgument, first_line, one_of
+from eaglegbv.utils import decode_json, read_json_lines, replacing, require_integer
 
 HELD_OUT_ONE_IN = 50
 ROWS_PER_SOURCE = 20_000  # rows read of each file at most
 _SHORT_DOCUMENT = 8  # a number of tokens that documents exceed on average
 _ANSWERS_HELD_OUT_ONE_IN = 8  # least number of answers to learn from for one that is measured on
+
+_SENDERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+"""Roles of ShareGPT's senders."""
 
 BROKEN = (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError)
 """What reading a file may raise that ``torch.save`` did not write to its end."""
@@ -42,22 +56,36 @@ class Row:
     messages: tuple[dict[str, Any], ...]  # chat messages; empty for plain text
     text: str  # plain text; empty for a chat
     place: str = ""  # its file and line, for messages
+    tools: tuple[dict[str, Any], ...] = ()  # tools that the assistant may call
 
     @property
     def held_out(self) -> bool:
         """Whether the row is never trained on: decided by a hash of its content alone."""
-        content = json.dumps([[m["content"] for m in self.messages], self.text])
+        contents = [message.get("content") or "" for message in self.messages]
+        content = json.dumps([contents, self.text])
         digest = hashlib.sha256(content.encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 class _Line(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
+    conversations: list[dict[str, Any]] | None = None  # the same, as ShareGPT calls it
+    system: str | None = None  # system message before them
+    tools: list[dict[str, Any]] | str | None = None  # as they are, or as JSON
     text: str | None = None
+
+    def all_messages(self) -> list[dict[str, Any]] | None:
+        """Return the messages, whatever they are called; None if there are none."""
+        messages = self.messages if self.messages is not None else self.conversations
+        if messages is None or self.system is None:
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
     """Return the JSON-lines files among ``paths`` and in the folders among them, sorted by name.
+
+    Links to folders are followed.
 
     Raises:
         InvalidArgument: A path does not exist, or no file was found.
@@ -66,17 +94,30 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise InvalidArgument("data", str(path), "an existing file or folder")
-        found = (path,) if path.is_file() else (*path.rglob("*.jsonl"), *path.rglob("*.jsonl.gz"))
-        files.extend(found)
+        files.extend([path] if path.is_file() else _files_in(path))
     if not files:
         raise InvalidArgument("data", [str(p) for p in paths], "files named *.jsonl or *.jsonl.gz")
     return sorted(files, key=lambda file: file.name)
 
 
+def _files_in(folder: Path) -> Iterator[Path]:
+    entered: set[Path] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = Path(place).resolve()
+        if real in entered:  # by another link, or by one that leads back
+            folders.clear()
+            continue
+        entered.add(real)
+        for name in names:
+            if name.endswith((".jsonl", ".jsonl.gz")):
+                yield Path(place, name)
+
+
 def read_rows(files: Iterable[Path], rows_per_source: int) -> Iterator[Row]:
     """Yield the rows of ``files``, at most ``rows_per_source`` of each.
 
-    A message's content may be null, beside calls of tools, say, and counts as empty.
+    Messages are read as in a prompt. A content that is null beside no calls of tools counts as
+    empty.
 
     Raises:
         InvalidArgument: A file cannot be read, or a line is no row; the message names the line.
@@ -84,17 +125,39 @@ def read_rows(files: Iterable[Path], rows_per_source: int) -> Iterator[Row]:
     for file in files:
         source = file.name.removesuffix(".gz").removesuffix(".jsonl")
         for place, line in islice(read_json_lines(file, _Line), rows_per_source):
-            if line.messages is None and line.text is None:
-                raise InvalidArgument("data", place, "a key 'messages' or 'text'")
-            messages = tuple(_message(message, place) for message in line.messages or ())
-            yield Row(source, messages, line.text or "", place)
+            told = line.all_messages()
+            if told is None and line.text is None:
+                raise InvalidArgument("data", place, "a key 'messages', 'conversations' or 'text'")
+            messages = tuple(_message(message, place) for message in told or ())
+            yield Row(source, messages, line.text or "", place, _tools(line.tools, place))
 
 
-def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(content, str | None):
+def _message(message: dict[str, Any], place: str) -> Message:
+    if "from" in message and "role" not in message:
+        message = _of_sharegpt(message, place)
+    if message.get("content") is None and not message.get("tool_calls"):
+        message = {**message, "content": ""}
+    plain = plain_message(message)
+    if plain is None:
         raise InvalidArgument("data", place, "messages with a role and a content, both of text")
-    return {**message, "content": content or ""}
+    return plain
+
+
+def _of_sharegpt(message: dict[str, Any], place: str) -> Message:
+    sender = message["from"]
+    role = _SENDERS.get(str(sender))
+    if role is None:
+        expected = f"conversations 'from' {one_of(_SENDERS)}, not from {sender!r}"
+        raise InvalidArgument("data", place, expected)
+    return {"role": role, "content": message.get("value")}
+
+
+def _tools(tools: list[dict[str, Any]] | str | None, place: str) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str) and tools:
+        expected = "'tools': a list of objects, or JSON of one"
+        kind = list[dict[str, Any]]
+        tools = decode_json(tools.encode(), kind, argument="data", place=place, expected=expected)
+    return tuple(tools or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,13 +369,12 @@ def _documents(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[_Segme
         return [[(row.text, True)]]
     documents: list[list[_Segment]] = []
     done = ""
-    messages = list(row.messages)
-    for i, message in enumerate(messages):
+    for i, message in enumerate(row.messages):
         # What the assistant says first answers nobody, and is a part of later prompts.
         if i == 0 or message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:i], answer_next=True)
-        answered = _render(tokenizer, messages[: i + 1], answer_next=False)
+        prompt = _render(tokenizer, row, i, answer_next=True)
+        answered = _render(tokenizer, row, i + 1, answer_next=False)
         # The same, unless the template opens an answer with more than it leaves of one.
         pairs = enumerate(zip(prompt, answered, strict=False))
         prompt = prompt[: next((i for i, (a, b) in pairs if a != b), len(prompt))]
@@ -324,12 +386,15 @@ def _documents(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[_Segme
     return documents
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, answer_next: bool
-) -> str:
-    return str(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next)
+def _render(tokenizer: PreTrainedTokenizerBase, row: Row, count: int, *, answer_next: bool) -> str:
+    """Return the first ``count`` messages of a row as the chat template writes them."""
+    text = tokenizer.apply_chat_template(
+        list(row.messages[:count]),
+        tools=list(row.tools) or None,
+        tokenize=False,
+        add_generation_prompt=answer_next,
     )
+    return str(text)
 
 
 LONGEST_ANSWER = 128  # tokens of an answer of the target, unless a user says otherwise

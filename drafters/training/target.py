@@ -171,7 +171,7 @@ def _tokenizer_texts(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         if row.held_out or characters[row.source] > _TOKENIZER_CHARACTERS_PER_SOURCE:
             continue
-        parts = [message["content"] for message in row.messages] or [row.text]
+        parts = [message.get("content") or "" for message in row.messages] or [row.text]
         characters[row.source] += sum(map(len, parts))
         yield from parts
 

@@ -1,13 +1,13 @@
 """The training loop of targets and heads: optimise, log, checkpoint, resume, report."""
 
 import json
+import logging
 import math
 import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ _LOG_EVERY = 10  # steps between two lines of the log
 _WARM_UP = 0.05  # fraction of the budget in which the learning rate rises linearly
 _LARGEST_GRADIENT = 1.0  # norm to which a step's gradient is clipped
 _SEED_STRIDE = 1_000_003  # a prime beyond the number of steps of any run
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,16 +245,32 @@ def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
 
 
 def _drop_repeated(log: Path, step: int, evaluate_every: int) -> None:
-    """Drop what was logged after the checkpoint, and the evaluation at the end: they come again."""
+    """Drop what was logged after the checkpoint, and the evaluation at the end: they come again.
+
+    Lines that a crash of the machine has damaged are dropped too, with a warning.
+    """
     if not log.exists():
         return
-    # The last line may have been cut off as the run was killed.
-    lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    entries = [json.loads(line) for line in lines]
-    kept = [
-        0 < e["step"] <= step and not ("score" in e and e["step"] % evaluate_every) for e in entries
-    ]
-    write_whole(log, "".join(compress(lines, kept)).encode())
+    kept: list[bytes] = []
+    damaged = 0
+    # What follows the last newline was cut off as the run was killed.
+    for line in log.read_bytes().split(b"\n")[:-1]:
+        try:
+            repeated = _comes_again(json.loads(line), step, evaluate_every)
+        except (ValueError, LookupError, TypeError):
+            damaged += 1
+            continue
+        if not repeated:
+            kept.append(line + b"\n")
+    if damaged and step:
+        _log.warning("%d damaged lines of %s are left out", damaged, log)
+    write_whole(log, b"".join(kept))
+
+
+def _comes_again(entry: Mapping[str, Any], step: int, evaluate_every: int) -> bool:
+    logged = entry["step"]
+    at_the_end = "score" in entry and logged % evaluate_every != 0
+    return not 0 < logged <= step or at_the_end
 
 
 def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:

@@ -1,9 +1,12 @@
 """The ``eaglegbv`` command."""
 
+import codecs
+import json
 import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -15,6 +18,7 @@ from eaglegbv.cli.options import make_app
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 
 USAGE_ERROR = 2
+ESCAPES = "eaglegbv.escapes"  # name of a way to encode, for Python's codecs
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = make_app("Lossless tree speculation for large language models.")
@@ -85,8 +89,24 @@ def _in_own_terms(error: InvalidArgument, own: typer.Typer, given: Sequence[str]
     return f"{value}: expected {expected}"
 
 
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Return how JSON escapes characters that a console lacks: JSON that has them stays JSON."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return json.dumps(lacking)[1:-1], error.end
+
+
+def _escape_what_the_console_lacks() -> None:
+    """Have characters that standard output cannot encode printed as ``\\uXXXX``, not refused."""
+    codecs.register_error(ESCAPES, _escaped)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors=ESCAPES)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
+    _escape_what_the_console_lacks()
     try:
         app(arguments)
     except InvalidArgument as error:

@@ -1,13 +1,16 @@
 """What all pictures share: colours, plain axes, files. They need matplotlib (extra ``bench``)."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import msgspec
@@ -40,6 +43,7 @@ SPARE_COLOURS = ("#4c566a", "#a3752c", "#5b8c2a", "#8c3b5b")
 PLAIN_COLOUR = "#8a8a8a"
 Colour: TypeAlias = str | tuple[float, ...]
 
+BACKEND_VARIABLE = "MPLBACKEND"  # environment variable that matplotlib reads
 FORMATS = ("png", "svg")
 DPI = 150
 GRID = "#e6e6e6"
@@ -56,11 +60,28 @@ def check_matplotlib() -> None:
         raise NotInstalled("matplotlib", "bench")
 
 
+def _import_matplotlib() -> ModuleType:
+    """Import matplotlib, whichever backend a notebook names that starts this as a command.
+
+    ``MPLBACKEND`` may name one that is not installed here, and matplotlib refuses to be imported
+    then. Pictures are drawn to files, for which the backend does not matter.
+    """
+    backend = os.environ.pop(BACKEND_VARIABLE, None)
+    try:
+        matplotlib = import_module("matplotlib")
+    finally:
+        if backend is not None:
+            os.environ[BACKEND_VARIABLE] = backend
+    if backend is not None:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
+    return matplotlib
+
+
 @contextmanager
 def picture_style() -> Iterator[None]:
     """Draw within this context: text stays text, and the same figures give the same file."""
-    import matplotlib
-
+    matplotlib = _import_matplotlib()
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "eaglegbv", "font.size": 9}
     ):

@@ -1,6 +1,7 @@
 """Questions of a benchmark, and the places they are read from."""
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from eaglegbv.utils import cache_folder, read_json_lines, require_integer, write
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
+
+_log = logging.getLogger(__name__)
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -134,11 +137,22 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
         packaged = resources.files("eaglegbv") / "assets" / "questions" / suite.file
         with resources.as_file(packaged) as path:
             return _read(path, suite.name, "package")
-    named = os.environ.get(DATA_VARIABLE)
-    folders = [*([Path(named)] if named else []), cache_folder()]
-    local = (folder / "prompts" / suite.file for folder in folders)
-    found = next((path for path in local if path.is_file()), None)
-    return _from_hub(suite) if found is None else _read(found, suite.name)
+    if named := os.environ.get(DATA_VARIABLE):
+        path = Path(named) / "prompts" / suite.file
+        if path.is_file():
+            return _read(path, suite.name)
+    cached = _cached_file(suite)
+    if cached is not None and os.access(cached, os.R_OK):
+        return _read(cached, suite.name)
+    return _from_hub(suite, cached)
+
+
+def _cached_file(suite: Suite) -> Path | None:
+    """Return the file for a suite in the user's cache; None if the user has no cache."""
+    try:
+        return cache_folder() / "prompts" / suite.file
+    except FileNotFoundError:
+        return None
 
 
 def _read(path: Path, name: str, origin: str | None = None) -> QuestionSet:
@@ -211,11 +225,13 @@ def _question(row: _Row, place: str, source: str, argument: str) -> Question:
     )
 
 
-def _from_hub(suite: Suite) -> QuestionSet:
+def _from_hub(suite: Suite, cached: Path | None) -> QuestionSet:
     looked = (
         f"--questions-set builtin, which is packaged, --data FILE, or {suite.file} in the folder "
-        f"prompts/ of ${DATA_VARIABLE} or of {cache_folder()}"
+        f"prompts/ of ${DATA_VARIABLE}"
     )
+    if cached is not None:
+        looked += f" or of {cached.parent.parent}"
     if suite.hub is None:
         known = f"; published as github.com/{suite.upstream}" if suite.upstream else ""
         raise InvalidArgument("questions-set", suite.name, f"its questions: {looked}{known}")
@@ -234,10 +250,19 @@ def _from_hub(suite: Suite) -> QuestionSet:
         refusal = f"{expected} ({hub_refusal(error)})"
         raise InvalidArgument("questions-set", suite.name, refusal) from error
     questions = read_questions(Path(held), suite.name)
-    cached = cache_folder() / "prompts" / suite.file
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(cached, b"\n".join(msgspec.json.encode(q) for q in questions) + b"\n")
+    if cached is not None:
+        _keep(questions, cached)
     return QuestionSet(suite.name, f"hub: {repository}@{revision}", questions)
+
+
+def _keep(questions: Sequence[Question], path: Path) -> None:
+    """Write questions to the user's cache; if that is impossible, log it and continue."""
+    lines = [msgspec.json.encode(question) + b"\n" for question in questions]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, b"".join(lines))
+    except OSError as error:
+        _log.warning("questions are not kept: %s", error)
 
 
 # Prompts of given lengths for measurements.

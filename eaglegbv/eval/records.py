@@ -22,7 +22,7 @@ from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import Content, decode_json, require_integers, write_whole
+from eaglegbv.utils import Content, decode_json, make_numbers_plain, require_integers, write_whole
 from eaglegbv.verifiers.registry import make_any_verifier
 
 
@@ -107,6 +107,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     baseline: str | None = None
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         SamplingParams(temperature=self.temperature)  # raises an error if it is out of range
         if self.baseline is not None and self.plan.speculative:
             raise InvalidArgument("plan", self.plan, f"plain decoding for {self.baseline}")
@@ -170,6 +171,7 @@ class RunSettings(Asked, frozen=True, kw_only=True):
     compile_backend: str = ""  # backend with which this engine was compiled; empty if it was not
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         require_integers(self, max_tokens=(1, None), repeats=(1, None), seed=(0, None))
         names = [setting.name for setting in self.settings]
         if not names or len(set(names)) < len(names):

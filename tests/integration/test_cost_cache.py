@@ -4,6 +4,8 @@ import gc
 import json
 import logging
 import math
+from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -72,6 +74,18 @@ def test_fixed_plans_and_unused_engines_keep_nothing(cache):
 def test_what_is_measured_first_can_no_longer_be_asked():
     with pytest.raises(TypeError, match="calibrate"):
         EngineConfig(calibrate=False)
+
+
+def test_without_a_home_costs_are_learned_and_not_kept(monkeypatch, caplog):
+    for name in (CACHE_FOLDER, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
+    with LLM() as llm:
+        answer = llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True))
+        assert len(answer.token_ids) == 2
+    assert cache_of("a").read() is None
+    cache_of("a").write(KnownCosts())
+    assert "costs of steps are not kept: no home directory" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch, caplog):

@@ -1,6 +1,8 @@
 """A tiny GGUF file, made with gguf's writer, against the model it was written from."""
 
+import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from eaglegbv import gguf as converting
 from eaglegbv.cli.main import app
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.gguf import convert, find_model
+from eaglegbv.utils import CACHE_FOLDER
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}"
@@ -111,6 +114,35 @@ def test_llm_takes_a_file_and_a_folder_with_one(file, model, cache, name):
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert find_model(file) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("cache", ["closed", "none"])
+def test_where_nothing_can_be_kept_the_model_is_converted_for_now(
+    file, cache, tmp_path, monkeypatch, caplog
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    if cache == "closed":
+        (tmp_path / "file").touch()  # in which nobody can make a folder
+        monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "file"))
+    else:
+        monkeypatch.delenv(CACHE_FOLDER)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
+    leaving = Mock()
+    monkeypatch.setattr(converting.atexit, "register", leaving)
+    converting._convert_for_now.cache_clear()
+
+    folder = find_model(file)
+
+    assert folder == find_model(file)
+    assert (folder / "model.safetensors").is_file()
+    assert temporary in folder.parents
+    assert "is converted for this process alone" in caplog.text
+    [(remove, *what)] = [call.args for call in leaving.call_args_list]
+    remove(*what, **leaving.call_args.kwargs)
+    assert not any(temporary.iterdir())
 
 
 def test_what_breaks_off_leaves_nothing(file, cache, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 import math
 
+import msgspec
+import numpy as np
 import pytest
 
 from eaglegbv import config
@@ -187,3 +189,53 @@ def test_names_say_what_differs():
     assert plan_name(Plan(paths=2, depth=2, draft_sampling=DraftSampling.WOR)) == "otbv 2x2 wor"
     assert plan_name(Plan(paths=2, depth=2, draft_temperature=1.5)) == "otbv 2x2 at 1.5"
     assert plan_name(Plan(paths=1, depth=8, source=config.Source.LOOKUP)) == "otbv lookup 1x8"
+
+
+# --- numbers of NumPy are Python's afterwards
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (
+            SamplingParams,
+            {
+                "temperature": np.float32(0.5),
+                "top_k": np.int64(3),
+                "seed": np.uint64(2**64 - 1),
+                "ignore_eos": np.bool_(True),
+                "stop": np.array(["a", "b"]),
+                "stop_token_ids": np.arange(2),
+            },
+        ),
+        (SamplingParams, {"top_k": np.int32(-1), "stop_token_ids": [np.int16(7)]}),
+        (Plan, {"paths": np.int64(2), "min_confidence": np.float64(0.25), "nodes": np.int8(4)}),
+        (Plan, {"shape": [np.array([0]), (np.int64(0), 1)], "depth": np.uint8(2)}),
+        (AutoPlan, {"max_paths": np.int64(2), "draft_temperature": np.float16(0.5)}),
+        (
+            EngineConfig,
+            {"max_batch": np.int64(2), "prefix_cache": np.bool_(False), "seed": np.array(3)},
+        ),
+    ],
+)
+def test_numbers_of_numpy_are_taken_for_what_they_are(make, given):
+    plain = {name: np.asarray(value).tolist() for name, value in given.items() if name != "shape"}
+    if "shape" in given:
+        plain["shape"] = ((0,), (0, 1))
+    made = make(**given)
+    assert made == make(**plain)
+    assert msgspec.json.encode(made) == msgspec.json.encode(make(**plain))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (SamplingParams, "top_k", np.float32(3.0)),
+        (SamplingParams, "temperature", np.float32("nan")),
+        (SamplingParams, "temperature", np.array([0.5, 1.0])),
+        (SamplingParams, "ignore_eos", np.int64(1)),
+        (Plan, "paths", np.bool_(True)),
+        (EngineConfig, "prefix_cache", np.float64(1.0)),
+    ],
+)
+def test_numbers_of_numpy_are_checked_as_any(make, name, value):
+    with pytest.raises(InvalidArgument, match=f"^{name}="):
+        make(**{name: value})

@@ -7,7 +7,7 @@ import msgspec
 
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH, require_integer, require_number
+from eaglegbv.utils import DRAFT_WIDTH, make_numbers_plain, require_integer, require_number
 from eaglegbv.verifiers.registry import make_any_verifier
 
 PREFIX = "EAGLEGBV_"
@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 0  # seed from which the seeds of requests without one are derived
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier")
         require_integer("draft_width", self.draft_width, 1, 1024)

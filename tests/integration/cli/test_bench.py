@@ -1,10 +1,13 @@
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from support.cli import process
 
 from eaglegbv.eval import plots as picture
 from eaglegbv.eval.runner import read_results
@@ -105,6 +108,25 @@ def test_pictures_without_matplotlib_are_refused_before_anything_runs(
         == "eaglegbv: matplotlib is not installed: pip install -e '.[bench]' in a checkout\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "backend", ["module://no_such_notebook.backend_inline", "nonsense", "tkagg"]
+)
+def test_pictures_are_drawn_whatever_backend_is_named(backend, tmp_path):
+    """In a process of its own: a backend is read once, when matplotlib is imported."""
+    pytest.importorskip("matplotlib")
+    code = (
+        "import os, sys, pathlib\n"
+        "from eaglegbv.eval import plots\n"
+        "with plots.picture_style():\n"
+        "    line = plots.Line('a', [(1.0, plots.Estimate(1.0, 1.0, 1.0))])\n"
+        "    canvas = plots.draw_panels([plots.Panel(lines=[line], x='x')], 'y')\n"
+        "    written = plots.save_pictures(canvas, pathlib.Path(sys.argv[1]), 'drawn')\n"
+        "print([path.stat().st_size > 0 for path in written], os.environ['MPLBACKEND'])\n"
+    )
+    done = process(sys.executable, "-c", code, tmp_path, env=os.environ | {"MPLBACKEND": backend})
+    assert done.stdout.strip() == f"[True, True] {backend}"
 
 
 def test_any_set_runs_and_what_determines_it_is_recorded(cli, pair, tmp_path, monkeypatch):

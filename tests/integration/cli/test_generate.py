@@ -4,15 +4,17 @@ import json
 import re
 import shutil
 import sys
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from eaglegbv.cli.main import main
 from eaglegbv.config import AUTO, plan_name
 from eaglegbv.eval.records import Journal
 from eaglegbv.llm import LLM
+from eaglegbv.text import TextStream
 
 FULL = Path("/dev/full")
 
@@ -181,3 +183,33 @@ def test_an_error_of_the_disk_is_one_line(cli, pair, tmp_path, monkeypatch):
     short = ("--questions-set", "builtin", "--questions", "1", "--max-tokens", "4")
     result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"), status=2)
     assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'records.jsonl'\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "encoding"),
+    [
+        *product(("--no-stream", "--stream", "--json"), ("ascii", "latin-1", "cp1252", "utf-8")),
+        ("demo", "latin-1"),
+    ],
+)
+def test_a_console_of_any_encoding_loses_nothing(pair, monkeypatch, command, encoding):
+    odd = "é€\u2028語🙂"
+    monkeypatch.setattr(TextStream, "_text_of", lambda self, token_ids: odd * len(token_ids))
+    words = ["generate", "--verifier", "otbv", "--ignore-eos", command, *pair]
+    if command == "demo":
+        words = ["demo", "--questions", "1", "--model", pair[1]]
+    written = io.BytesIO()
+    console = io.TextIOWrapper(written, encoding=encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", console)
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--prompt", "Hello", "--max-tokens", "2"])
+    assert ended.value.code in (0, None)
+
+    # Where a console claims to know ASCII alone, click writes UTF-8.
+    said = written.getvalue().decode("utf-8" if encoding == "ascii" else encoding)
+    whole = re.sub(r"(\\u[0-9a-f]{4})+", lambda found: json.loads(f'"{found[0]}"'), said)
+    assert odd * 2 in whole
+    if command == "--json":
+        assert json.loads(said)["text"] == odd * 2
+    if encoding == "cp1252":
+        assert "é€" in said

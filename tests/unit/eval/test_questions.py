@@ -187,6 +187,25 @@ def test_rows_of_the_hub_are_mapped_and_stay(name, isolated, monkeypatch) -> Non
     assert [call.args for call in download.call_args_list] == [where]
 
 
+@pytest.mark.parametrize("cache", ["closed", "none"])
+def test_rows_of_the_hub_are_read_where_nothing_can_be_kept(
+    cache, isolated, monkeypatch, caplog
+) -> None:
+    suite = PUBLISHED["mt-bench"]
+    download = Mock(return_value=str(write(isolated / "hub.jsonl", suite["row"])))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    if cache == "closed":
+        (isolated / "cache").touch()  # a file, in which nobody can make a folder
+    else:
+        monkeypatch.delenv(CACHE_FOLDER)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
+    [question] = load_questions("mt-bench").questions
+    assert question.turns == tuple(suite["turns"])
+    assert ("questions are not kept" in caplog.text) == (cache == "closed")
+
+
 def test_any_file_of_prompts_is_a_set(isolated: Path) -> None:
     path = write(isolated / "mine.v2.jsonl", {"prompt": "One?"}, {"prompt": "Two?"})
     found = load_questions(str(path))

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from support.output_layers import FAMILIES, family
 from support.tiny_models import random_llama
 
+from eaglegbv.drafters.training import train
 from eaglegbv.drafters.training.data import Corpus, Document, fill_rows, join_documents, pack
 from eaglegbv.drafters.training.unroll import FrozenTarget, KeptRuns, TargetRun
 from eaglegbv.errors import InvalidArgument
@@ -96,3 +98,36 @@ def test_logits_that_are_more_than_a_product_are_computed_again(name: str, tmp_p
     again = kept.of(rows).probs_of(drafted)(read)
     # Last hidden states are kept in bfloat16.
     torch.testing.assert_close(again, fresh.probs_of(drafted)(read), atol=0.05, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"\0" * 40,
+        b'{"step": 10, "lo{"step": 20, "loss": 1.0}',
+        b"3",
+        b"null",
+        b'{"loss": 1.0}',
+        b'{"step": "20"}',
+        b"\xff\xfe\r\x85",
+        b"",
+    ],
+)
+def test_a_damaged_line_of_a_log_costs_no_other_line(damaged, tmp_path, caplog) -> None:
+    sound = [
+        {"step": 10, "loss": 2.0},
+        {"step": 20, "score": float("nan"), "held_out": {"a": float("inf")}},
+        {"step": 23, "score": 1.0},  # of the end of the run, which comes later now
+        {"step": 30, "loss": 1.0},
+        {"step": 40, "loss": 0.5},  # after the checkpoint
+    ]
+    lines = [json.dumps(entry).encode() for entry in sound]
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b"\n".join([lines[0], damaged, *lines[1:], b'{"step": 50, "lo']))
+    train._drop_repeated(log, 30, 20)
+    assert log.read_bytes() == b"".join(lines[n] + b"\n" for n in (0, 1, 3))
+    assert f"1 damaged lines of {log} are left out" in caplog.text
+    caplog.clear()
+    train._drop_repeated(log, 0, 20)  # a run that begins anew
+    assert log.read_bytes() == b""
+    assert not caplog.text

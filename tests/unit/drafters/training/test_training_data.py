@@ -12,6 +12,7 @@ from eaglegbv.drafters.training import data
 from eaglegbv.drafters.training.data import Document, Row, build_corpus, draw_prompts, read_rows
 from eaglegbv.drafters.training.target import train_tokenizer
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.text import encode_prompt
 
 TEXTS = ["Hello there, how are you?", "What is 12 + 34?", "  Two  spaces\nand a line."] * 5
 
@@ -139,8 +140,19 @@ ROW = json.dumps(
         (f"{ROW}\n".encode() + '{"text": "é"}'.encode("latin-1"), "x.jsonl:2"),
         (f"{ROW}\n{ROW[:30]}".encode(), "x.jsonl:2"),
         (f"{ROW}\n\n[1]\n".encode(), "x.jsonl:3"),
-        (b'{"messages": null}', "x.jsonl:1.*'messages' or 'text'"),
-        (b'{"prompt": "a"}', "x.jsonl:1.*'messages' or 'text'"),
+        (b'{"messages": null}', "x.jsonl:1.*'messages', 'conversations' or 'text'"),
+        (b'{"prompt": "a"}', "x.jsonl:1.*'messages', 'conversations' or 'text'"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "x.jsonl:1.*of text"),
+        (b'{"messages": [{"role": "user", "content": ["a"]}]}', "x.jsonl:1.*of text"),
+        (
+            b'{"conversations": [{"from": "bot", "value": "a"}]}',
+            "x.jsonl:1.*'from' .*not from 'bot'",
+        ),
+        (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"x.jsonl:1.*not from \['gpt'\]"),
+        (b'{"conversations": [{"from": "gpt", "value": 1}]}', "x.jsonl:1.*of text"),
+        (b'{"conversations": ["a"]}', "x.jsonl:1"),
+        (b'{"text": "a", "tools": "[1]"}', "x.jsonl:1.*'tools'"),
+        (b'{"text": "a", "tools": {}}', "x.jsonl:1"),
         (b'{"messages": [null]}', "x.jsonl:1"),
         (b'{"messages": [{"role": "user", "content": 1}]}', "x.jsonl:1.*role and a content"),
         (b'{"messages": [{"content": "a"}]}', "x.jsonl:1.*role and a content"),
@@ -154,6 +166,104 @@ def test_odd_lines_are_read_and_wrong_ones_named(content, found, tmp_path) -> No
         return
     with pytest.raises(InvalidArgument, match=f"data=.*{found}"):
         list(read_rows([tmp_path / "x.jsonl"], 9))
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "tools"),
+    [
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
+                ]
+            },
+            [{"role": "user", "content": "ab"}],
+            (),
+        ),
+        ({"messages": [{"role": "user", "content": []}]}, [{"role": "user", "content": ""}], ()),
+        ({"messages": [CALL], "tools": TOOLS}, [CALL], tuple(TOOLS)),
+        (
+            {"messages": [{**CALL, "content": None}], "tools": json.dumps(TOOLS)},
+            [{**CALL, "content": None}],
+            tuple(TOOLS),
+        ),
+        ({"messages": [{"role": "tool", "content": "12", "name": "x"}], "tools": None}, None, ()),
+        ({"messages": [{"role": "tool", "content": "12"}], "tools": ""}, None, ()),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "a", "weight": 1},
+                    {"from": "gpt", "value": [{"type": "text", "text": "b"}]},
+                    {"from": "tool", "value": None},
+                ],
+                "system": "s",
+            },
+            [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "tool", "content": ""},
+            ],
+            (),
+        ),
+        ({"conversations": [{"role": "user", "content": "a"}]}, None, ()),
+        ({"conversations": None, "messages": [{"role": "user", "content": "a"}]}, None, ()),
+    ],
+)
+def test_rows_are_read_as_prompts_and_as_they_are_published(row, messages, tools, tmp_path) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    [read] = read_rows([tmp_path / "x.jsonl"], 9)
+    expected = row.get("messages") or row["conversations"] if messages is None else messages
+    assert (list(read.messages), read.tools) == (expected, tools)
+
+
+def test_a_row_is_rendered_as_the_prompt_and_its_answer_are(tokenizer, tmp_path) -> None:
+    template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+        "{% for m in messages %}<|user|>{{ m.role }}:{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>assistant:{% endif %}"
+    )
+    asked = {"role": "user", "content": [{"type": "text", "text": t} for t in ("Rain", "?")]}
+    row = {"messages": [asked, CALL, {"role": "tool", "content": "no"}], "tools": TOOLS}
+    row["messages"].append({"role": "assistant", "content": "No."})
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    rows = list(read_rows([tmp_path / "x.jsonl"], 9))
+    tokenizer = with_template(template)
+    corpus = build_corpus(rows, tokenizer, max_tokens=200)
+    prompt = "[weather]<|user|>user:Rain?<|end|><|user|>assistant:"
+    call, told = "(weather)<|end|>", "<|user|>tool:no<|end|><|user|>assistant:"
+    assert documents_of(corpus, tokenizer) == [
+        (f"{prompt}{call}{told}No.<|end|>", f"{call}No.<|end|>")
+    ]
+    # As prompts are read, but for the tools, which prompts do not bring.
+    plain = tokenizer.decode(encode_prompt(tokenizer, [asked], "model"))
+    assert f"[weather]{plain}" == prompt
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
+    data_folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data_folder / "inside", elsewhere):
+        folder.mkdir(parents=True)
+    for place in (
+        data_folder / "a.jsonl",
+        data_folder / "inside/b.jsonl.gz",
+        elsewhere / "c.jsonl",
+    ):
+        place.touch()
+    (data_folder / "folder.jsonl").mkdir()
+    (data_folder / "linked").symlink_to(elsewhere)
+    (data_folder / "again").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(data_folder)
+    (data_folder / "d.jsonl").symlink_to(elsewhere / "c.jsonl")
+    (tmp_path / "named").symlink_to(data_folder)
+    for named in (data_folder, tmp_path / "named"):
+        found = [file.name for file in data.find_files([named])]
+        assert found == ["a.jsonl", "b.jsonl.gz", "c.jsonl", "d.jsonl"]
 
 
 def test_a_broken_archive_is_named(tmp_path: Path) -> None:
