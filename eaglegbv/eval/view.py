@@ -126,16 +126,23 @@ def trace_content(path: Path) -> Content:
         notes.append(f"The last {left_out:,} draft trees are left out; the charts have all.")
     if not any(trees):
         notes.append("The trace has no draft trees: generate --trace FILE --trace-trees adds them.")
+    # The steps' own counts leave out the token that a prompt's forward gives.
+    committed = [step.args.get("committed", 0) for step in steps]
+    counted = "all requests together, but for the first token of an answer"
+    if any(trees):
+        committed = [sum(len(tree["committed"]) for tree in of_step) for of_step in trees]
+        counted = "all requests together"
     totals: Counter[str] = Counter()
     for by_phase in phases:
         totals.update(by_phase)
     return {
         "kind": "trace",
         "title": f"Trace: {path.name}",
-        "facts": _facts(steps, drafted),
+        "facts": _facts(sum(committed), len(steps), drafted),
         "notes": notes,
         "by_depth": _acceptance_by_depth(drafted),
         "phases": dict(totals),
+        "counted": counted,
         "requests": requests,
         "steps": [
             {
@@ -143,8 +150,9 @@ def trace_content(path: Path) -> Content:
                 "milliseconds": step.dur / 1000,
                 "phases": by_phase,
                 "args": step.args,
+                "committed": count,
             }
-            for step, by_phase in zip(steps, phases, strict=True)
+            for step, by_phase, count in zip(steps, phases, committed, strict=True)
         ][:MOST_STEPS],
     }
 
@@ -160,9 +168,8 @@ def _phases(boxes: Sequence[_Event]) -> list[dict[str, float]]:
     return found
 
 
-def _facts(steps: Sequence[_Event], drafted: Sequence[Tree]) -> list[tuple[str, str]]:
-    committed = sum(step.args.get("committed", 0) for step in steps)
-    facts = [("Steps", f"{len(steps):,}"), ("Committed tokens", f"{committed:,}")]
+def _facts(committed: int, steps: int, drafted: Sequence[Tree]) -> list[tuple[str, str]]:
+    facts = [("Steps", f"{steps:,}"), ("Committed tokens", f"{committed:,}")]
     if drafted:
         accepted = sum(len(tree["accepted"]) for tree in drafted)
         facts += [

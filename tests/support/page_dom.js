@@ -43,7 +43,7 @@ document.getElementById = id => known.get(id) ?? null;
 document.createElement = name => new Element(name);
 document.createElementNS = (_, name) => new Element(name);
 vm.runInNewContext(html.match(/<script>([^]*)<\/script>/)[1],
-                   { document, innerWidth: 1000, innerHeight: 800 });
+                   { document, innerWidth: 1000, innerHeight: 800, addEventListener() {} });
 for (const action of process.argv.slice(3)) {
   if (action.startsWith("key:")) {
     const event = { key: action.slice(4), target: { tagName: "BODY" }, preventDefault() {} };

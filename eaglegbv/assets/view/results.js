@@ -1,12 +1,19 @@
 // A benchmark run: its settings side by side, and what was said.
 function showResults(data) {
   byId("browser").before(byId("charts"));
+  keepDrawn(() => drawResults(data));
+  showConversations(data);
+}
+function drawResults(data) {
   const colour = new Map(data.settings.map((s, i) => [s.name, colourOf(i)]));
-  const estimated = key => data.settings.filter(s => s[key] !== null).map(s => ({
-    name: s.name, low: s[key].low, high: s[key].high,
-    parts: [{ name: s.name, value: s[key].value, colour: colour.get(s.name) }],
-    label: `${format(s[key].value)} [${format(s[key].low)}, ${format(s[key].high)}]`,
-  }));
+  const estimated = key => data.settings.filter(s => s[key] !== null).map(s => {
+    const { value, low, high } = s[key];
+    const parts = [{ name: s.name, value, colour: colour.get(s.name) }];
+    // A single question has no interval.
+    if (low === high) return { name: s.name, parts, label: format(value) };
+    const label = `${format(value)} [${format(low)}, ${format(high)}]`;
+    return { name: s.name, low, high, parts, label };
+  });
   rows("Block efficiency", data.definitions["block efficiency"], estimated("block_efficiency"));
   rows("Tokens per second", data.definitions["tokens/s"], estimated("tokens_per_second"));
   const speedups = estimated("speedup");
@@ -22,7 +29,6 @@ function showResults(data) {
       return { name: s.name, parts, label: format(parts.reduce((t, p) => t + p.value, 0)) };
     }));
   phaseLegend(section, new Set(data.settings.flatMap(s => Object.keys(s.milliseconds_by_phase))));
-  showConversations(data);
 }
 function showConversations(data) {
   const browser = byId("browser");

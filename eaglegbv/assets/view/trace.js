@@ -2,13 +2,16 @@
 function showTrace(data) {
   if (data.requests.length) showGenerations(data);
   else showSteps(data);
+  keepDrawn(() => drawTrace(data));
+}
+function drawTrace(data) {
   if (data.by_depth.length)
     lines("Acceptance by depth", "share of the trees so deep that have an accepted node there",
       data.by_depth.map((s, i) => ({ name: s.plan, colour: colourOf(i), values: s.shares })),
       "depth");
   const steps = data.steps;
-  lines("Tokens of each step", "all requests together", [
-    { name: "committed", colour: "var(--c0)", values: steps.map(s => s.args.committed) },
+  lines("Tokens of each step", data.counted, [
+    { name: "committed", colour: "var(--c0)", values: steps.map(s => s.committed) },
     { name: "accepted", colour: "var(--c2)", values: steps.map(s => s.args.accepted) },
   ], "step");
   lines("Milliseconds of each step", "", [
@@ -53,10 +56,10 @@ function stepper(parent, show) {
     event.preventDefault();
     go(moves[event.key]());
   });
-  return count => {
+  return (count, at) => {
     most = Math.max(0, count - 1);
     slider.setAttribute("max", most);
-    go(0);
+    go(at);
   };
 }
 function phasesOf(step) {
@@ -84,8 +87,13 @@ function showGenerations(data) {
                                          "aria-label": "text so far" });
   const picture = element(browser, "div", { id: "tree" });
   const detail = element(browser, "dl", { id: "detail" });
-  choice.addEventListener("change", () => restart(request().trees.length));
-  restart(request().trees.length);
+  // The first step that drafted says more than the prompt's own.
+  const begin = () => {
+    const trees = request().trees;
+    restart(trees.length, Math.max(0, trees.findIndex(tree => tree.token_ids.length > 1)));
+  };
+  choice.addEventListener("change", begin);
+  begin();
 }
 // The end of the text up to a step, the step's own tokens marked.
 const MOST_TEXT = 20000;
@@ -117,8 +125,8 @@ function factsOf(tree, data) {
     ["committed", `${counted(tree.committed.length, "token")}, ${tree.accepted.length} accepted` +
                   (lost ? `; ${lost} more came after the end of the text` : "")],
   ];
-  if (step) pairs.push(["step of the engine", `${step.args.number}: ${phasesOf(step)}, ` +
-                                              counted(step.args.requests, "request")]);
+  if (step) pairs.push(["step of the run", `${tree.step + 1}: ${phasesOf(step)}, ` +
+                                           counted(step.args.requests, "request")]);
   if (tree.finish_reason) pairs.push(["ended by", tree.finish_reason]);
   return pairs;
 }
@@ -136,5 +144,5 @@ function showSteps(data) {
                    ...Object.entries(step.args).map(shown)]);
   });
   const detail = element(browser, "dl", { id: "detail" });
-  restart(data.steps.length);
+  restart(data.steps.length, 0);
 }

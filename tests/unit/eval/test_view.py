@@ -3,13 +3,14 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from support.cli import process
 from support.runs import ENVIRONMENT, NONE, OTBV, records, run_settings
-from support.tree_traces import LONG, NASTY, bush, step, write_trace
+from support.tree_traces import LONG, NASTY, PROMPT, TWICE, bush, decode, step, write_trace
 
 from eaglegbv.eval.records import Results
 from eaglegbv.eval.runner import write_results
@@ -274,6 +275,55 @@ def test_a_tree_is_drawn_with_what_became_of_its_nodes(trees: Path, tmp_path: Pa
     assert gone["tip"]["hidden"]
 
 
+def charts_of(shown: dict) -> dict[str, dict]:
+    sections = [n for n in nodes(shown["charts"]) if n["attributes"].get("class") == "chart"]
+    return {section["children"][0]["text"]: section for section in sections}
+
+
+def test_counts_of_a_step_agree_in_text_charts_and_facts(tmp_path: Path) -> None:
+    # As the engine has it: a step that only reads a prompt decodes nothing, and commits a token.
+    with Tracer(tmp_path / "t.json", decode=decode) as tracer:
+        for number, tree in enumerate((PROMPT, TWICE)):
+            counted = 0 if tree is PROMPT else len(tree.committed)
+            tracer.on_step(replace(step(number + 7, [tree]), committed=counted))
+    _, data = parsed(view(tmp_path / "t.json"))
+    number = len(TWICE.committed) + 1
+    assert ["Committed tokens", str(number)] in data["facts"]
+    shown = drawn(view(tmp_path / "t.json"), tmp_path)
+    circles = [n for n in nodes(charts_of(shown)["Tokens of each step"]) if n["name"] == "circle"]
+    committed = [n["text"] for n in circles if n["text"].startswith("committed")]
+    assert committed == ["committed, 1: 1.000", f"committed, 2: {number - 1}.000"]
+    detail = pairs(found(shown["browser"], "detail"))
+    assert detail["step of the run"].startswith("2: ")
+    assert detail["committed"].startswith(f"{number - 1} token")
+    assert found(shown["browser"], "where")["text"] == "step 2 of 2"
+
+
+def test_ticks_are_round_and_coinciding_lines_are_not_alike(tmp_path: Path) -> None:
+    same = [0.9, 0.45, 0.3]
+    content = results_content(a_run())
+    names = ("one", "two", "three")
+    base = content["settings"][1]
+    content["settings"] = [base | {"name": n, "acceptance_by_depth": same} for n in names]
+    chart = charts_of(drawn(page(content), tmp_path))["Acceptance by depth"]
+    ends = [n["text"] for n in nodes(chart) if n["attributes"].get("text-anchor") == "end"]
+    assert ends == ["0", "0.25", "0.5", "0.75", "1"]
+    lines = [n["attributes"] for n in nodes(chart) if n["name"] == "polyline"]
+    assert len({line["points"] for line in lines}) == 1
+    for kind in ("stroke-width", "stroke-dasharray", "stroke"):
+        styles = [dict(entry.split(":") for entry in line["style"].split(";")) for line in lines]
+        assert len({style[kind] for style in styles}) == 3
+
+
+def test_a_single_question_has_no_interval(tmp_path: Path) -> None:
+    run = Results(
+        settings=run_settings(), environment=ENVIRONMENT, records=records(OTBV, (4, 10, 4.0))
+    )
+    chart = charts_of(drawn(page(results_content(run)), tmp_path))["Block efficiency"]
+    assert not [n for n in nodes(chart) if n["attributes"].get("class") == "whisker"]
+    assert [n["text"] for n in nodes(chart) if n["name"] == "text"][1] == "2.50"
+
+
 def test_buttons_keys_and_slider_lead_to_the_same_steps(trees: Path, tmp_path: Path) -> None:
     def where(*actions: str) -> str:
         browser = drawn(view(trees), tmp_path, *actions)["browser"]
@@ -284,8 +334,10 @@ def test_buttons_keys_and_slider_lead_to_the_same_steps(trees: Path, tmp_path: P
                         (False,) * 4)  # fmt: skip
         return text
 
-    for actions in (("key:ArrowRight",), ("on!click",), ("step=1",), ("key:End", "back!click"),
-                    ("last!click", "key:ArrowLeft"), ("key:ArrowLeft", "on!click")):  # fmt: skip
+    # It opens on the second step: the first read the prompt, and drafted nothing.
+    for actions in ((), ("key:Home", "key:ArrowRight"), ("first!click", "on!click"), ("step=1",),
+                    ("key:End", "back!click"), ("last!click", "key:ArrowLeft"),
+                    ("key:ArrowLeft", "on!click")):  # fmt: skip
         assert where(*actions) == "step 2 of 3"
     assert where("key:End", "key:Home") == where("last!click", "first!click") == "step 1 of 3"
     assert where("key:End", "key:ArrowRight") == "step 3 of 3"
