@@ -185,7 +185,7 @@ def test_a_head_is_converted_once_by_servers_that_start_at_once(saved_pair, tmp_
         ("--mem-fraction-statik 0.8", "expected an option of SGLang (--mem-fraction-static, per"),
         ("--tp two", "SGLang's options: argument --tp-size"),
         ("--attention-backend torch_native", "it has no tree masks"),
-        ("--page-size 16 --attention-backend aiter", "use --page-size 1"),
+        ("--page-size 16", "use --page-size 1"),
         ("--pp 2", "sampled trees are not relayed between pipeline stages"),
     ],
 )

@@ -40,7 +40,6 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
         "attention_backend": "flashinfer",
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
-        "page_size": 1,
     }
     return SimpleNamespace(**(own | changes))
 
@@ -84,6 +83,13 @@ def test_on_a_cpu_steps_do_not_overlap(pair):
         ("enable_two_batch_overlap", True, "one round's random numbers"),
         ("enable_deterministic_inference", True, "order of the verifiers' sums"),
         ("enable_multi_layer_eagle", True, "heads draft chains"),
+        ("dcp_size", 2, "has never run with our trees; use --tp"),
+        ("enable_hierarchical_cache", True, "has never run"),
+        ("enable_lmcache", True, "has never run"),
+        ("enable_torch_compile", True, "has never run"),
+        ("kv_cache_dtype", "fp8_e4m3", "has never run"),
+        ("page_size", 16, "use --page-size 1"),
+        ("speculative_draft_kv_cache_dtype", "fp8_e4m3", "has never run"),
         ("speculative_draft_attention_backend", "fa4", "it drafts chains only"),
         ("speculative_draft_attention_backend", "flashmla", "it drafts chains only"),
         ("speculative_draft_attention_backend", "trtllm_mha", "it drafts chains only"),
@@ -98,13 +104,6 @@ def test_options_that_would_be_ignored_are_refused(pair, option, value, reason):
         settle(arguments(pair, **{option: value}))
     assert str(caught.value).startswith(f"--{option.replace('_', '-')} {value}: ")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_large_pages_need_a_backend_that_can(pair):
-    settle(arguments(pair, page_size=16))
-    settle(arguments(pair, page_size=16, attention_backend="aiter", speculative_eagle_topk=1))
-    with pytest.raises(NotServed, match="use --page-size 1"):
-        settle(arguments(pair, page_size=16, attention_backend="aiter"))
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "trtllm_mla", "cutedsl_mla", "aiter"])
@@ -175,8 +174,6 @@ def test_verifiers_with_modified_target_state_ask_for_more(pair, verifier):
     for option, value in (
         ("tp_size", 2),
         ("speculative_draft_window_size", 64),
-        ("speculative_draft_kv_cache_dtype", "fp8_e4m3"),
-        ("kv_cache_dtype", "fp8_e4m3"),
     ):
         with pytest.raises(NotServed, match="use a verifier without modified-target state"):
             settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)

@@ -28,9 +28,6 @@ LATENT_TREE_BACKENDS = ("fa3", "triton")
 """Backends that do so if the target's attention is latent (MLA). FlashInfer's treats any tree as a
 chain there, without a warning.
 """
-PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton")
-"""Backends that draft several paths in pages of several tokens."""
-
 Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str, str]]
 """By option: the values it may have, why it may have no other, and what the user can do."""
 
@@ -42,6 +39,7 @@ _PROCESSORS = "SGLang does not apply custom processors to draft trees"
 _HALVES = "the two halves of a batch would share one round's random numbers"
 _SUMS = "the order of the verifiers' sums is not fixed; seeds fix random numbers without it"
 _DROP = "leave it out"
+_UNTRIED = "it has never run with our trees"
 
 REFUSED: Refusals = {
     "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
@@ -63,6 +61,13 @@ REFUSED: Refusals = {
     "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
     "enable_deterministic_inference": ((False,), _SUMS, _DROP),
     "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
+    "dcp_size": ((1,), _UNTRIED, "use --tp"),
+    "enable_hierarchical_cache": ((False,), _UNTRIED, _DROP),
+    "enable_lmcache": ((False,), _UNTRIED, _DROP),
+    "enable_torch_compile": ((False,), _UNTRIED, _DROP),
+    "kv_cache_dtype": (("auto",), _UNTRIED, _DROP),
+    "page_size": ((None, 1), _UNTRIED, "use --page-size 1"),
+    "speculative_draft_kv_cache_dtype": ((None, "auto"), _UNTRIED, _DROP),
 }
 """Options that are refused rather than ignored."""
 
@@ -70,13 +75,10 @@ _STATELESS = "use a verifier without modified-target state, such as otbv"
 _OR_DROP = f"leave it out, or {_STATELESS}"
 _OWN_STATE = "every rank would keep a state of its own, by distributions that differ in last bits"
 _WHOLE = "earlier draft distributions are replayed over the whole text"
-_OWN_TYPE = "earlier draft distributions are replayed from entries of the model's own type"
 
 REFUSED_WITH_STATE: Refusals = {
     "tp_size": ((1,), _OWN_STATE, _STATELESS),
     "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
-    "speculative_draft_kv_cache_dtype": ((None, "auto"), _OWN_TYPE, _OR_DROP),
-    "kv_cache_dtype": (("auto",), _OWN_TYPE, _OR_DROP),
 }
 """Options that verifiers with modified-target state (``greedy_block``, ``spectr_gbv``) refuse."""
 
@@ -209,12 +211,6 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
             where = " where attention is latent (MLA)" if latent else ""
             remedy = f"use {_listed(trees)}, or --speculative-eagle-topk 1"
             raise NotServed(option, backend, f"it {does} chains only{where}", remedy)
-        if not chains and backend not in PAGED_TREE_BACKENDS and (server_args.page_size or 1) > 1:
-            reason = (
-                f"attention backend {backend!r} drafts several paths in pages of one token only"
-            )
-            remedy = f"use --page-size 1, or {_listed(PAGED_TREE_BACKENDS)}"
-            raise NotServed("page_size", server_args.page_size, reason, remedy)
 
 
 def _listed(names: Sequence[str]) -> str:
