@@ -451,8 +451,7 @@ class Engine:
         served = {id(own.request) for own in outputs} - prefilling
         failed = [r for r in batch.requests if not r.finished and id(r) not in served]
         for request in failed:
-            request.error = StepFailed(request.number, f"{type(error).__name__}: {error}")
-            request.error.__cause__ = error
+            request.error = StepFailed.of(request.number, error)
             self.finish(request, FinishReason.ERROR)
         return [RequestOutput(request, []) for request in failed]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Self
 
 
 class EagleGBVError(Exception):
@@ -86,3 +87,10 @@ class StepFailed(EagleGBVError):
         super().__init__(f"request {request}: a step broke off: {cause}")
         self.request = request
         self.cause = cause
+
+    @classmethod
+    def of(cls, request: int, error: BaseException) -> Self:
+        """Return what ends a request in whose step ``error`` was raised."""
+        failed = cls(request, f"{type(error).__name__}: {error}")
+        failed.__cause__ = error
+        return failed

@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, cast, overload
 
 import torch
@@ -34,23 +33,21 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.loading import check_model, drafter_class, load_pair, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
-from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import Planner
+from eaglegbv.serving import Ask, Caller, LoopOutbox, Piece, Serving
 from eaglegbv.text import (
-    Answer,
     Completion,
     Delta,
     Message,
     Prompt,
     Result,
-    TextStream,
     encode_prompt,
     is_one,
     per_prompt,
 )
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH, FairLock
+from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verification import check_plan
 
 Prompts: TypeAlias = Sequence[Prompt]
@@ -62,6 +59,7 @@ class Call(NamedTuple):
     """What is asked for at once; see :meth:`TextGenerator.generate`."""
 
     prompts: Prompts
+    one: bool  # whether the caller gave one prompt, and no list
     params: list[SamplingParams]  # those of each prompt
     plan: AnyPlan
     priority: int
@@ -143,8 +141,9 @@ class TextGenerator(ABC):
             EagleGBVError: A single prompt is not usable, or the settings of the call are not.
         """
         call = self._call(prompts, sampling_params, plan, priority)
-        return _answers(self._run(call, progress=progress), one=is_one(prompts))
+        return _answers(self._run(call, progress=progress), one=call.one)
 
+    @abstractmethod
     def stream(
         self,
         prompt: Prompt,
@@ -160,8 +159,6 @@ class TextGenerator(ABC):
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
-        self._check(plan, priority)
-        yield from self._stream(Call([prompt], per_prompt(sampling_params, 1), plan, priority))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt as the model reads it.
@@ -188,8 +185,15 @@ class TextGenerator(ABC):
 
     def _call(self, prompts: object, params: AnyParams, plan: AnyPlan, priority: int) -> Call:
         self._check(plan, priority)
-        many = cast("Prompts", [prompts] if is_one(prompts) else prompts)
-        return Call(many, per_prompt(params, len(many)), plan, priority)
+        one = is_one(prompts)
+        many = cast("Prompts", [prompts] if one else prompts)
+        return Call(many, one, per_prompt(params, len(many)), plan, priority)
+
+    def _call_of_one(
+        self, prompt: Prompt, params: SamplingParams | None, plan: AnyPlan, priority: int
+    ) -> Call:
+        self._check(plan, priority)
+        return Call([prompt], True, per_prompt(params, 1), plan, priority)
 
     @abstractmethod
     def _check(self, plan: AnyPlan, priority: int) -> None:
@@ -198,10 +202,6 @@ class TextGenerator(ABC):
     @abstractmethod
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
         """Answer all prompts, or say what is wrong with each; see :meth:`generate`."""
-
-    @abstractmethod
-    def _stream(self, call: Call) -> Iterator[Delta]:
-        """Answer the only prompt piece by piece; see :meth:`stream`."""
 
 
 def _answers(results: Sequence[Result], *, one: bool) -> Completion | list[Completion]:
@@ -213,6 +213,12 @@ def _answers(results: Sequence[Result], *, one: bool) -> Completion | list[Compl
 
 
 _log = logging.getLogger(__name__)
+
+_FINALISER_WAITS = 60.0
+"""Seconds to wait for the end of a step where an LLM is collected while requests run.
+
+Only a step that waits for a lock of the very thread that collects, or a very long one, is longer.
+"""
 
 BACKENDS: Mapping[str, str] = {
     "local": "eaglegbv.llm.LLM",
@@ -229,9 +235,10 @@ class LLM(TextGenerator):
     ``LLM(..., backend="sglang")`` has SGLang serve the same calls: it gives another
     :class:`TextGenerator`, without what is said of this package's engine below.
 
-    Threads may share an LLM: they take turns step by step, and every step serves the requests of
-    all of them. In asyncio, ``await llm.generate_async(...)``. An LLM is a context manager:
-    :meth:`close` frees the models at once, and so does ``del llm``.
+    A thread of its own takes the steps while there are requests. Threads and tasks may share an
+    LLM: every step serves the requests of all of them. In asyncio,
+    ``await llm.generate_async(...)`` and ``async for delta in llm.stream_async(...)``. An LLM is a
+    context manager: :meth:`close` frees the models at once, and so does ``del llm``.
 
     Attributes:
         pair: The target and what drafts for it.
@@ -356,27 +363,24 @@ class LLM(TextGenerator):
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
             self._engine.record(planning, SamplingParams())
-        self._open: dict[int, Answer] = {}
-        self._turns = FairLock()
-        self._left: deque[Answer] = deque()
+        self._serving = Serving(self._engine, tokenizer)
+        # Where the last user goes, or the interpreter exits, whatever is unanswered ends.
+        self._finalizer = weakref.finalize(self, self._serving.close, _FINALISER_WAITS)
 
     def __repr__(self) -> str:
         facts = (f"model={self.model_name!r}", f"drafter={self.drafter_name!r}", f"{self.plan}")
         return f"LLM({', '.join(facts)}, device={str(self.device)!r}, dtype={self.dtype})"
 
-    def _stream(self, call: Call) -> Iterator[Delta]:
-        answer = self._add(call.prompts[0], call.params[0], call)
-        try:
-            while not answer.request.finished:
-                self._step()
-                yield from self._new(answer)
-            yield from self._new(answer)
-            [result] = self._results([answer])
-            if result.error is not None:
-                raise result.error
-            yield Delta(text=answer.text.flush(), token_ids=[], completion=result.completion)
-        finally:
-            self._leave([answer])
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: AnyPlan = None,
+        priority: int = 0,
+    ) -> "Stream":
+        """See :meth:`TextGenerator.stream`; the answer goes on while nobody takes its pieces."""
+        return Stream(self, self._call_of_one(prompt, sampling_params, plan, priority))
 
     async def generate_async(
         self,
@@ -391,36 +395,60 @@ class LLM(TextGenerator):
         All tasks' requests run in the same steps. Those of a task that is cancelled end at the
         next step.
         """
-        answers: list[Answer | EagleGBVError] = []
-        call = await asyncio.to_thread(self._call, prompts, sampling_params, plan, priority)
-        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, answers, call))
+        call = self._call(prompts, sampling_params, plan, priority)
+        outbox = LoopOutbox()
+        caller = Caller(outbox)
+        results: dict[int, Result] = {}
         try:
-            await asyncio.shield(adding)  # the thread goes on if this task is cancelled
-            while _unfinished(answers):
-                await asyncio.to_thread(self._step)
-            results = await asyncio.to_thread(self._results, answers)
+            await self._begun(call, caller)
+            while len(results) < len(call.prompts):
+                piece = await outbox.get()
+                if piece.result is not None:
+                    results[piece.place] = piece.result
         finally:
-            if adding.done():
-                self._leave(answers)
-            else:
-                adding.add_done_callback(lambda _: self._leave(answers))
-        return _answers(results, one=is_one(prompts))
+            caller.left = True
+        return _answers(_in_order(results), one=call.one)
+
+    async def stream_async(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: AnyPlan = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Delta]:
+        """Answer one prompt piece by piece, as :meth:`stream` does, while other tasks go on.
+
+        A task that is cancelled, or stops iterating, cancels the request.
+        """
+        call = self._call_of_one(prompt, sampling_params, plan, priority)
+        outbox = LoopOutbox()
+        caller = Caller(outbox, streamed=True)
+        unfinished = len(call.prompts)
+        try:
+            await self._begun(call, caller)
+            while unfinished:
+                piece = await outbox.get()
+                unfinished -= piece.result is not None
+                yield _checked(piece)
+        finally:
+            caller.left = True
 
     def close(self) -> None:
         """See :meth:`TextGenerator.close`."""
-        with self._turn():
-            for answer in self._open.values():
-                self._engine.cancel(answer.request)
-            self._open.clear()
-            self._keep_costs()
-            self.__dict__.pop("_engine", None)
-            self.__dict__.pop("pair", None)
+        serving = self.__dict__.pop("_serving", None)
+        if serving is not None:
+            self._finalizer.detach()
+            serving.close()
+        self._keep_costs()
+        self.__dict__.pop("_engine", None)
+        self.__dict__.pop("pair", None)
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> object:
             """Explain why what was freed is missing."""
-            if name in ("_engine", "pair"):
+            if name in ("_engine", "_serving", "pair"):
                 raise EagleGBVError("this LLM was closed")
             return super().__getattribute__(name)  # raises the usual error
 
@@ -435,29 +463,23 @@ class LLM(TextGenerator):
         An observer that raises is dropped; its error is logged, and no request suffers. With
         ``trees``, the records say what became of every draft tree too.
         """
-        with self._turn():
-            self._engine.observe(observer, trees=trees)
+        self._serving.call(lambda engine: engine.observe(observer, trees=trees))
 
     def unobserve(self, observer: StepObserver) -> None:
         """Tell ``observer`` no more."""
-        with self._turn():
-            self._engine.unobserve(observer)
+        self._serving.call(lambda engine: engine.unobserve(observer))
 
     def reset_prefix_cache(self) -> None:
         """Forget the texts that were read so far: the next prompt is read from its beginning."""
-        with self._turn():
-            self._engine.reset_prefix_cache()
+        self._serving.call(Engine.reset_prefix_cache)
 
     def explain_plans(self) -> str:
         """Return in words what the engine expects of the best plans for the running requests."""
-        with self._turn():
-            return self._engine.explain_plans()
+        return self._serving.call(Engine.explain_plans)
 
     def _check(self, plan: AnyPlan, priority: int) -> None:
         check_priority(priority)
-        planning = self._planning(plan)
-        with self._turn():
-            self._engine.check_plan(planning)
+        self._planning(plan)  # the engine checks it where the call begins
 
     def _planning(self, plan: AnyPlan) -> Planning:
         return self.plan if plan is None else named_planning(plan)
@@ -478,91 +500,89 @@ class LLM(TextGenerator):
         return Planner(cache.read(), cache.write)
 
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
-        answers: list[Answer | EagleGBVError] = []
+        pieces: SimpleQueue[Piece] = SimpleQueue()
+        caller = Caller(pieces)
+        results: dict[int, Result] = {}
         try:
-            self._add_all(answers, call)
-            unfinished = _unfinished(answers)
-            with tqdm(total=len(unfinished), disable=not progress, unit="prompt") as bar:
-                while unfinished:
-                    self._step()
-                    before, unfinished = len(unfinished), _unfinished(unfinished)
-                    bar.update(before - len(unfinished))
-            return self._results(answers)
+            self._begin(call, caller).result()
+            with tqdm(total=len(call.prompts), disable=not progress, unit="prompt") as bar:
+                while len(results) < len(call.prompts):
+                    piece = pieces.get()
+                    if piece.result is not None:
+                        results[piece.place] = piece.result
+                        bar.update()
         finally:
-            self._leave(answers)
+            caller.left = True
+        return _in_order(results)
 
-    def _add_all(self, answers: list[Answer | EagleGBVError], call: Call) -> None:
-        for prompt, own in zip(call.prompts, call.params, strict=True):
+    def _begin(self, call: Call, caller: Caller) -> "Future[None]":
+        """Begin the requests of the prompts that can be read; see :meth:`Serving.begin`."""
+        asks = []
+        for place, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
             try:
-                answers.append(self._add(prompt, own, call))
+                asks.append(Ask(place, self.encode(prompt), params))
             except EagleGBVError as error:
-                answers.append(error)
+                caller.outbox.put(Piece.last(place, Result.of_error(error)))
+        return self._serving.begin(caller, asks, self._planning(call.plan), call.priority)
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Have the engine to oneself; answers that are left meanwhile are let go of afterwards."""
+    async def _begun(self, call: Call, caller: Caller) -> None:
+        """Begin a call's requests, whose prompts may take long to encode, on another thread."""
+        begun = await asyncio.to_thread(self._begin, call, caller)
+        await asyncio.wrap_future(begun)
+
+
+class Stream(Iterator[Delta]):
+    """The pieces of an answer, as they come; see :meth:`LLM.stream`."""
+
+    def __init__(self, llm: LLM, call: Call) -> None:
+        self._llm: LLM | None = llm  # it lives as long as somebody wants its answers
+        self._pieces: SimpleQueue[Piece] = SimpleQueue()
+        self._unfinished = len(call.prompts)
+        self._caller = Caller(self._pieces, streamed=True)
         try:
-            with self._turns:
-                yield
-        finally:
-            self._let_go()
+            llm._begin(call, self._caller).result()
+        except BaseException:
+            self.close()
+            raise
 
-    def _step(self) -> None:
-        with self._turn():
-            for commit in self._engine.step():
-                answer = self._open.get(commit.request.number)
-                if answer is not None:
-                    self._follow(answer)
+    def __next__(self) -> Delta:
+        """Wait for the next piece.
 
-    def _follow(self, answer: Answer) -> None:
-        """Turn new tokens into text, and end a request whose text ends."""
-        answer.follow()
-        if answer.stops_here:
-            self._engine.finish(answer.request, FinishReason.STOP, keep=answer.kept)
-
-    def _new(self, answer: Answer) -> list[Delta]:
-        """Return new pieces; also of a step that an interrupt left before they were made."""
-        with self._turn():
-            self._follow(answer)
-            taken, answer.pieces = answer.pieces, []
-            return taken
-
-    def _results(self, answers: Sequence[Answer | EagleGBVError]) -> list[Result]:
-        with self._turn():
-            for answer in answers:
-                if isinstance(answer, Answer):
-                    self._follow(answer)
-            return [a.result() if isinstance(a, Answer) else Result.of_error(a) for a in answers]
-
-    def _leave(self, answers: Sequence[Answer | EagleGBVError]) -> None:
-        """Let go of answers, now or when the current turn ends.
-
-        The garbage collector closes streams too, on any thread and in the midst of anything, so
-        nothing is waited for here. When the interpreter exits, nothing is left to free.
+        Raises:
+            EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
         """
-        if not sys.is_finalizing():
-            self._left.extend(answer for answer in answers if isinstance(answer, Answer))
-            self._let_go()
+        if not self._unfinished:
+            raise StopIteration
+        try:
+            piece = self._pieces.get()
+        except BaseException:  # Ctrl-C
+            self.cancel()
+            raise
+        if piece.result is not None:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self.close()
+        return _checked(piece)
 
-    def _let_go(self) -> None:
-        """End the requests of answers that were left; whoever has a turn does it after that."""
-        while self._left and self._turns.try_enter():
-            try:
-                while self._left:
-                    request = self._left.popleft().request
-                    if self._open.pop(request.number, None) is not None:
-                        self._engine.cancel(request)
-            finally:
-                self._turns.leave()
+    def cancel(self) -> None:
+        """End the answer at the next step; its last pieces can still be taken."""
+        self._caller.left = True
 
-    def _add(self, prompt: Prompt, params: SamplingParams, call: Call) -> Answer:
-        ids, planning = self.encode(prompt), self._planning(call.plan)
-        with self._turn():
-            request = self._engine.add(ids, params, planning, priority=call.priority)
-            answer = Answer(request, TextStream(self.tokenizer, params.stop, request.ends))
-            self._open[request.number] = answer
-        return answer
+    def close(self) -> None:
+        """End the answer at the next step, and the iteration now."""
+        self.cancel()
+        self._unfinished = 0
+        self._llm = None
+
+    def __del__(self) -> None:
+        self.cancel()
 
 
-def _unfinished(answers: Sequence[Answer | EagleGBVError]) -> list[Answer]:
-    return [a for a in answers if isinstance(a, Answer) and not a.request.finished]
+def _checked(piece: Piece) -> Delta:
+    if piece.result is not None and piece.result.error is not None:
+        raise piece.result.error
+    return piece.delta
+
+
+def _in_order(results: Mapping[int, Result]) -> list[Result]:
+    return [results[place] for place in sorted(results)]

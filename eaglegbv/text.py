@@ -235,20 +235,19 @@ class TextStream:
 
 @dataclass(slots=True)
 class Answer:
-    """A request in the engine, its text so far, and the pieces nobody has taken yet, in order."""
+    """A request in the engine, and its text so far."""
 
     request: Request
     text: TextStream
-    pieces: list[Delta] = field(default_factory=list)
 
-    def follow(self) -> None:
-        """Turn tokens that the request was given since into text."""
+    def follow(self) -> Delta | None:
+        """Turn tokens that the request was given since into text; return them, if there are any."""
         before = self.kept
         new = self.request.token_ids[before:]
         if not new or self.text.stopped:
-            return
+            return None
         text = self.text.feed(new)
-        self.pieces.append(Delta(text=text, token_ids=self.text.token_ids[before:]))
+        return Delta(text=text, token_ids=self.text.token_ids[before:])
 
     @property
     def stops_here(self) -> bool:

@@ -1,14 +1,12 @@
-"""Small things that many modules need: checks of a user's values, whole files, a fair lock."""
+"""Small things that many modules need: checks of a user's values, and whole files."""
 
 import gzip
 import os
 import zlib
 from codecs import BOM_UTF8
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Condition, Lock, get_ident
 from typing import TypeVar
 
 import msgspec
@@ -155,64 +153,6 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``; a process that is killed meanwhile leaves it unchanged."""
     with replacing(path) as partial:
         partial.write_bytes(content)
-
-
-class FairLock:
-    """A fair lock that the thread which holds it may take again.
-
-    A plain lock goes to whoever is awake, and a thread that gives it back and takes it again in a
-    loop is always awake: others would wait until its loop ends.
-    """
-
-    def __init__(self) -> None:
-        self._guard = Lock()
-        self._owner: int | None = None
-        self._depth = 0
-        self._waiting: deque[Condition] = deque()
-
-    def __enter__(self) -> None:
-        own, turn = get_ident(), Condition(self._guard)
-        with self._guard:
-            if self._owner == own:
-                self._depth += 1
-                return
-            self._waiting.append(turn)
-            try:
-                turn.wait_for(lambda: self._owner is None and self._waiting[0] is turn)
-                self._owner, self._depth = own, 1
-            finally:  # where the wait is interrupted, the turn goes to the next
-                self._waiting.remove(turn)
-                self._wake_next()
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """End the turn; whoever has waited longest is next."""
-        with self._guard:
-            self._depth -= 1
-            if self._depth == 0:
-                self._owner = None
-                self._wake_next()
-
-    def try_enter(self) -> bool:
-        """Take a turn unless somebody has one, the caller included; return whether it was taken.
-
-        Never waits, so that it may be called in the midst of anything.
-        """
-        if not self._guard.acquire(blocking=False):
-            return False
-        try:
-            free = self._owner is None and not self._waiting
-            if free:
-                self._owner, self._depth = get_ident(), 1
-            return free
-        finally:
-            self._guard.release()
-
-    def _wake_next(self) -> None:
-        if self._owner is None and self._waiting:
-            self._waiting[0].notify()
 
 
 # Defaults shared by the API and the command line, in a module that is quick to import.

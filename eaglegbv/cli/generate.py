@@ -17,8 +17,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
-    from eaglegbv.llm import LLM
-    from eaglegbv.metrics import RequestMetrics, StepRecord
+    from eaglegbv.llm import LLM, Stream
     from eaglegbv.sampling import SamplingParams
     from eaglegbv.text import Completion
 
@@ -137,52 +136,28 @@ def messages(prompt: str, system: str | None = None) -> Messages:
     return [*first, {"role": "user", "content": prompt}]
 
 
-class _Counter:
-    """Counts the steps of a single request, whose own counts are lost if it is cancelled."""
-
-    def __init__(self, metrics: "RequestMetrics") -> None:
-        self.metrics = metrics
-
-    def on_step(self, record: "StepRecord") -> None:
-        """Count a step."""
-        self.metrics.target_forwards += sum(record.plans.values())
-        self.metrics.committed_tokens += record.committed
-        self.metrics.accepted_tokens += record.accepted
-        for span in record.spans:
-            if record.plans:
-                self.metrics.add_seconds(span.phase, span.seconds)
-
-
 def answer(
     llm: "LLM", request: str | Messages, params: "SamplingParams", *, printed: bool
 ) -> "Completion":
     """Return an answer, or as much of it as there is at Ctrl-C; print it as it comes if wanted."""
-    from eaglegbv.metrics import RequestMetrics
-    from eaglegbv.request import FinishReason
-    from eaglegbv.text import Completion
-
-    counter, text, token_ids = _Counter(RequestMetrics()), "", []
-    llm.observe(counter)
+    stream = llm.stream(request, params)
     try:
-        for delta in llm.stream(request, params):
-            text += delta.text
-            token_ids += delta.token_ids
-            if printed:
-                typer.echo(delta.text, nl=delta.completion is not None)
-            if delta.completion is not None:
-                return delta.completion
+        return _printed(stream, printed=printed)
     except KeyboardInterrupt:
+        stream.cancel()
+        completion = _printed(stream, printed=printed)
         if printed:
             typer.echo()
-    finally:
-        llm.unobserve(counter)
-    return Completion(
-        text=text,
-        token_ids=token_ids,
-        prompt_token_ids=llm.encode(request),
-        finish_reason=FinishReason.CANCELLED,
-        metrics=counter.metrics,
-    )
+        return completion
+
+
+def _printed(stream: "Stream", *, printed: bool) -> "Completion":
+    for delta in stream:
+        if printed:
+            typer.echo(delta.text, nl=delta.completion is not None)
+        if delta.completion is not None:
+            return delta.completion
+    raise AssertionError("a stream ends with a completion")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

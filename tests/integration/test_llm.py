@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
+from support.requests import idle
 
 from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgument, Plan
 from eaglegbv.config import PLAIN, AutoPlan
@@ -20,6 +21,7 @@ from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Delta
 
 PARAMS = SamplingParams(max_tokens=12, seed=1)
+LONG = SamplingParams(max_tokens=200, seed=5, ignore_eos=True)
 CHAT = [{"role": "user", "content": "Name a fruit."}]
 
 
@@ -88,13 +90,17 @@ def test_interleaved_streams_lose_nothing(llm):
 
 
 def test_a_stream_left_early_is_cancelled_and_frees_its_slots(llm):
-    stream = llm.stream("leave", PARAMS)
+    stream = llm.stream("leave", LONG)
     next(stream)
-    [answer] = llm._open.values()
-    stream.close()
-    assert answer.request.finish_reason is FinishReason.CANCELLED
-    llm._engine.check()
-    assert llm._engine.has_work is False
+    stream.cancel()
+    *_, last = stream
+    assert last.completion.finish_reason is FinishReason.CANCELLED
+    assert 0 < len(last.completion.token_ids) < 200
+    closed = llm.stream("leave", LONG)
+    next(closed)
+    closed.close()
+    assert list(closed) == []
+    assert idle(llm)
     assert llm.generate("leave", PARAMS).finish_reason is FinishReason.LENGTH
     with pytest.raises(InvalidArgument):
         next(llm.stream("", PARAMS))
@@ -218,9 +224,8 @@ def test_compiled_it_answers_the_same(llm, saved_pair):
 
 def test_urgent_requests_overtake(saved_pair):
     llm = LLM(*saved_pair, paths=2, depth=3, engine=EngineConfig(max_batch=1))
-    params = SamplingParams(max_tokens=30, seed=5, ignore_eos=True)
-    expected = llm.generate("slow", params)
-    stream = llm.stream("slow", params, priority=1)
+    expected = llm.generate("slow", LONG)
+    stream = llm.stream("slow", LONG, priority=1)
     pieces = [next(stream)]
     urgent = llm.generate("fast", PARAMS, priority=0)
     assert urgent.metrics.preemptions == 0
@@ -233,14 +238,14 @@ def test_urgent_requests_overtake(saved_pair):
 
 def test_a_step_that_breaks_off_ends_its_own_requests_only(llm, monkeypatch):
     expected = llm.generate("good", PARAMS)
-    stream = llm.stream("bad", PARAMS)
+    stream = llm.stream("bad", LONG)
     next(stream)
     error = RuntimeError("out of memory, say")
     monkeypatch.setattr(llm._engine._target, "forward", Mock(side_effect=error))
     with pytest.raises(StepFailed, match="a step broke off: RuntimeError: out of memory, say"):
         list(stream)
     monkeypatch.undo()
-    llm._engine.check()
+    assert idle(llm)
     assert llm.generate("good", PARAMS).token_ids == expected.token_ids
 
 
@@ -257,7 +262,7 @@ def test_a_completion_is_json(llm):
 def test_models_are_freed_without_the_garbage_collector(saved_pair, closing):
     llm = LLM(*saved_pair, paths=2, depth=3)
     llm.generate("abc", PARAMS)
-    stream = llm.stream("abc", PARAMS)
+    stream = llm.stream("abc", LONG)
     next(stream)
     models = [weakref.ref(own) for own in (llm.pair.target.input_embeddings, llm.pair.drafter)]
     gc.disable()

@@ -4,31 +4,33 @@ import asyncio
 import gc
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
 from support.cli import process
+from support.requests import idle
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Engine
+from eaglegbv.errors import EngineBusy, StepFailed
 from eaglegbv.metrics import FINISHED, STEPS, StepRecord
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import FinishReason, RequestOutput
+from eaglegbv.text import TextStream
 
 PARAMS = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=120, seed=3, ignore_eos=True)
+STOPPING = SamplingParams(max_tokens=16, stop="never")
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     engine = EngineConfig(kv_slots=4096, max_batch=16, check_slots=True)
     return LLM(plan=Plan(paths=2, depth=3), engine=engine)
-
-
-def unread(llm: LLM) -> bool:
-    llm._engine.check()
-    return not llm._open and not llm._left and not llm._engine.has_work
 
 
 BAD = [
@@ -58,7 +60,7 @@ def test_prompts_that_are_none_fail_alone(llm):
         assert answer.finish_reason is FinishReason.ERROR
         assert message in str(answer.error)
         assert answer.token_ids == []
-    assert unread(llm)
+    assert idle(llm)
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [PARAMS, None], [PARAMS]])
@@ -67,7 +69,7 @@ def test_settings_that_are_none_are_named_and_nothing_is_begun(llm, params):
         llm.generate(["good", "good"], params)
     with pytest.raises(InvalidArgument, match="sampling_params="):
         next(llm.stream("good", {"temperature": 0}))
-    assert unread(llm)
+    assert idle(llm)
 
 
 def test_parts_of_text_are_joined(llm):
@@ -90,33 +92,91 @@ def test_prompts_added_before_an_interrupt_do_not_stay(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], PARAMS)
     assert [request.finish_reason for request in added] == 2 * [FinishReason.CANCELLED]
-    assert unread(llm)
+    assert idle(llm)
 
 
-def test_an_interrupt_behind_a_commit_loses_no_text_of_others(llm, monkeypatch):
-    whole = llm.generate("a text", PARAMS)
+def test_what_breaks_the_engine_behind_a_commit_loses_no_text(llm, monkeypatch):
+    whole = llm.generate("a text", LONG)
     commit, seen = Engine._commit, []
 
-    def interrupted(*arguments: object) -> list[RequestOutput]:
+    def broken(*arguments: object) -> list[RequestOutput]:
         commits = commit(*arguments)
         seen.append(commits)
-        if len(seen) == 2:  # the stream's own group was committed; nobody hears of it
-            raise KeyboardInterrupt
+        if len(seen) == 2:  # the stream's tokens were committed; the engine says nothing of it
+            raise SystemExit
         return commits
 
-    stream = llm.stream("a text", PARAMS)
+    stream = llm.stream("a text", LONG)
     pieces = [next(stream), next(stream)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_commit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate("other", PARAMS, plan=Plan(verifier="token", paths=1, depth=2))
-    pieces += stream
-    text, completion = "".join(piece.text for piece in pieces), pieces[-1].completion
-    assert [t for p in pieces for t in p.token_ids] == completion.token_ids
-    if completion.finish_reason is FinishReason.LENGTH:
-        assert completion.token_ids == whole.token_ids
-    assert text == completion.text == whole.text[: len(text)]
-    assert unread(llm)
+    monkeypatch.setattr(Engine, "_commit", broken)
+    with pytest.raises(StepFailed, match="a step broke off: SystemExit"):
+        pieces.extend(stream)  # it keeps what came before the error
+    text = "".join(piece.text for piece in pieces)
+    assert text == whole.text[: len(text)]
+    assert sum(len(piece.token_ids) for piece in pieces) < len(whole.token_ids)
+    assert idle(llm)
+    assert llm.generate("a text", LONG).text == whole.text
+
+
+def test_tokens_without_text_end_their_own_request_only(llm, monkeypatch):
+    expected = llm.generate("other", PARAMS)
+    feed = TextStream.feed
+
+    def broken(stream: TextStream, token_ids: list[int]) -> str:
+        if stream.stop:
+            raise OverflowError("no such id")
+        return feed(stream, token_ids)
+
+    monkeypatch.setattr(TextStream, "feed", broken)
+    bad, good = llm.generate(["bad", "other"], [STOPPING, PARAMS])
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "OverflowError: no such id" in bad.error
+    assert good.token_ids == expected.token_ids
+    assert idle(llm)
+
+
+def test_ctrl_c_ends_a_call_and_its_requests():
+    """A real signal, at the main thread, which waits for an answer."""
+    code = """
+        import os, signal, threading
+        from eaglegbv import LLM, Plan, SamplingParams
+        llm = LLM(plan=Plan())
+        params = SamplingParams(max_tokens=1500, ignore_eos=True)
+        threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            llm.generate("Once", params)
+        except KeyboardInterrupt:
+            print("interrupted", llm._serving.call(lambda engine: engine.has_work))
+        print(len(llm.generate("Once", SamplingParams(max_tokens=3)).token_ids))
+    """
+    assert process(sys.executable, "-c", dedent(code)).stdout == "interrupted False\n3\n"
+
+
+def test_a_forked_process_goes_on_where_the_engine_was_idle():
+    code = """
+        import os, sys
+        from eaglegbv import LLM, EagleGBVError, Plan, SamplingParams
+        import torch
+        torch.set_num_threads(1)  # the threads of a pool do not come along
+        llm = LLM(plan=Plan())
+        params = SamplingParams(max_tokens=4, temperature=0)
+        expected = llm.generate("Once", params).text
+        stream = llm.stream("Once", SamplingParams(max_tokens=1500)) if "busy" in sys.argv else None
+        if (child := os.fork()) == 0:
+            try:
+                print(llm.generate("Once", params).text == expected)
+            except EagleGBVError as error:
+                print(error)
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(llm.generate("Once", params).text == expected)
+    """
+    quiet = process(sys.executable, "-Wignore", "-c", dedent(code))
+    assert quiet.stdout == "True\nTrue\n"
+    busy = process(sys.executable, "-Wignore", "-c", dedent(code), "busy")
+    assert busy.stdout.startswith("this LLM was at work when the process was forked: load one in")
+    assert busy.stdout.endswith("\nTrue\n")
 
 
 def test_a_stream_that_is_collected_within_a_step_harms_no_other(llm, monkeypatch):
@@ -139,7 +199,7 @@ def test_a_stream_that_is_collected_within_a_step_harms_no_other(llm, monkeypatc
     finally:
         gc.enable()
     assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
-    assert unread(llm)
+    assert idle(llm)
 
 
 def test_a_stop_string_in_the_last_token_is_a_stop_and_counts_once(llm):
@@ -156,16 +216,23 @@ def test_a_stop_string_in_the_last_token_is_a_stop_and_counts_once(llm):
 
 
 def test_an_observer_may_cancel_and_not_step(llm):
+    refused = []
+
     def cancel_all(_: StepRecord) -> None:
-        for answer in tuple(llm._open.values()):
-            llm._engine.cancel(answer.request)
+        try:
+            llm.generate("another")
+        except EngineBusy as error:
+            refused.append(error)
+        for request in llm._engine._scheduler.running:
+            llm._engine.cancel(request)
 
     observer = SimpleNamespace(on_step=cancel_all)
     llm.observe(observer)
     answer = llm.generate("a text", PARAMS)
     llm.unobserve(observer)
     assert answer.finish_reason is FinishReason.CANCELLED
-    assert unread(llm)
+    assert len(refused) == 1
+    assert idle(llm)
 
 
 # Threads share an LLM: each gets what it would get alone, and nobody waits for the others' end.
@@ -194,7 +261,7 @@ def test_threads_get_the_texts_they_would_get_alone(llm):
         for _ in range(3):
             answers = list(pool.map(lambda p: llm.generate(p, params(0)), prompts))
             assert [answer.text for answer in answers] == alone
-    assert unread(llm)
+    assert idle(llm)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -206,7 +273,7 @@ def test_streams_that_are_left_on_other_threads_free_their_slots(llm):
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(look_in, range(3 * THREADS)))
     assert llm.generate("Once", params(1)).token_ids
-    assert unread(llm)
+    assert idle(llm)
 
 
 def test_a_call_is_served_while_another_goes_on(llm):
@@ -240,7 +307,7 @@ def test_asyncio_serves_all_tasks_in_the_same_steps(llm):
     answers = asyncio.run(ask())
     assert [answer.text for answer in answers] == 8 * [alone.text]
     assert llm.metrics.value(STEPS) - before < 3 * alone.metrics.target_forwards
-    assert unread(llm)
+    assert idle(llm)
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05], ids=["while it is added", "while it runs"])
@@ -258,9 +325,83 @@ def test_a_task_that_is_cancelled_ends_its_requests(llm, pause):
         assert llm.metrics.value(STEPS) - steps <= 1
 
     asyncio.run(ask())
-    assert not llm._engine.has_work
+    assert idle(llm)
     llm.generate("Once", params(1))
-    assert unread(llm)
+    assert idle(llm)
+
+
+def test_a_stream_of_a_task_has_the_text_of_a_call_while_other_tasks_go_on(llm):
+    alone = llm.generate("Once", params(0))
+
+    async def read() -> tuple[str, Completion | None]:
+        pieces = [piece async for piece in llm.stream_async("Once", params(0))]
+        return "".join(piece.text for piece in pieces), pieces[-1].completion
+
+    async def read_some() -> str:
+        async for piece in llm.stream_async("Once", LONG):
+            if piece.text:
+                return piece.text
+        return ""
+
+    async def ask() -> list[object]:
+        return await asyncio.gather(*(read() for _ in range(4)), read_some())
+
+    *whole, some = asyncio.run(ask())
+    assert [text for text, _ in whole] == 4 * [alone.text]
+    assert all(completion.token_ids == alone.token_ids for _, completion in whole)
+    assert some
+    assert idle(llm)
+
+
+def test_requests_of_a_loop_that_was_closed_end(llm):
+    loop = asyncio.new_event_loop()
+    stream = llm.stream_async("Once", LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert idle_soon(llm)
+    del stream
+
+
+def idle_soon(llm: LLM) -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if idle(llm):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_sixteen_threads_are_served_in_the_same_steps(llm):
+    most = 0
+
+    def note(record: StepRecord) -> None:
+        nonlocal most
+        most = max(most, record.requests)
+
+    observer = SimpleNamespace(on_step=note)
+    llm.observe(observer)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: llm.generate("Once", LONG), range(16)))
+    llm.unobserve(observer)
+    assert len({answer.text for answer in answers}) == 1
+    assert most == 16
+
+
+def test_a_call_within_a_running_event_loop_is_served(llm):
+    """As in a notebook, whose cells run within one."""
+
+    async def cell() -> Completion:
+        return llm.generate("Once", params(0))
+
+    assert asyncio.run(cell()).token_ids == llm.generate("Once", params(0)).token_ids
+
+
+def test_an_idle_engine_has_no_thread(llm):
+    llm.generate("Once", params(0))
+    deadline = time.monotonic() + 60
+    while any(thread.name == "eaglegbv" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_errors_of_tasks_are_those_of_calls(llm):
@@ -268,7 +409,7 @@ def test_errors_of_tasks_are_those_of_calls(llm):
         asyncio.run(llm.generate_async("", params(1)))
     good, bad = asyncio.run(llm.generate_async(["Once", ""], params(1)))
     assert (good.error, bad.finish_reason) == (None, FinishReason.ERROR)
-    assert unread(llm)
+    assert idle(llm)
 
 
 def test_a_stream_may_be_open_when_the_interpreter_exits():

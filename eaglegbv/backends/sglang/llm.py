@@ -39,6 +39,7 @@ LOCAL_ALONE: Mapping[str, str] = {
     "observe": "SGLang's steps are its own",
     "pair": "SGLang holds the models",
     "reset_prefix_cache": "SGLang keeps its own cache",
+    "stream_async": "SGLang has an event loop of its own",
     "unobserve": "SGLang's steps are its own",
 }
 """Members of only the local engine's :class:`eaglegbv.llm.LLM`, and why they are missing here."""
@@ -124,10 +125,24 @@ class SGLangLLM(TextGenerator):
 
     shutdown = close
 
-    def _stream(self, call: Call) -> Iterator[Delta]:
-        prompt_ids, answer, text, tokens = self.encode(call.prompts[0]), {}, "", 0
-        asked = {"input_ids": prompt_ids, "sampling_params": to_sglang(call.params[0])}
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        plan: AnyPlan = None,
+        priority: int = 0,
+    ) -> Iterator[Delta]:
+        """See :meth:`TextGenerator.stream`."""
+        call = self._call_of_one(prompt, sampling_params, plan, priority)
+        return self._pieces(self.encode(prompt), call.params[0])
+
+    def _pieces(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
+        asked = {"input_ids": prompt_ids, "sampling_params": to_sglang(params)}
         pieces = self._sglang.generate(**asked, stream=True)
+        answer: dict[str, Any] = {}
+        text = ""
+        tokens = 0
         for whole in pieces:
             # SGLang continues to append to the list it has returned.
             new = Delta(text=whole["text"][len(text) :], token_ids=whole["output_ids"][tokens:])

@@ -1,10 +1,12 @@
 import errno
 import io
+import itertools
 import json
 import re
 import shutil
 import sys
-from itertools import islice, product
+import time
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,9 +14,11 @@ import pytest
 
 from eaglegbv.cli.main import main
 from eaglegbv.config import AUTO, plan_name
+from eaglegbv.engine import Engine
 from eaglegbv.eval.records import Journal
-from eaglegbv.llm import LLM
-from eaglegbv.text import TextStream
+from eaglegbv.llm import Stream
+from eaglegbv.request import RequestOutput
+from eaglegbv.text import Delta, TextStream
 
 FULL = Path("/dev/full")
 
@@ -133,30 +137,41 @@ def test_a_trace_holds_every_step(cli, pair, tmp_path):
 
 @pytest.mark.parametrize("how", ["--stream", "--no-stream", "--json"])
 def test_ctrl_c_keeps_the_text_so_far_and_its_figures(cli, pair, monkeypatch, how):
-    fixed = ("--prompt", "Hello", "--verifier", "none", "--ignore-eos")
+    fixed = ("--prompt", "Hello", "--verifier", "none", "--ignore-eos", "--max-tokens", "200")
     whole = generate(cli, pair, *fixed).out
-    stream = LLM.stream
+    taken = itertools.count()
+    take = Stream.__next__
+    step = Engine.step
 
-    def interrupted(*arguments: object, **named: object):
-        pieces = stream(*arguments, **named)
-        yield from islice(pieces, 5)
-        pieces.close()
-        raise KeyboardInterrupt
+    def interrupted(stream: Stream) -> Delta:
+        if next(taken) == 5:
+            raise KeyboardInterrupt
+        return take(stream)
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    def slow_step(engine: Engine) -> list[RequestOutput]:
+        time.sleep(0.005)
+        return step(engine)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    monkeypatch.setattr(Engine, "step", slow_step)
     cut = generate(cli, pair, *fixed, how, status=130)
     if how == "--json":
         told = json.loads(cut.out)
-        assert (told["finish_reason"], len(told["token_ids"])) == ("cancelled", 5)
-        assert told["metrics"]["target_forwards"] == 4  # the first token is the prompt's
+        tokens = len(told["token_ids"])
+        assert told["finish_reason"] == "cancelled"
+        assert told["metrics"]["target_forwards"] == tokens - 1  # the first token is the prompt's
         text = told["text"]
     else:
-        assert re.match(
-            r"\[5 tokens: 1 from the prompt, 4 in 4 target forwards \(1.00 each\), \d+ tokens/s, "
-            r"cancelled\]\n$",
+        footer = re.match(
+            r"\[(\d+) tokens: 1 from the prompt, (\d+) in (\d+) target forwards \(1.00 each\), "
+            r"\d+ tokens/s, cancelled\]\n$",
             cut.err,
         )
+        assert footer is not None
+        tokens = int(footer[1])
+        assert tokens - 1 == int(footer[2]) == int(footer[3])
         text = cut.out.removesuffix("\n")
+    assert 5 <= tokens < 200
     assert 0 < len(text) < len(whole)
     assert whole.startswith(text)
 
