@@ -131,6 +131,8 @@ class Engine:
         """
         self.check_plan(plan)
         check_priority(priority)
+        if params.n != 1:
+            raise InvalidArgument("n", params.n, "1: a request is one answer, see params.copies()")
         plans = plans_of(plan, greedy=params.greedy)
         replay_slots = max(self._verification.replay_slots(p, params) for p in plans)
         step_slots = max(plan.tree_slots for plan in plans) + replay_slots

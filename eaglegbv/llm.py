@@ -1,6 +1,7 @@
 """The Python API, text in, text out: ``LLM``, and what any backend's answers prompts by."""
 
 import asyncio
+import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -10,12 +11,14 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast, overload
 
+import msgspec
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from eaglegbv.arguments import known_arguments
 from eaglegbv.attention.kv_cache import PoolSize
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
@@ -30,7 +33,7 @@ from eaglegbv.config import (
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
-from eaglegbv.loading import check_model, drafter_class, load_pair, named_models
+from eaglegbv.loading import check_model, drafter_class, load_pair, model_revision, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.sampling import SamplingParams
@@ -45,10 +48,13 @@ from eaglegbv.text import (
     encode_prompt,
     is_one,
     per_prompt,
+    plain_ids,
 )
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verification import check_plan
+
+_SAMPLING = SamplingParams.__struct_fields__
 
 Prompts: TypeAlias = Sequence[Prompt]
 AnyParams: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
@@ -60,9 +66,30 @@ class Call(NamedTuple):
 
     prompts: Prompts
     one: bool  # whether the caller gave one prompt, and no list
-    params: list[SamplingParams]  # those of each prompt
+    copies: list[list[SamplingParams]]  # those of each prompt, of each of its answers
     plan: AnyPlan
     priority: int
+
+    @property
+    def total(self) -> int:
+        """Number of answers, each of which is a request."""
+        return sum(map(len, self.copies))
+
+    def answers(self, results: Sequence[Result]) -> Completion | list[Completion]:
+        """Return one prompt's completion, or a list of all prompts', given each request's result.
+
+        Raises:
+            EagleGBVError: There was one prompt, and an answer to it broke off.
+        """
+        errors = [result.error for result in results if result.error is not None]
+        if self.one and errors:
+            raise errors[0]
+        completions = []
+        rest = iter(results)
+        for copies in self.copies:
+            first, *others = [next(rest).completion for _ in copies]
+            completions.append(msgspec.structs.replace(first, others=others) if others else first)
+        return completions[0] if self.one else completions
 
 
 class TextGenerator(ABC):
@@ -92,7 +119,7 @@ class TextGenerator(ABC):
         self.tokenizer = tokenizer
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a dictionary's keys say what it is
         self,
         prompts: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -113,6 +140,7 @@ class TextGenerator(ABC):
         progress: bool = False,
     ) -> list[Completion]: ...
 
+    @known_arguments(_SAMPLING)
     def generate(
         self,
         prompts: object,
@@ -127,6 +155,8 @@ class TextGenerator(ABC):
         Args:
             prompts: Text, token ids or chat messages (``[{"role": ..., "content": ...}]``), or a
                 list of such prompts. Text is read as it is; messages go through the chat template.
+                Also ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``; ids of NumPy or torch,
+                ``[tokens]``, or ``[prompts, tokens]`` for many prompts.
             sampling_params: One for all, or one per prompt.
             plan: How to speculate, instead of its own plan.
             priority: Lower numbers are served first, where streams or other calls wait too.
@@ -135,13 +165,58 @@ class TextGenerator(ABC):
         Returns:
             A :class:`Completion` for one prompt, a list in the order of the prompts for many. Of
             many, one with bad input has ``finish_reason`` ``error``, and so has one that broke off,
-            with the tokens it had; the others are answered.
+            with the tokens it had; the others are answered. Of several answers (``n``), it is the
+            first, and ``choices`` has them all.
 
         Raises:
             EagleGBVError: A single prompt is not usable, or the settings of the call are not.
         """
         call = self._call(prompts, sampling_params, plan, priority)
-        return _answers(self._run(call, progress=progress), one=call.one)
+        return call.answers(self._run(call, progress=progress))
+
+    @known_arguments(_SAMPLING)
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: AnyParams = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool | None = None,
+        plan: AnyPlan = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
+        """Answer one conversation or many, as :meth:`generate` does.
+
+        Args:
+            messages: Messages with ``role`` and ``content``, or a list of such conversations.
+            sampling_params: See :meth:`generate` for this, ``plan``, ``priority`` and ``progress``.
+            tools: Descriptions of functions (JSON schemas), for templates that write them. A call
+                of one is in the answer's text.
+            chat_template_kwargs: Further variables of the model's chat template.
+            continue_final_message: Go on within the last message instead of answering it.
+            add_generation_prompt: Let the template begin an answer; by default, unless the last
+                message is continued.
+
+        Raises:
+            EagleGBVError: See :meth:`generate`.
+        """
+        one = is_one(messages)
+        conversations = [messages] if one else messages
+        prompts: list[Prompt] = [
+            {
+                "messages": conversation,
+                "tools": tools,
+                "chat_template_kwargs": chat_template_kwargs or {},
+                "continue_final_message": continue_final_message,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            for conversation in conversations
+        ]
+        call = self._call(prompts[0] if one else prompts, sampling_params, plan, priority)
+        return call.answers(self._run(call, progress=progress))
 
     @abstractmethod
     def stream(
@@ -154,7 +229,8 @@ class TextGenerator(ABC):
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece; see :meth:`generate` for the arguments.
 
-        A caller that stops iterating, or closes the iterator, cancels the request.
+        A caller that stops iterating, or closes the iterator, cancels the request. Pieces of
+        several answers (``n``) come as they are made; ``index`` tells them apart.
 
         Raises:
             EagleGBVError: The prompt or the settings are not usable, or the model's output is not.
@@ -185,15 +261,11 @@ class TextGenerator(ABC):
 
     def _call(self, prompts: object, params: AnyParams, plan: AnyPlan, priority: int) -> Call:
         self._check(plan, priority)
-        one = is_one(prompts)
-        many = cast("Prompts", [prompts] if one else prompts)
-        return Call(many, one, per_prompt(params, len(many)), plan, priority)
-
-    def _call_of_one(
-        self, prompt: Prompt, params: SamplingParams | None, plan: AnyPlan, priority: int
-    ) -> Call:
-        self._check(plan, priority)
-        return Call([prompt], True, per_prompt(params, 1), plan, priority)
+        plain = plain_ids(prompts)
+        one = is_one(plain)
+        many = cast("Prompts", [plain] if one else plain)
+        copies = [own.copies() for own in per_prompt(params, len(many))]
+        return Call(many, one, copies, plan, priority)
 
     @abstractmethod
     def _check(self, plan: AnyPlan, priority: int) -> None:
@@ -202,14 +274,6 @@ class TextGenerator(ABC):
     @abstractmethod
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
         """Answer all prompts, or say what is wrong with each; see :meth:`generate`."""
-
-
-def _answers(results: Sequence[Result], *, one: bool) -> Completion | list[Completion]:
-    if not one:
-        return [result.completion for result in results]
-    if results[0].error is not None:
-        raise results[0].error
-    return results[0].completion
 
 
 _log = logging.getLogger(__name__)
@@ -257,6 +321,7 @@ class LLM(TextGenerator):
         # cannot be told of a class that a name decides on.
         return cast("Self", serving(*arguments, backend=backend, **named))
 
+    @known_arguments(_SAMPLING)
     def __init__(
         self,
         model: str | Path | None = None,
@@ -274,6 +339,11 @@ class LLM(TextGenerator):
         engine: EngineConfig | None = None,
         compile_backend: str | None = None,
         trust_remote_code: bool = False,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        seed: int | None = None,
         backend: str = "local",
     ) -> None:
         """Load the models.
@@ -299,6 +369,13 @@ class LLM(TextGenerator):
                 and the verification at the start, in some minutes (less with the compiler's cache),
                 which makes steps of few rows faster. Other backends of its are taken too.
             trust_remote_code: Run the code that a model brings, where transformers has none for it.
+            tokenizer: Folder or hub name of another tokenizer than the model's.
+            revision: Revision of a hub model.
+            max_model_len: Most tokens of a prompt and its answer, where the model's context is
+                longer.
+            gpu_memory_utilization: Share of the device's memory that models and KV pools may take
+                together; without it, and without sizes in ``engine``, 0.8 of what the models leave.
+            seed: The engine's seed, instead of that of ``engine``.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -311,7 +388,11 @@ class LLM(TextGenerator):
         config = EngineConfig() if engine is None else engine
         if not isinstance(config, EngineConfig):
             raise InvalidArgument("engine", engine, "an EngineConfig")
+        if seed is not None:
+            config = msgspec.structs.replace(config, seed=seed)
         models = named_models(model, drafter)
+        if revision is not None:
+            models = replace(models, target=model_revision(models.target, revision))
         choices = PlanChoices(
             verifier, paths, depth, draft_sampling, draft_width, draft_temperature
         )
@@ -328,8 +409,13 @@ class LLM(TextGenerator):
             check_backend(compile_backend)
         check_model(models.target)
         check_plan(planning, drafter_class(models.drafter))
-        tokenizer = load_tokenizer(models.target, trust_remote_code=trust_remote_code)
-        size = PoolSize(config.kv_slots, config.kv_bytes, longest_texts=config.max_batch)
+        words = load_tokenizer(tokenizer or models.target, trust_remote_code=trust_remote_code)
+        size = PoolSize(
+            config.kv_slots,
+            config.kv_bytes,
+            longest_texts=config.max_batch,
+            utilization=gpu_memory_utilization,
+        )
         self.pair = load_pair(
             models.target,
             models.drafter,
@@ -340,6 +426,7 @@ class LLM(TextGenerator):
             graphs=config.cuda_graphs,
             trust_remote_code=trust_remote_code,
             self_check=config.self_check,
+            max_context=max_model_len,
         )
         target = self.pair.target
         super().__init__(
@@ -347,7 +434,7 @@ class LLM(TextGenerator):
             models.drafter_name,
             plan=planning,
             device=target.device,
-            tokenizer=tokenizer,
+            tokenizer=words,
         )
         self.dtype = target.dtype
         planner = self._planner(config, compile_backend)
@@ -363,7 +450,7 @@ class LLM(TextGenerator):
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
             self._engine.record(planning, SamplingParams())
-        self._serving = Serving(self._engine, tokenizer)
+        self._serving = Serving(self._engine, words)
         # Where the last user goes, or the interpreter exits, whatever is unanswered ends.
         self._finalizer = weakref.finalize(self, self._serving.close, _FINALISER_WAITS)
 
@@ -371,6 +458,7 @@ class LLM(TextGenerator):
         facts = (f"model={self.model_name!r}", f"drafter={self.drafter_name!r}", f"{self.plan}")
         return f"LLM({', '.join(facts)}, device={str(self.device)!r}, dtype={self.dtype})"
 
+    @known_arguments(_SAMPLING)
     def stream(
         self,
         prompt: Prompt,
@@ -380,8 +468,9 @@ class LLM(TextGenerator):
         priority: int = 0,
     ) -> "Stream":
         """See :meth:`TextGenerator.stream`; the answer goes on while nobody takes its pieces."""
-        return Stream(self, self._call_of_one(prompt, sampling_params, plan, priority))
+        return Stream(self, self._call(prompt, sampling_params, plan, priority))
 
+    @known_arguments(_SAMPLING)
     async def generate_async(
         self,
         prompts: Prompts | Prompt,
@@ -401,14 +490,15 @@ class LLM(TextGenerator):
         results: dict[int, Result] = {}
         try:
             await self._begun(call, caller)
-            while len(results) < len(call.prompts):
+            while len(results) < call.total:
                 piece = await outbox.get()
                 if piece.result is not None:
                     results[piece.place] = piece.result
         finally:
             caller.left = True
-        return _answers(_in_order(results), one=call.one)
+        return call.answers(_in_order(results))
 
+    @known_arguments(_SAMPLING)
     async def stream_async(
         self,
         prompt: Prompt,
@@ -421,10 +511,10 @@ class LLM(TextGenerator):
 
         A task that is cancelled, or stops iterating, cancels the request.
         """
-        call = self._call_of_one(prompt, sampling_params, plan, priority)
+        call = self._call(prompt, sampling_params, plan, priority)
         outbox = LoopOutbox()
         caller = Caller(outbox, streamed=True)
-        unfinished = len(call.prompts)
+        unfinished = call.total
         try:
             await self._begun(call, caller)
             while unfinished:
@@ -505,8 +595,8 @@ class LLM(TextGenerator):
         results: dict[int, Result] = {}
         try:
             self._begin(call, caller).result()
-            with tqdm(total=len(call.prompts), disable=not progress, unit="prompt") as bar:
-                while len(results) < len(call.prompts):
+            with tqdm(total=call.total, disable=not progress, unit="prompt") as bar:
+                while len(results) < call.total:
                     piece = pieces.get()
                     if piece.result is not None:
                         results[piece.place] = piece.result
@@ -517,12 +607,16 @@ class LLM(TextGenerator):
 
     def _begin(self, call: Call, caller: Caller) -> "Future[None]":
         """Begin the requests of the prompts that can be read; see :meth:`Serving.begin`."""
-        asks = []
-        for place, (prompt, params) in enumerate(zip(call.prompts, call.params, strict=True)):
+        asks: list[Ask] = []
+        places = itertools.count()
+        for prompt, copies in zip(call.prompts, call.copies, strict=True):
             try:
-                asks.append(Ask(place, self.encode(prompt), params))
+                prompt_ids = self.encode(prompt)
             except EagleGBVError as error:
-                caller.outbox.put(Piece.last(place, Result.of_error(error)))
+                for _ in copies:
+                    caller.outbox.put(Piece.last(next(places), Result.of_error(error)))
+                continue
+            asks += [Ask(next(places), prompt_ids, params) for params in copies]
         return self._serving.begin(caller, asks, self._planning(call.plan), call.priority)
 
     async def _begun(self, call: Call, caller: Caller) -> None:
@@ -537,7 +631,7 @@ class Stream(Iterator[Delta]):
     def __init__(self, llm: LLM, call: Call) -> None:
         self._llm: LLM | None = llm  # it lives as long as somebody wants its answers
         self._pieces: SimpleQueue[Piece] = SimpleQueue()
-        self._unfinished = len(call.prompts)
+        self._unfinished = call.total
         self._caller = Caller(self._pieces, streamed=True)
         try:
             llm._begin(call, self._caller).result()
@@ -581,7 +675,7 @@ class Stream(Iterator[Delta]):
 def _checked(piece: Piece) -> Delta:
     if piece.result is not None and piece.result.error is not None:
         raise piece.result.error
-    return piece.delta
+    return msgspec.structs.replace(piece.delta, index=piece.place) if piece.place else piece.delta
 
 
 def _in_order(results: Mapping[int, Result]) -> list[Result]:

@@ -108,12 +108,14 @@ def load_pair(
     graphs: GraphMode = GraphMode.OFF,
     trust_remote_code: bool = False,
     self_check: bool = True,
+    max_context: int | None = None,
 ) -> Pair:
     """Open a target, and what drafts for it; arguments mean what they do for ``LLM``.
 
     ``drafter`` may be None too. ``slots`` are the tokens the KV pools hold, or what that follows
     from; ``graphs`` says whether tree forwards and drafting are recorded and replayed,
-    ``self_check`` whether a model whose outputs are unlike transformers' own is refused.
+    ``self_check`` whether a model whose outputs are unlike transformers' own is refused, and
+    ``max_context`` the most positions of a text, if that is not the model's context.
 
     Raises:
         InvalidArgument: There is no such model or drafter, or graphs cannot be recorded.
@@ -146,7 +148,7 @@ def load_pair(
         check_tokenizers(model, folder, trust_remote_code=trust_remote_code)
         beside = _slot_bytes(config_of(folder), dtype)
     size = replace(PoolSize.of(slots), beside=beside)
-    target = open_model(model, size, features=features, graphs=graphs)
+    target = open_model(model, size, features=features, graphs=graphs, max_context=max_context)
     if drafter is None:
         return Pair(target, None)
     if folder is None:
@@ -260,6 +262,21 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
 
 
 # The Hugging Face hub.
+def model_revision(model: str | Path, revision: str) -> Path:
+    """Return the folder of a hub model in a revision; it is fetched, unless it was before.
+
+    Raises:
+        InvalidArgument: The model is a folder, or the hub has no such revision of it.
+    """
+    if Path(model).is_dir():
+        raise InvalidArgument("revision", revision, f"None, as {model} is a folder")
+    try:
+        return Path(snapshot_download(str(model), revision=revision))
+    except (OSError, HTTPError, ValueError) as error:
+        expected = f"a revision of {model} ({hub_refusal(error)})"
+        raise InvalidArgument("revision", revision, expected) from error
+
+
 def check_model(model: str | Path, argument: str = "model") -> None:
     """Check, before anything is loaded, that a model is a folder or a repository of the hub.
 

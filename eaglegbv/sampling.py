@@ -8,21 +8,35 @@ may hold any list of tokens.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
 from torch import Tensor
 
+from eaglegbv.arguments import refuse_unknown
 from eaglegbv.devices import PIECE, runs_kernels, upload
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.rng import request_seed
 from eaglegbv.utils import make_numbers_plain, require_integer, require_integers, require_number
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3  # logits divided by less overflow
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]  # msgspec's metaclass
+    """Answers a field that there is not with what is near it."""
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+
+        def __call__(cls, *values: object, **named: object) -> object:
+            refuse_unknown(named, cls.__struct_fields__)
+            return super().__call__(*values, **named)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamedFields
+):
     """Sampling settings of one request, with the names and defaults vLLM and SGLang users know.
 
     The target distribution of a token is ``softmax`` of the logits after, in this order, penalties,
@@ -42,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
             running number, and a seed need not reproduce a text; its distribution is the same.
             ``None`` derives one from the engine's seed and the request's number.
+        n: Number of answers to the prompt. The first has the ``seed``, others derive theirs of it.
         ignore_eos: Go on past end-of-sequence tokens.
         repetition_penalty: Divides positive and multiplies negative logits of every token that
             occurs in the prompt or the text so far; 1 is none.
@@ -60,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    n: int = 1
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -82,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         optional = {"top_k": (1, None), "max_tokens": (1, None), "seed": (0, 2**64 - 1)}
-        require_integers(self, optional, **optional)
+        require_integers(self, optional, **optional, n=(1, None))
         if not isinstance(self.ignore_eos, bool):
             raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
         for text in self.stop:
@@ -95,6 +111,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if values is not None and not isinstance(values, Iterable):
             raise InvalidArgument(name, values, expected)
         msgspec.structs.force_setattr(self, name, () if values is None else tuple(values))
+
+    def copies(self) -> list[Self]:
+        """Return the settings of each of the ``n`` answers."""
+        if self.n == 1:
+            return [self]
+        alone = msgspec.structs.replace(self, n=1)
+        if self.seed is None:
+            return [alone] * self.n
+        seeds = [request_seed(self.seed, number) for number in range(1, self.n)]
+        return [alone, *(msgspec.structs.replace(alone, seed=seed) for seed in seeds)]
 
     @property
     def greedy(self) -> bool:

@@ -6,19 +6,28 @@ from numbers import Integral
 from typing import Any, Self, TypeAlias, cast
 
 import msgspec
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.chat import Message as Message
 from eaglegbv.chat import plain_message
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"
 
-Prompt: TypeAlias = str | list[int] | list[Message]
-"""One prompt: text, token ids, or chat messages with ``role`` and ``content``."""
+Ids: TypeAlias = list[int] | np.ndarray | torch.Tensor
+Prompt: TypeAlias = str | Ids | list[Message] | dict[str, Any]
+"""One prompt: text, token ids, or chat messages with ``role`` and ``content``.
+
+Or a dictionary with one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``; beside
+messages there may be arguments of :meth:`eaglegbv.llm.TextGenerator.chat` for the chat template.
+"""
+
+_FORMS = ("prompt", "prompt_token_ids", "messages")
 
 _PROMPT = "text, token ids or chat messages"
 
@@ -34,6 +43,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
             ``cancelled`` (a stream that was closed early).
         error: What went wrong, if the reason is ``error``.
         metrics: Counts and times.
+        others: The prompt's other answers, where ``n`` of them were asked for.
     """
 
     text: str = ""
@@ -42,6 +52,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     error: str | None = None
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+    others: list["Completion"] = msgspec.field(default_factory=list)
+
+    @property
+    def choices(self) -> list["Completion"]:
+        """All ``n`` answers to the prompt, this one first."""
+        return [self, *self.others]
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain dictionaries, lists, strings and numbers, as JSON has them."""
@@ -54,12 +70,14 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         text: New text; may be empty while a character or a possible stop string is incomplete.
         token_ids: New tokens.
-        completion: The complete answer, in the last piece only.
+        completion: The complete answer, in its last piece only.
+        index: Which of the stream's answers it belongs to: ``n`` for each prompt, in their order.
     """
 
     text: str
     token_ids: list[int]
     completion: Completion | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +94,22 @@ class Result:
 
 
 # Prompts as a user writes them, and as a model reads them.
+def plain_ids(prompts: object) -> object:
+    """Return ids of NumPy or torch, ``[tokens]`` or ``[prompts, tokens]``, as lists."""
+    return prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else prompts
+
+
 def is_one(prompts: object) -> bool:
     """Tell one prompt (text, ids, messages) from a list of prompts; InvalidArgument if neither."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return True
     if not isinstance(prompts, Sequence):
         raise InvalidArgument("prompts", prompts, "text, token ids, chat messages, or a list")
-    return bool(prompts) and isinstance(prompts[0], Integral | Mapping)
+    if not prompts:
+        return False
+    first = prompts[0]
+    message = isinstance(first, Mapping) and not any(form in first for form in _FORMS)
+    return message or isinstance(first, Integral)
 
 
 def per_prompt(
@@ -112,28 +139,78 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, model: str
     Raises:
         InvalidArgument: It is empty or no prompt, or the model takes no such chat messages.
     """
-    if isinstance(prompt, str):
-        if not prompt:
-            raise InvalidArgument("prompt", prompt, "a text that is not empty")
-        return list(tokenizer.encode(_sound(prompt)))
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise InvalidArgument("prompt", prompt, _PROMPT)
-    if prompt and all(isinstance(message, Mapping) for message in prompt):
-        return _apply_chat_template(tokenizer, cast("list[Message]", prompt), model)
-    if any(isinstance(token, bool) or not isinstance(token, Integral) for token in prompt):
-        raise InvalidArgument("prompt", prompt, _PROMPT)
-    return [int(token) for token in cast("list[int]", prompt)]
+    plain = plain_ids(prompt)
+    if isinstance(plain, Mapping):
+        return _encode_form(tokenizer, plain, model)
+    if isinstance(plain, str):
+        if not plain:
+            raise InvalidArgument("prompt", plain, "a text that is not empty")
+        return list(tokenizer.encode(_sound(plain)))
+    if not isinstance(plain, Sequence) or isinstance(plain, bytes | bytearray):
+        raise InvalidArgument("prompt", plain, _PROMPT)
+    if plain and all(isinstance(message, Mapping) for message in plain):
+        return _apply_chat_template(tokenizer, ChatPrompt(messages=list(plain)), model)
+    if any(isinstance(token, bool) or not isinstance(token, Integral) for token in plain):
+        raise InvalidArgument("prompt", plain, _PROMPT)
+    return [int(token) for token in plain]
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chat messages, and how the chat template writes them."""
+
+    messages: list[Message]
+    tools: list[dict[Any, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            expected = "False where the last message is continued"
+            raise InvalidArgument("add_generation_prompt", value=True, expected=expected)
+
+
+def _encode_form(
+    tokenizer: PreTrainedTokenizerBase, prompt: Mapping[str, Any], model: str
+) -> list[int]:
+    """Return a prompt given as a dictionary as the model reads it."""
+    if "messages" in prompt:
+        try:
+            chat = msgspec.convert(dict(prompt), ChatPrompt)
+        except msgspec.ValidationError as error:
+            expected = f"chat messages and arguments of the chat template ({error})"
+            raise InvalidArgument("prompt", dict(prompt), expected) from error
+        return _apply_chat_template(tokenizer, chat, model)
+    [name] = prompt.keys() if len(prompt) == 1 else [None]
+    if name not in _FORMS:
+        expected = f"a dictionary with {one_of(_FORMS)}"
+        raise InvalidArgument("prompt", dict(prompt), expected)
+    value = plain_ids(prompt[name])
+    if isinstance(value, str) != (name == "prompt"):
+        raise InvalidArgument(name, value, "text" if name == "prompt" else "token ids")
+    return encode_prompt(tokenizer, cast("Prompt", value), model)
 
 
 def _apply_chat_template(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], model: str
+    tokenizer: PreTrainedTokenizerBase, chat: ChatPrompt, model: str
 ) -> list[int]:
-    plain = [_plain_message(message) for message in messages]
+    plain = [_plain_message(message) for message in chat.messages]
+    if not plain:
+        raise InvalidArgument("prompt", plain, "at least one chat message")
+    generating = chat.add_generation_prompt
+    if generating is None:
+        generating = not chat.continue_final_message
     if tokenizer.chat_template is None:
         raise InvalidArgument("prompt", "chat messages", f"text: {model} has no chat template")
     try:
         encoded = tokenizer.apply_chat_template(
-            plain, add_generation_prompt=True, tokenize=True, return_dict=True
+            plain,
+            tools=chat.tools,
+            add_generation_prompt=generating,
+            continue_final_message=chat.continue_final_message,
+            tokenize=True,
+            return_dict=True,
+            **chat.chat_template_kwargs,
         )
     except ImportError:
         raise

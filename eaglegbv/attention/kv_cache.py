@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, OutOfSlots
+from eaglegbv.utils import require_number
 
 _BLANK, _TAKEN, _KEPT = 0, 1, 2
 """States of a slot. Blank and kept slots are both free, but the contents of a kept one may be used
@@ -240,6 +241,8 @@ class PoolSize:
     # How many texts of full length to make room for at most, if free memory decides.
     longest_texts: int = 16
     beside: int = 0  # bytes that a slot takes in the drafter's pool
+    # Share of an accelerator's memory for models and pools; None for a share of free memory.
+    utilization: float | None = None
 
     @classmethod
     def of(cls, size: "int | PoolSize") -> "PoolSize":
@@ -263,14 +266,25 @@ class PoolSize:
         each = bytes_per_slot + self.beside
         room = self.bytes
         if room is None:
-            share = CPU_SHARE if device.type == "cpu" else ACCELERATOR_SHARE
             # Further slots could never be used: trees and recalled steps are small.
             of_use = self.longest_texts * max_context + 4096
-            room = min(int(share * free_memory(device)), of_use * each)
+            room = min(self._room(device), of_use * each)
         if room < least * each:
             expected = f"at least {least * each} bytes: {least} slots of {each} bytes"
             raise InvalidArgument("kv_bytes", room, expected)
         return room // each
+
+    def _room(self, device: torch.device) -> int:
+        """Return the bytes that all pools may take, where memory decides."""
+        if self.utilization is None:
+            share = CPU_SHARE if device.type == "cpu" else ACCELERATOR_SHARE
+            return int(share * free_memory(device))
+        require_number("gpu_memory_utilization", self.utilization, 0, 1, open_low=True)
+        if device.type != "cuda":
+            expected = f"None on {device.type}: give engine=EngineConfig(kv_bytes=...)"
+            raise InvalidArgument("gpu_memory_utilization", self.utilization, expected)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(self.utilization * total) - (total - free_memory(device))
 
 
 def free_memory(device: torch.device) -> int:

@@ -70,6 +70,7 @@ from eaglegbv.models.self_check import (
 )
 from eaglegbv.models.target import FINAL, Target, TargetOutput
 from eaglegbv.output_layer import OutputLayer
+from eaglegbv.utils import require_integer
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class HFTarget(Target):
         compile_backend: str | None = None,
         graphs: GraphMode | Recorder = GraphMode.OFF,
         must_pass: bool = True,
+        max_context: int | None = None,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
 
@@ -108,6 +110,7 @@ class HFTarget(Target):
             graphs: Whether forwards of draft trees are recorded and replayed.
             must_pass: Whether outputs unlike the plain model's are an error; if not, they are
                 logged. Random weights of many layers magnify rounding, and only times are wanted.
+            max_context: Most positions of a text; None for the model's context.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
@@ -144,6 +147,9 @@ class HFTarget(Target):
         self._allowed = self._rounding(outputs, probe.calls[0], attention)
         compiled = None if compile_backend is None else model.base_model
         prepare(model, lambda: self._probe(Probe()), compiled=compiled)
+        if max_context is not None:
+            require_integer("max_model_len", max_context, 2, self.max_context)
+            self.max_context = max_context
         # Where forwards are padded, the padding writes to a slot of the pool without an owner.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
         self._make_pool(PoolSize.of(max_slots), probe.calls[0], spare)

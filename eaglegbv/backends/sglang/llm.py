@@ -31,6 +31,14 @@ ANSWERS_WITHIN = 3600.0
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 """Names that differ in the OpenAI endpoints."""
 
+SGLANG_NAMES: Mapping[str, str] = {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_model_len": "context_length",
+    "seed": "random_seed",
+    "tokenizer": "tokenizer_path",
+}
+"""Arguments of :class:`eaglegbv.llm.LLM` that SGLang's engine has by another name."""
+
 LOCAL_ALONE: Mapping[str, str] = {
     "dtype": "SGLang chooses it",
     "generate_async": "SGLang has an event loop of its own",
@@ -79,6 +87,9 @@ class SGLangLLM(TextGenerator):
             EagleGBVError: Something cannot be served; the message names it and the remedy.
         """
         del backend
+        for name, theirs in SGLANG_NAMES.items():
+            if name in arguments:
+                arguments[theirs] = arguments.pop(name)
         models = named_models(model, drafter)
         chosen = {field.name for field in fields(PlanChoices)} & arguments.keys()
         choices = PlanChoices(**{name: arguments.pop(name) for name in chosen})
@@ -134,8 +145,10 @@ class SGLangLLM(TextGenerator):
         priority: int = 0,
     ) -> Iterator[Delta]:
         """See :meth:`TextGenerator.stream`."""
-        call = self._call_of_one(prompt, sampling_params, plan, priority)
-        return self._pieces(self.encode(prompt), call.params[0])
+        call = self._call(prompt, sampling_params, plan, priority)
+        if call.total != 1:
+            raise InvalidArgument("n", call.total, "1 in a stream of SGLang's")
+        return self._pieces(self.encode(prompt), call.copies[0][0])
 
     def _pieces(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
         asked = {"input_ids": prompt_ids, "sampling_params": to_sglang(params)}
@@ -159,7 +172,8 @@ class SGLangLLM(TextGenerator):
 
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
         async def answer_all() -> list[Result]:
-            answers = map(self._answer, call.prompts, call.params)
+            both = zip(call.prompts, call.copies, strict=True)
+            answers = [self._answer(prompt, own) for prompt, copies in both for own in copies]
             return await tqdm.gather(*answers, disable=not progress, unit="prompt")
 
         return cast("list[Result]", self._sglang.loop.run_until_complete(answer_all()))
