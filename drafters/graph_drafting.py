@@ -27,6 +27,7 @@ from eaglegbv.drafters.tree_growth import (
     draft_params,
     draft_probs,
     frontier_rows,
+    in_columns,
     log_probs,
     support,
 )
@@ -165,7 +166,9 @@ class DeviceDrafting:
                 self._refused[kind] = obstacle.reason
                 raise
             self._recorded[kind] = drafting
-        trees = DraftTree(draft_sampling, *drafting.replay())
+        trees = DraftTree(
+            draft_sampling, *drafting.replay(), columns=in_columns(plan, draft_sampling)
+        )
         # Trees of another plan in this step would overwrite these. A lone row must not keep the
         # strides of the buffer it was cut from, as graphs are made for strides too.
         kept = torch.contiguous_format

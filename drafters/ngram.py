@@ -61,7 +61,7 @@ class NgramDrafter(Drafter):
             expected = "'fixed': a lookup draws nothing"
             raise InvalidArgument("draft_sampling", str(call.draft_sampling), expected)
         trees = [self._tree(request, call.plan) for request in call.requests]
-        return given_trees(trees, paths=call.plan.paths, length=call.plan.depth)
+        return given_trees(trees, drafts=call.plan.paths, length=call.plan.depth)
 
     def matched(self, request: Request) -> int:
         """Return how many of the text's last tokens also precede the place of the first draft.

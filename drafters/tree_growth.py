@@ -107,6 +107,17 @@ def frontier_rows(plan: Plan, draft_sampling: DraftSampling) -> int:
     return plan.paths // 2 if draft_sampling is DraftSampling.HUB else plan.paths
 
 
+def in_columns(plan: Plan, draft_sampling: DraftSampling) -> bool:
+    """Return whether trees are K paths that fork at the root alone, each a column of draws."""
+    del plan
+    return draft_sampling not in {DraftSampling.FIXED, DraftSampling.HUB}
+
+
+def level_draws(plan: Plan, draft_sampling: DraftSampling) -> int:
+    """Return the most draws of a level of sampled trees."""
+    return 2 * max(1, plan.paths // 2) if draft_sampling is DraftSampling.HUB else plan.paths
+
+
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
     """Return a request's own warping at the plan's draft temperature, a multiple of its own.
 
@@ -514,17 +525,6 @@ class TreeGrowth:
                 token_ids, depth = token_ids.gather(1, kept), depth.gather(1, kept)
                 number = (kept < number.unsqueeze(1)).sum(dim=1)
             return _fixed_tree(token_ids, parents, depth, number, plan.fixed_nodes, plan.depth)
-        if self._sampling is DraftSampling.HUB:
-            most_paths = 1 + plan.paths // 2 * plan.depth
-            places_of = [torch.arange(d.shape[1], device=d.device).expand_as(d) for d in depths]
-            siblings = _scattered(new, places_of, most) % 2
-            order = _depth_first(parents, depth, siblings, plan.depth)
-            paths = _leaf_paths(parents, depth, number, most_paths, plan.depth, order)
-        else:
-            ends = [own.rows.node for own in children]
-            ends += ends[-1:] * (plan.depth - len(ends))
-            lengths = torch.stack([own.rows.alive for own in children], dim=2).sum(dim=2)
-            paths = torch.stack(ends, dim=2), lengths
         known = torch.cat([_leading(level.rows, most) for level in levels], dim=1)
         return DraftTree(
             self._sampling,
@@ -532,10 +532,19 @@ class TreeGrowth:
             parents,
             depth,
             number,
-            *paths,
+            self._draws(children),
             draft_ids=_scattered(known, [level.probs.ids for level in levels], most),
             draft_probs=_scattered(known, [level.probs.probs for level in levels], most),
+            columns=in_columns(plan, self._sampling),
         )
+
+    def _draws(self, children: Sequence[Children]) -> Tensor:
+        """Return ``[batch, depth, drafts]`` int64: the child of every draw of each level."""
+        most = level_draws(self._plan, self._sampling)
+        levels = [own.rows.node * own.rows.alive for own in children]
+        levels = [pad(own, (0, most - own.shape[1])) for own in levels]
+        missing = self._plan.depth - len(levels)
+        return pad(torch.stack(levels, dim=1), (0, 0, 0, missing))
 
 
 class _ShapeLevel(NamedTuple):
@@ -604,66 +613,35 @@ def _scattered(places: Tensor, parts: Sequence[Tensor], most: int) -> Tensor:
     return room.scatter_(1, index, values)[:, :most]
 
 
-def _depth_first(parents: Tensor, depth: Tensor, siblings: Tensor, length: int) -> Tensor:
-    """Return ``[batch, nodes]`` int64, by which nodes sort depth first, at most 39 deep.
-
-    ``siblings``, 0 or 1, says which of its siblings each node is; all are ``[batch, nodes]``.
-    """
-    own = torch.where(depth > 0, (1 + siblings) * 3 ** (length - depth), 0)
-    key, above = own, parents
-    for _ in range(length - 1):
-        key = key + own.gather(1, above)
-        above = parents.gather(1, above)
-    return key
-
-
-def _leaf_paths(
-    parents: Tensor,
-    depth: Tensor,
-    number: Tensor,
-    count: int,
-    length: int,
-    order: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the paths to all leaves, ``[batch, count, length]``, and their lengths, both int64.
-
-    The leaves are sorted by ``order`` ``[batch, nodes]``, by default by their numbers. A verifier
-    finds its random numbers by the place of a path, so ``count`` and ``length`` must depend on the
-    plan alone and not on the batch.
-    """
-    nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    inner = torch.zeros_like(parents, dtype=torch.bool).scatter(1, parents, value=True)
-    leaf = (nodes < number.unsqueeze(1)) & ~inner
-    keys = torch.where(leaf, nodes if order is None else order, _LAST)
-    ends = keys.sort(dim=1).indices[:, :count]
-    node = pad(ends * leaf.gather(1, ends), (0, count - ends.shape[1]))
-    lengths = depth.gather(1, node)
-    columns: list[Tensor] = []
-    for level in range(length, 0, -1):  # a path repeats its last node past its end
-        columns.insert(0, node)
-        node = torch.where(depth.gather(1, node) == level, parents.gather(1, node), node)
-    return torch.stack(columns, dim=2), lengths
-
-
 def _fixed_tree(
-    token_ids: Tensor, parents: Tensor, depth: Tensor, number: Tensor, paths: int, length: int
+    token_ids: Tensor, parents: Tensor, depth: Tensor, number: Tensor, most: int, length: int
 ) -> DraftTree:
-    """Return trees of draft sampling ``fixed``: no distributions, and a path for every leaf."""
+    """Return trees of draft sampling ``fixed``: no distributions, and a draw for every node.
+
+    A verifier finds its random numbers by a draw's place, so ``most``, the padded number of a
+    level's draws, and ``length`` must depend on the plan alone and not on the batch.
+    """
     none = token_ids.new_zeros((*token_ids.shape, 0))
+    same = depth.unsqueeze(2) == depth.unsqueeze(1)
+    place = same.tril(-1).sum(dim=2)  # nodes of the same depth before each
+    nodes = torch.arange(depth.shape[1], device=depth.device).expand_as(depth)
+    # Padding and the root, of depth 0, go to a level that is cut off.
+    draws = token_ids.new_zeros((len(depth), (length + 1) * most))
+    draws.scatter_(1, depth * most + place * (depth > 0), nodes)
     return DraftTree(
         DraftSampling.FIXED,
         token_ids,
         parents,
         depth,
         number,
-        *_leaf_paths(parents, depth, number, paths, length),
+        draws.view(-1, length + 1, most)[:, 1:],
         draft_ids=none,
         draft_probs=none.to(torch.float64),
     )
 
 
 def given_trees(
-    trees: Sequence[tuple[Sequence[int], Sequence[int]]], *, paths: int, length: int
+    trees: Sequence[tuple[Sequence[int], Sequence[int]]], *, drafts: int, length: int
 ) -> DraftTree:
     """Return ``fixed`` trees on the host, of each request's tokens, root first, and parents."""
     nodes = max(len(tokens) for tokens, _ in trees)
@@ -674,7 +652,7 @@ def given_trees(
             numbers[2, b, node] = numbers[2, b, above[node]] + 1
     sizes = torch.tensor([len(tokens) for tokens, _ in trees])
     token_ids, parents, depth = torch.from_numpy(numbers)
-    return _fixed_tree(token_ids, parents, depth, sizes, paths, length)
+    return _fixed_tree(token_ids, parents, depth, sizes, drafts, length)
 
 
 # Growing trees on the host: a forward runs the rows that go on, one for each node.
@@ -746,7 +724,8 @@ def draft_trees(
             DraftProbs(own.ids.index_select(0, at), own.probs.index_select(0, at))
         )
     tree = growth.finish()
-    return trimmed(DraftTree(draft_sampling, *fetch(*tree.tensors.values())))
+    on_host = zip(tree.tensors, fetch(*tree.tensors.values()), strict=True)
+    return trimmed(replace(tree, **dict[str, Any](on_host)))
 
 
 def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
@@ -757,13 +736,10 @@ def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
 
 
 def trimmed(tree: DraftTree) -> DraftTree:
-    """Return trees of the host padded to the largest, and count the forks of independent paths."""
+    """Return trees of the host padded to the largest, and count the forks of independent drafts."""
     most, forks = int(tree.num_nodes.max()), None
     if tree.draft_sampling is DraftSampling.IID:
-        inner = torch.zeros_like(tree.parents, dtype=torch.bool).scatter(
-            1, tree.parents, value=True
-        )
-        forks = int(((tree.multiplicity() > 1) & inner).sum(dim=1).max())
+        forks = int((tree.draft_counts() > 1).sum(dim=1).max())
     names = ("token_ids", "parents", "depth", "draft_ids", "draft_probs")
     kept: dict[str, Any] = {name: tree.tensors[name][:, :most] for name in names}
     # Graphs are made for strides: those of a lone row must not be those of the buffer it is in.

@@ -3,15 +3,16 @@
 Node 0 is the root, the request's last committed token; the drafter proposes nodes 1, 2, ...
 A tree drawn with K = 2 paths of length L = 2 whose first tokens agree:
 
-        0 (root)            token_ids   [root, a, b, c]
-        |                   parents     [0, 0, 1, 1]
-        1 (a)               depth       [0, 1, 2, 2]
-       / \\                  path_nodes  [[1, 2], [1, 3]]
-      2   3                 multiplicity[2, 2, 1, 1]
+        0 (root)            token_ids     [root, a, b, c]
+        |                   parents       [0, 0, 1, 1]
+        1 (a)               depth         [0, 1, 2, 2]
+       / \\                  draws         [[1, 1], [2, 3]]
+      2   3                 draft_counts  [2, 2, 0, 0]
      (b) (c)
 
-Equal prefixes share a node (same prefix, same p and q), but *multiplicity* is kept: two paths run
-through node 1, and what verifiers decide depends on that number.
+What a drafter draws at a node are its *drafts*. Equal ones lead to one child (same prefix, same p
+and q), but each stays a draw of its own: both draws at the root led to node 1, and what verifiers
+decide depends on that number. A path leads from the root to a leaf; paths follow from the draws.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,17 +54,18 @@ class DraftTree:
     parents: Tensor
     depth: Tensor  # [batch, nodes] int64, 0 at the root
     num_nodes: Tensor  # [batch] int64, number of real nodes of each tree, with the root
-    # [batch, paths, length] int64, the node of each path at depths 1 ... length, in the order
-    # drawn, duplicates kept. Past its end a path repeats its last node.
-    path_nodes: Tensor
-    path_lengths: Tensor  # [batch, paths] int64, number of nodes of each path below the root
+    # [batch, length, drafts] int64, the child that each draw led to, level by level in the order
+    # drawn; draws at depth d were made at nodes of that depth. 0 where nothing was drawn.
+    draws: Tensor
     # [batch, nodes, width] int64, the tokens from which each node's children were drawn. The width
     # is 0 if nothing is drawn (`fixed`).
     draft_ids: Tensor
     # [batch, nodes, width] float64, their probabilities, normalised once; padding entries are 0.
     # These are exactly the numbers that were sampled from.
     draft_probs: Tensor
-    # Upper bound on the nodes of one tree at which paths part; None if they were not counted.
+    # Whether the draws of equal number are a path: such trees fork at the root alone, by intent.
+    columns: bool = field(default=False, kw_only=True)
+    # Upper bound on the nodes of one tree with several drafts; None if they were not counted.
     forks: int | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
@@ -94,14 +96,14 @@ class DraftTree:
         return self.token_ids.shape[1]
 
     @property
-    def paths(self) -> int:
-        """Number of paths, K."""
-        return self.path_nodes.shape[1]
+    def drafts(self) -> int:
+        """Padded number of draws of a level; K where K paths were drawn."""
+        return self.draws.shape[2]
 
     @property
     def length(self) -> int:
-        """Padded length of a path, L."""
-        return self.path_nodes.shape[2]
+        """Padded number of levels, L."""
+        return self.draws.shape[1]
 
     @property
     def width(self) -> int:
@@ -120,20 +122,25 @@ class DraftTree:
             parents=zeros,
             depth=zeros,
             num_nodes=torch.ones_like(ids[:, 0]),
-            path_nodes=ids.new_zeros((batch, 0, 0)),
-            path_lengths=ids.new_zeros((batch, 0)),
+            draws=ids.new_zeros((batch, 0, 0)),
             draft_ids=ids.new_zeros((batch, 1, 0)),
             draft_probs=torch.zeros((batch, 1, 0), dtype=torch.float64, device=device),
         )
 
     def multiplicity(self) -> Tensor:
-        """Return ``[batch, nodes]`` int64, number of paths through each node; K at the root."""
-        steps = torch.arange(self.length, device=self.token_ids.device)
-        real = (steps < self.path_lengths.unsqueeze(2)).to(torch.int64)
-        counts = torch.zeros_like(self.token_ids)
-        counts.scatter_add_(1, self.path_nodes.flatten(1), real.flatten(1))
-        counts[:, 0] = self.paths
+        """Return ``[batch, nodes]`` int64: the draws that led to each node; the root's drafts."""
+        children = self.draws.flatten(1)
+        drawn = (children > 0).to(torch.int64)
+        counts = torch.zeros_like(self.token_ids).scatter_add_(1, children, drawn)
+        counts[:, 0] = (self.draws[:, :1] > 0).sum(dim=(1, 2))
         return counts
+
+    def draft_counts(self) -> Tensor:
+        """Return ``[batch, nodes]`` int64, the drafts at each node, equal ones included."""
+        children = self.draws.flatten(1)
+        drawn = (children > 0).to(torch.int64)
+        parents = self.parents.gather(1, children)
+        return torch.zeros_like(self.parents).scatter_add_(1, parents, drawn)
 
     def ancestor_mask(self) -> Tensor:
         """Return ``[batch, nodes, nodes]`` bool: whether node i is node j or descends from it."""

@@ -132,7 +132,7 @@ class Verification:
             uniforms = VerifyUniforms.draw(
                 [request.rng for request in requests],
                 [request.step for request in requests],
-                paths=tree.paths,
+                drafts=tree.drafts,
                 length=tree.length,
                 device=logits.device,
             )
@@ -320,7 +320,7 @@ def verify_stateful(
         [request.rng for request in requests],
         [request.step for request in requests],
         [len(request.target_layers) for request in requests],
-        paths=tree.paths,
+        drafts=tree.drafts,
         length=tree.length,
         device=device,
     )
@@ -493,7 +493,7 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
             plan=plan_name(request.plan),
             verifier=verifier_name(request.plan, greedy=request.params.greedy),
             draft_sampling=str(tree.draft_sampling),
-            paths=tree.paths,
+            paths=tree.drafts,
             token_ids=tuple(tokens[b][:count]),
             parents=tuple(parents[b][:count]),
             multiplicity=tuple(multiplicity[b][:count]),

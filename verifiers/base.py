@@ -23,9 +23,7 @@ from eaglegbv.verifiers.paths import (
     correction_token,
     drafted_nodes,
     draw,
-    rooted,
     rows_at,
-    steps_of,
 )
 
 NodeStats: TypeAlias = Mapping[str, Tensor]
@@ -39,8 +37,8 @@ _PURPOSES = (Purpose.SELECTION, Purpose.ACCEPTANCE, Purpose.CORRECTION)
 class VerifyUniforms:
     """The random numbers one verification may use, float64 in [0, 1)."""
 
-    selection: Tensor  # [batch, length, paths, 2]: two for each path at each depth
-    acceptance: Tensor  # [batch, paths * length]: one for each acceptance test
+    selection: Tensor  # [batch, length, drafts, 2]: two for each draw of each level
+    acceptance: Tensor  # [batch, length * drafts]: one for each draw, level by level
     correction: Tensor  # [batch]: the correction or bonus token
 
     @classmethod
@@ -49,12 +47,12 @@ class VerifyUniforms:
         rngs: Sequence[RequestRng],
         steps: Sequence[int],
         *,
-        paths: int,
+        drafts: int,
         length: int,
         device: torch.device | str = "cpu",
     ) -> Self:
         """Draw every request's numbers from its own rng at its own step counter."""
-        counts = 2 * paths * length, paths * length, 1
+        counts = 2 * drafts * length, drafts * length, 1
         wanted = [(p, n) for p, n in zip(_PURPOSES, counts, strict=True) if n > 0]
         drawn = [
             np.concatenate([s.draw(t, purpose, n) for purpose, n in wanted])
@@ -63,7 +61,7 @@ class VerifyUniforms:
         # One copy to the device for all of them.
         numbers = send(torch.from_numpy(np.array(drawn)), device)
         selection, acceptance, correction = numbers.split_with_sizes(counts, dim=1)
-        selection = selection.view(len(numbers), length, paths, 2)
+        selection = selection.view(len(numbers), length, drafts, 2)
         return cls(selection, acceptance, correction.squeeze(1))
 
 
@@ -125,7 +123,7 @@ class Verifier(Rule):
             SamplingMismatch: The tree's draft sampling is not among :attr:`draft_samplings`.
         """
         if tree.length > 0:
-            self.check_sampling(tree.draft_sampling, tree.paths)
+            self.check_sampling(tree.draft_sampling, tree.drafts)
             return self.judge(tree, target, uniforms)
         roots = torch.zeros_like(tree.num_nodes)
         token_ids = draw(target.probs_of(roots), uniforms.correction)
@@ -250,21 +248,24 @@ def descend(
 
 
 def drafts_in_order(tree: DraftTree, uniforms: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield path after path the drafts it carries, ``[batch, length]`` each.
+    """Yield the draws of each number, one of every level, ``[batch, length]`` each.
 
-    That is the nodes each was drawn at, those it leads to, whether it is within the path, and its
-    acceptance number, depth * paths + path in ``uniforms``.
+    That is the nodes each was drawn at, those they led to, whether there is such a draw, and its
+    acceptance number, depth * drafts + number in ``uniforms``. The draws at a node come in order.
+    Where there is no draw, it counts as drawn at the last node, which has no children.
     """
-    above, real = rooted(tree.path_nodes)[:, :, :-1], steps_of(tree)
-    numbers = uniforms[:, : tree.paths * tree.length].view(-1, tree.length, tree.paths)
-    for k in range(tree.paths):
-        yield above[:, k], tree.path_nodes[:, k], real[:, k], numbers[:, :, k]
+    real = tree.draws > 0
+    parents = tree.parents.gather(1, tree.draws.flatten(1)).view_as(tree.draws)
+    parents = torch.where(real, parents, (tree.num_nodes - 1).view(-1, 1, 1))
+    numbers = uniforms[:, : tree.drafts * tree.length].view_as(tree.draws)
+    for k in range(tree.drafts):
+        yield parents[:, :, k], tree.draws[:, :, k], real[:, :, k], numbers[:, :, k]
 
 
 def numbers_of_children(tree: DraftTree, first: Tensor, uniforms: Tensor) -> Tensor:
     """Return ``[batch, nodes]``: the acceptance number of each node as its parent's child.
 
-    It is that of path ``first`` ``[batch, nodes]`` int64: depth * paths + path.
+    It is that of its first draw, ``first`` ``[batch, nodes]`` int64 of its level.
     """
-    at = (tree.depth - 1).clamp(min=0) * tree.paths + first.clamp(max=tree.paths - 1)
+    at = (tree.depth - 1).clamp(min=0) * tree.drafts + first.clamp(max=tree.drafts - 1)
     return uniforms.gather(1, at)

@@ -105,7 +105,7 @@ class GbvVerifier(BlockRule):
             target=probs.target,
             chosen=place_of(tokens, probs.ids, probs.draft),
         )
-        return _skewed(path, (tree.path_lengths > 0).sum(dim=1))
+        return _skewed(path, (tree.draws[:, 0] > 0).sum(dim=1))
 
 
 def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:

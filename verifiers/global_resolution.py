@@ -51,7 +51,7 @@ from scipy.sparse.csgraph import maximum_flow
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, numbers_of_children
-from eaglegbv.verifiers.paths import first_paths
+from eaglegbv.verifiers.paths import first_draws
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
@@ -110,7 +110,7 @@ class GlobalResolution:
         drafts = tree.drafts(prefix)
         if self.solver is Solver.EXACT or len(drafts) == 1:
             node = exact_transport(p, q, len(drafts))
-            x = select_draft(node, drafts, len(prefix), len(tree.paths), chooser)
+            x = select_draft(node, drafts, len(prefix), tree.most_draws, chooser)
             return _accept(tree, prefix, x, node.probs, chooser)
         plan = solve(self.solver, p, q, len(drafts))
         if plan is None or plan.shortfall > self.tolerance:
@@ -119,7 +119,7 @@ class GlobalResolution:
         row: dict[int, Number] = dict.fromkeys(tree.children(prefix), 0)
         for x, chance in zip(tokens, plan.chances(tokens), strict=True):
             row[x] += chance
-        index = selection_index(len(tree.paths), len(prefix), 0, 0)
+        index = selection_index(tree.most_draws, len(prefix), 0, 0)
         chosen = chooser.choose(list(row.values()), Purpose.SELECTION, index)
         return _accept(tree, prefix, tuple(row)[chosen], plan.probs, chooser)
 
@@ -145,9 +145,9 @@ class GlobalResolutionVerifier(Verifier):
     draft_samplings = frozenset({DraftSampling.IID})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge independent paths; a child is tested by the number of its first path."""
+        """Judge independent drafts; a child is tested by the number of its first draw."""
         path = select_iid(tree, target, uniforms.selection)
-        numbers = numbers_of_children(tree, first_paths(tree), uniforms.acceptance)
+        numbers = numbers_of_children(tree, first_draws(tree), uniforms.acceptance)
         tests = numbers.gather(1, path.nodes[:, 1:])
         return verify_tokens(path, target, tests, uniforms.correction)
 
@@ -160,7 +160,7 @@ class HostSolver(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge the requests one by one."""
-        path_nodes = torch.zeros_like(tree.path_nodes[:, 0])
+        path_nodes = torch.zeros_like(tree.draws[:, :, 0])
         accepted, token_ids = torch.zeros_like(tree.num_nodes), torch.zeros_like(tree.num_nodes)
         resolve = GlobalResolution(self.solver)
         for b in range(tree.batch):

@@ -172,7 +172,7 @@ class GreedyBlockVerifier(StatefulVerifier):
         lengths = accepted
         stats: Callable[[], NodeStats] = dict
         if tree.length > 0:
-            self.check_sampling(tree.draft_sampling, tree.paths)
+            self.check_sampling(tree.draft_sampling, tree.drafts)
         visits, chosen = _descend(tree, target, uniforms, layers, layer_probs)
         nodes = torch.stack([visit.node for visit in visits], dim=1)
         if tree.length > 0:
@@ -193,7 +193,7 @@ class GreedyBlockVerifier(StatefulVerifier):
         residual = Residual(stop.node, weight, stop.plan.ids, b)
         token_ids = draw_residual(M, residual, plain.correction)
         new = torch.where(bonus, 0, tree.length - accepted - 1)
-        left = _layers_after(stop, rho, token_ids, new, uniforms.leaving, tree.paths)
+        left = _layers_after(stop, rho, token_ids, new, uniforms.leaving, tree.drafts)
         return StatefulVerdict(nodes[:, 1:], accepted, token_ids, left, stats)
 
 
@@ -220,10 +220,12 @@ def _descend(
     What comes after a path's end means nothing.
     """
     node, tokens = torch.zeros_like(tree.num_nodes), tree.token_ids[:, :0]
-    alive = torch.ones_like(tree.path_lengths, dtype=torch.bool)
+    none = node.new_zeros((tree.batch, tree.drafts))
+    alive = torch.ones_like(none, dtype=torch.bool)
     visits, chosen = [], []
     for depth in range(tree.length + 1):
-        alive = alive & (tree.path_lengths > depth)
+        draws = none if depth == tree.length else tree.draws[:, depth]
+        alive = alive & (draws > 0)
         ids, q = _row_at(tree.draft_ids, node), _row_at(tree.draft_probs, node)
         modified = ModifiedNode.at(target, node, layers, layer_probs.after(tokens), ids)
         drafts = alive.sum(dim=1)
@@ -231,13 +233,13 @@ def _descend(
         visits.append(BatchVisit(node, modified, plan, drafts))
         if depth == tree.length:
             break
-        child, rank = _select(tree, plan, depth, alive, uniforms.plain.selection[:, depth])
+        child, rank = _select(tree, plan, draws, alive, uniforms.plain.selection[:, depth])
         chosen.append(rank)
         token = tree.token_ids.gather(1, child.unsqueeze(1))
         tokens = torch.cat((tokens, token), dim=1)
         layers = modified.entered(token.squeeze(1), uniforms.entering[:, depth])
         node = torch.where(drafts > 0, child, node)
-        alive = alive & (tree.path_nodes[:, :, depth] == child.unsqueeze(1))
+        alive = alive & (draws == child.unsqueeze(1))
     return visits, chosen
 
 
@@ -248,17 +250,16 @@ def _row_at(table: Tensor, node: Tensor) -> Tensor:
 
 
 def _select(
-    tree: DraftTree, plan: Transport, depth: int, alive: Tensor, uniforms: Tensor
+    tree: DraftTree, plan: Transport, children: Tensor, alive: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the child selected and the rank of its token, ``[batch]`` each."""
-    children = tree.path_nodes[:, :, depth]
     tokens = tree.token_ids.gather(1, children)
     one = plan.mapped(lambda tensor: tensor.unsqueeze(1))
     ranks = place_of(tokens, one.ids, one.draft)
     label = labels(one, torch.zeros_like(ranks), ranks, uniforms)
     # The highest label wins, the first drafted among equals.
-    first = torch.arange(tree.paths - 1, -1, -1, device=label.device)
-    winner = torch.where(alive, label * tree.paths + first, -1).argmax(dim=1, keepdim=True)
+    first = torch.arange(tree.drafts - 1, -1, -1, device=label.device)
+    winner = torch.where(alive, label * tree.drafts + first, -1).argmax(dim=1, keepdim=True)
     return children.gather(1, winner).squeeze(1), ranks.gather(1, winner).squeeze(1)
 
 

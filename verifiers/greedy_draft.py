@@ -16,7 +16,7 @@ from eaglegbv.verifiers.paths import (
     child_counts,
     correction_token,
     drafted_nodes,
-    first_paths,
+    first_draws,
 )
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
@@ -80,24 +80,24 @@ class GreedyDraftVerifier(Verifier):
         kept = popular.most_likely(children - 1)
         # At a leaf nothing is drawn, and the sample is the bonus token.
         tail = tail_probs(popular.draft, kept) * (children > 0).unsqueeze(2)
-        first, drafted = first_paths(tree), drafted_nodes(tree)
+        first, drafted = first_draws(tree), drafted_nodes(tree)
         fixed = drafted & (popular.at_tokens(kept.to(torch.int64)) > 0)
         chances = popular.at_tokens(popular.target) / popular.at_tokens(tail)
         numbers = numbers_of_children(tree, first, uniforms.acceptance)
         passed = drafted & ~fixed & (numbers < chances)
         index = torch.arange(tree.nodes, device=passed.device)
         taken = _over_children(tree, torch.where(passed, index, 0), "amax", 0)
-        sampler = _over_children(tree, torch.where(fixed, first, tree.paths), "amin", tree.paths)
+        sampler = _over_children(tree, torch.where(fixed, first, tree.drafts), "amin", tree.drafts)
         ones = torch.ones_like(numbers)
 
         def next_token(nodes: Tensor, depth: int) -> Tensor:
             at = nodes.unsqueeze(1)
-            path = sampler.gather(1, at).squeeze(1)
+            draw = sampler.gather(1, at).squeeze(1)
             number = uniforms.correction
             if depth < tree.length:
-                column = (depth * tree.paths + path.clamp(max=tree.paths - 1)).unsqueeze(1)
+                column = (depth * tree.drafts + draw.clamp(max=tree.drafts - 1)).unsqueeze(1)
                 own = uniforms.acceptance.gather(1, column).squeeze(1)
-                number = torch.where(path < tree.paths, own, number)
+                number = torch.where(draw < tree.drafts, own, number)
             residual = Residual.at(nodes, ones, popular.ids, tail)
             sampled = correction_token(residual, target, number)
             child = taken.gather(1, at)

@@ -64,7 +64,7 @@ def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser)
         (token,) = drafts.values()
         return token, q
     node = exact_transport(p, q, len(drafts))
-    token = select_draft(node, drafts, len(prefix), len(tree.paths), chooser)
+    token = select_draft(node, drafts, len(prefix), tree.most_draws, chooser)
     return token, node.probs
 
 
@@ -73,7 +73,7 @@ def _select_fixed(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Choose
     children = tuple(tree.children(prefix))
     wanted = [p[x] if x in children else p[x] - p[x] for x in range(len(p))]
     probs = normalised(wanted if sum(wanted) > 0 else [int(x in children) for x in range(len(p))])
-    index = selection_index(len(tree.paths), len(prefix), 0, 0)
+    index = selection_index(tree.most_draws, len(prefix), 0, 0)
     chosen = chooser.choose([probs[x] for x in children], Purpose.SELECTION, index)
     return children[chosen], probs
 
@@ -94,7 +94,7 @@ def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Choos
         rest = 1 - sum(overlap)
         shares = (rest * share(p[x], total) if x in kept else overlap[x] for x in range(len(p)))
         probs = tuple(shares)
-    take, which = (selection_index(len(tree.paths), len(prefix), 0, i) for i in (1, 0))
+    take, which = (selection_index(tree.most_draws, len(prefix), 0, i) for i in (1, 0))
     if accepts(chooser, share(probs[drawn], r[drawn]), Purpose.SELECTION, take):
         return drawn, probs
     others = tuple(x for x in children if x in kept)
@@ -119,6 +119,6 @@ class OtbvVerifier(BlockRule):
             return select_fixed(tree, target, uniforms.selection)
         if tree.draft_sampling is DraftSampling.GREEDY:
             return select_greedy(tree, target, uniforms.selection)
-        if tree.paths == 1:
+        if tree.drafts == 1:
             return DraftedPath.drawn(tree, target)
         return select_iid(tree, target, uniforms.selection)

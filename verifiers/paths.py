@@ -152,33 +152,57 @@ def target_of_tokens(tree: DraftTree, target: TargetProbs) -> Tensor:
 
 
 # The paths of a tree, and choosing one by a preference among the children of every node.
-def steps_of(tree: DraftTree) -> Tensor:
-    """Return ``[batch, paths, length]`` bool: whether the path has a node at depth 1, 2, ..."""
-    depths = torch.arange(tree.length, device=tree.path_lengths.device)
-    return depths < tree.path_lengths.unsqueeze(2)
-
-
 def rooted(path_nodes: Tensor) -> Tensor:
     """Put the root before the nodes of paths: ``[..., length]`` -> ``[..., length + 1]``."""
     return torch.nn.functional.pad(path_nodes, (1, 0))
 
 
-def draft_counts(tree: DraftTree) -> Tensor:
-    """Return ``[batch, nodes]`` int64: the number of drafts at each node, copies included."""
-    above = rooted(tree.path_nodes)[:, :, :-1].flatten(1)
-    real = steps_of(tree).flatten(1).to(torch.int64)
-    return torch.zeros_like(tree.parents).scatter_add_(1, above, real)
+def paths_of(tree: DraftTree) -> Tensor:
+    """Return the paths of trees by their nodes at depths 1, 2, ..., 0 past their ends.
+
+    The result is ``[batch, paths, length]`` int64. Trees of columns have a path for each, equal
+    ones included. Other trees have a path for each leaf, in the order of leaves; 0 is padding.
+    """
+    if tree.columns:
+        return tree.draws.mT
+    nodes = torch.arange(tree.nodes, device=tree.parents.device)
+    leaf = (tree.depth > 0) & (tree.draft_counts() == 0)
+    # Leaves come first. There are no more of them than draws.
+    most = min(tree.nodes, tree.drafts * tree.length)
+    leaves = torch.where(leaf, nodes, tree.nodes).sort(dim=1).values[:, :most]
+    node = leaves * (leaves < tree.nodes)
+    columns: list[Tensor] = []
+    for depth in range(tree.length, 0, -1):
+        here = tree.depth.gather(1, node) == depth
+        columns.append(node * here)
+        node = torch.where(here, tree.parents.gather(1, node), node)
+    return torch.stack(columns[::-1], dim=2)
 
 
-def preferred_path(tree: DraftTree, keys: Tensor) -> Tensor:
-    """Return ``[batch]`` int64: the first path that follows the preferred child at every node.
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One path of each tree."""
+
+    nodes: Tensor  # [batch, length + 1] int64, the root first; 0 past the path's end
+    lengths: Tensor  # [batch] int64, number of nodes below the root
+
+    @classmethod
+    def of(cls, nodes: Tensor) -> Self:
+        """Return the path of ``nodes`` ``[batch, length]`` int64 below the root."""
+        return cls(rooted(nodes), (nodes > 0).sum(dim=1))
+
+
+def preferred_path(tree: DraftTree, keys: Tensor) -> Path:
+    """Return the path that follows the preferred child at every node.
 
     That is the path whose sequence of ``keys`` ``[batch, nodes]``, int64 and at least 0, is
     lexicographically largest: among siblings the largest is preferred.
     """
-    along = keys.gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
-    margins = lexicographic_margins(torch.where(steps_of(tree), along, -1))
-    return margins.amin(dim=2).argmax(dim=1)
+    paths = paths_of(tree)
+    along = keys.gather(1, paths.flatten(1)).view(paths.shape)
+    margins = lexicographic_margins(torch.where(paths > 0, along, -1))
+    best = margins.amin(dim=2).argmax(dim=1, keepdim=True)
+    return Path.of(rows_at(paths, best).squeeze(1))
 
 
 def lexicographic_margins(keys: Tensor) -> Tensor:
@@ -192,22 +216,12 @@ def lexicographic_margins(keys: Tensor) -> Tensor:
     return (signs * torch.bitwise_left_shift(1, places)).sum(dim=3)
 
 
-def path_at(tree: DraftTree, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nodes and the length of path ``number`` ``[batch]`` int64 of each tree.
-
-    They are ``[batch, length + 1]``, the root first, and ``[batch]``, int64.
-    """
-    at = number.unsqueeze(1)
-    nodes = rooted(rows_at(tree.path_nodes, at).squeeze(1))
-    return nodes, tree.path_lengths.gather(1, at).squeeze(1)
-
-
 @dataclass(frozen=True, slots=True)
 class DraftedPath:
     """A path x_1 ... x_n, n <= length, of each tree, and what its tokens were selected from.
 
     Step i (counted from 0) goes from the node at depth i to the node at depth i + 1. Entries past a
-    path's end repeat its last node and carry no meaning.
+    path's end carry no meaning.
     """
 
     nodes: Tensor  # [batch, length + 1] int64, the root first
@@ -218,14 +232,14 @@ class DraftedPath:
     chosen: Tensor  # [batch, length] int64, the place of the path's own token in the support
 
     @classmethod
-    def drawn(cls, tree: DraftTree, target: TargetProbs, number: Tensor | None = None) -> Self:
-        """Return path ``number`` ``[batch]``, or the first, with what it was drawn from."""
-        number = torch.zeros_like(tree.num_nodes) if number is None else number
-        nodes, lengths = path_at(tree, number)
-        steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
+    def drawn(cls, tree: DraftTree, target: TargetProbs, path: Path | None = None) -> Self:
+        """Return a ``path``, or the first of a tree of columns, with what it was drawn from."""
+        path = path or Path.of(tree.draws[:, :, 0])
+        steps, tokens = path.nodes[:, :-1], tree.token_ids.gather(1, path.nodes[:, 1:])
         ids, draft = rows_at(tree.draft_ids, steps), rows_at(tree.draft_probs, steps)
         probs = probs_along(target, steps, ids)
-        return cls(nodes, lengths, ids, draft, probs, place_of(tokens, ids, draft))
+        chosen = place_of(tokens, ids, draft)
+        return cls(path.nodes, path.lengths, ids, draft, probs, chosen)
 
     def ratios(self) -> Tensor:
         """Return p(x) / draft(x) of the path's own tokens, ``[batch, length]`` float64.
@@ -264,12 +278,15 @@ def child_counts(tree: DraftTree) -> Tensor:
     return torch.zeros_like(tree.parents).scatter_add_(1, tree.parents, ones)
 
 
-def first_paths(tree: DraftTree) -> Tensor:
-    """Return ``[batch, nodes]`` int64: number of the first path through each node, else K."""
-    paths = torch.arange(tree.paths, device=tree.parents.device).view(1, -1, 1)
-    paths = torch.where(steps_of(tree), paths, tree.paths)
-    return torch.full_like(tree.parents, tree.paths).scatter_reduce(
-        1, tree.path_nodes.flatten(1), paths.flatten(1), "amin"
+def first_draws(tree: DraftTree) -> Tensor:
+    """Return ``[batch, nodes]`` int64: the number of the first draw to each node in its level.
+
+    It is the padded number of draws where none led to a node.
+    """
+    numbers = torch.arange(tree.drafts, device=tree.parents.device)
+    numbers = torch.where(tree.draws > 0, numbers, tree.drafts)
+    return torch.full_like(tree.parents, tree.drafts).scatter_reduce(
+        1, tree.draws.flatten(1), numbers.flatten(1), "amin"
     )
 
 

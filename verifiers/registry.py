@@ -150,7 +150,8 @@ class CheckedVerifier:
     def verify(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Checked:
         """Judge the drafts of a batch and look for faults; see :meth:`Verifier.verify`."""
         fits = tree.length >= _LEAST_LENGTH and tree.width >= _LEAST_WIDTH
-        if self._compiled is None or tree.draft_sampling is not DraftSampling.IID or not fits:
+        independent = tree.draft_sampling is DraftSampling.IID and tree.columns
+        if self._compiled is None or not independent or not fits:
             return self._verify(tree, target, uniforms)
         # The forks of trees that were drawn on a device are not counted.
         forks = bounded_forks(tree) if tree.forks is None else tree.forks
@@ -184,8 +185,8 @@ def _example(
     """Return inputs to make a graph from. All sizes differ: equal ones would have to stay equal."""
     length, width = _LEAST_LENGTH + 2, EXAMPLE_WIDTH
     nodes = 1 + paths * length
-    path_nodes = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
-    parents = path_nodes - 1
+    draws = torch.arange(1, nodes).view(1, paths, length).repeat(batch, 1, 1)
+    parents = draws - 1
     parents[:, :, 0] = 0
     depth = torch.arange(1, length + 1).expand(batch, paths, length)
     tree = DraftTree(
@@ -194,14 +195,14 @@ def _example(
         parents=pad(parents.flatten(1), (1, 0)),
         depth=pad(depth.flatten(1), (1, 0)),
         num_nodes=torch.full((batch,), nodes),
-        path_nodes=path_nodes,
-        path_lengths=torch.full((batch, paths), length),
+        draws=draws.mT.contiguous(),
         draft_ids=torch.arange(width).repeat(batch, nodes, 1),
         draft_probs=torch.full((batch, nodes, width), 1 / width, dtype=torch.float64),
+        columns=True,
         forks=_LEAST_FORKS + 1,
     ).to(torch.device(device))
     rows = torch.arange(batch * nodes, device=device).view(batch, nodes)
     logits = torch.zeros((batch * nodes, max(vocab, width + 1)), device=device)
     rngs, steps = [RequestRng(0)] * batch, [0] * batch
-    uniforms = VerifyUniforms.draw(rngs, steps, paths=paths, length=length, device=device)
+    uniforms = VerifyUniforms.draw(rngs, steps, drafts=paths, length=length, device=device)
     return tree, TargetProbs.of_logits(logits, rows), uniforms

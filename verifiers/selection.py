@@ -1,9 +1,9 @@
 """Selecting a path of a tree by optimal transport at every node, with the distributions b along it.
 
-Independent paths: a fork is a node with several drafts. At any other node the only draft is
-selected, and b is the draft distribution, so nothing has to be ranked there. At each depth below
-the root there are at most half as many forks as paths, which bounds the work without looking at the
-tree:
+Independent drafts: a fork is a node with several drafts. At any other node the only draft is
+selected, and b is the draft distribution, so nothing has to be ranked there. Where K paths fork at
+the root alone by intent, there are at most half as many forks as paths at each depth below it,
+which bounds the work without looking at the tree:
 
     2 paths of length 3:   root -- a -- b -- c     forks: the root; and a, if both paths begin
                               \\             \\           with it; and so on: 3 of 7 nodes at most
@@ -20,48 +20,48 @@ from eaglegbv.devices import first_true, most_likely_first
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.paths import (
     DraftedPath,
+    Path,
     child_counts,
-    draft_counts,
     drafted_nodes,
-    first_paths,
-    path_at,
+    first_draws,
     places_of_tokens,
     preferred_path,
     probs_along,
-    rooted,
     rows_at,
     siblings,
-    steps_of,
     target_of_tokens,
 )
 from eaglegbv.verifiers.transport import RankedProbs, Transport, labels, transport
 
 
 def select_iid(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> DraftedPath:
-    """Return the path selected among independent ones.
+    """Return the path selected among independent drafts.
 
-    The draft that path k carries below a node of depth d finds its partner by number (d, k, 0) of
-    ``uniforms`` ``[batch, length, paths, 2]`` and takes its label by (d, k, 1).
+    Draw k below a node of depth d finds its partner by number (d, k, 0) of ``uniforms`` ``[batch,
+    length, drafts, 2]`` and takes its label by (d, k, 1).
     """
-    forks = Forks.of(tree, target, draft_counts(tree))
-    parents = forks.at(rooted(tree.path_nodes)[:, :, :-1].flatten(1))
-    tokens = tree.token_ids.gather(1, tree.path_nodes.flatten(1))
+    forks = Forks.of(tree, target, tree.draft_counts())
+    children = tree.draws.flatten(1)
+    parents = forks.at(tree.parents.gather(1, children))
+    tokens = tree.token_ids.gather(1, children)
     # A token's first place is its own: entries of draft probability zero come last.
     ranks = first_true(rows_at(forks.plan.ids, parents) == tokens.unsqueeze(2))
-    label = labels(forks.plan, parents, ranks, uniforms.transpose(1, 2).flatten(1, 2))
+    label = labels(forks.plan, parents, ranks, uniforms.flatten(1, 2))
     # The highest label wins, the first drafted among equals: one number encodes both. An only child
     # wins with any number.
-    first = torch.arange(tree.paths - 1, -1, -1, device=label.device).unsqueeze(1)
-    score = torch.add(first, label.view_as(tree.path_nodes), alpha=tree.paths)
+    first = torch.arange(tree.drafts - 1, -1, -1, device=label.device)
+    score = torch.add(first, label.view_as(tree.draws), alpha=tree.drafts)
     keys = torch.zeros_like(tree.parents).scatter_reduce(
-        1, tree.path_nodes.flatten(1), (score * steps_of(tree)).flatten(1), "amax"
+        1, children, (score * (tree.draws > 0)).flatten(1), "amax"
     )
     return forks.path(tree, target, preferred_path(tree, keys))
 
 
 def bounded_forks(tree: DraftTree) -> int:
     """Return how many nodes to rank where forks are not counted: as many as there may be."""
-    return min(1 + (tree.length - 1) * (tree.paths // 2), tree.nodes)
+    if not tree.columns:
+        return tree.nodes
+    return min(1 + (tree.length - 1) * (tree.drafts // 2), tree.nodes)
 
 
 def _room_for_forks(tree: DraftTree, drafts: Tensor) -> int:
@@ -95,10 +95,9 @@ class Forks:
         places = torch.full_like(drafts, number).scatter_(1, nodes, numbers)
         return cls(places, transport(probs, counts))
 
-    def path(self, tree: DraftTree, target: TargetProbs, number: Tensor) -> DraftedPath:
-        """Return path ``number`` ``[batch]`` int64 of each tree, with b along it."""
-        nodes, lengths = path_at(tree, number)
-        steps, tokens = nodes[:, :-1], tree.token_ids.gather(1, nodes[:, 1:])
+    def path(self, tree: DraftTree, target: TargetProbs, path: Path) -> DraftedPath:
+        """Return a path of each tree with b along it."""
+        steps, tokens = path.nodes[:, :-1], tree.token_ids.gather(1, path.nodes[:, 1:])
         places = self.at(steps)
         forked = (self.places.gather(1, steps) < self.plan.ids.shape[1]).unsqueeze(2)
         ids = torch.where(forked, rows_at(self.plan.ids, places), rows_at(tree.draft_ids, steps))
@@ -107,7 +106,8 @@ class Forks:
         # A probability b may round to 0 at the token selected.
         found = (ids == tokens.unsqueeze(2)) & (forked | (draft > 0))
         probs = probs_along(target, steps, ids)
-        return DraftedPath(nodes, lengths, ids, draft, probs, chosen=first_true(found))
+        chosen = first_true(found)
+        return DraftedPath(path.nodes, path.lengths, ids, draft, probs, chosen)
 
     def at(self, nodes: Tensor) -> Tensor:
         """Return the places of ``nodes`` ``[batch, ...]``.
@@ -121,8 +121,8 @@ def select_fixed(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Draf
     """Return the path selected where children are not random; b is p restricted to them.
 
     Where p has no mass on a node's children, b is uniform on them: no child is accepted then.
-    Number (d, 0, 0) of ``uniforms`` ``[batch, length, paths, 2]`` draws the child of a node of
-    depth d, with children in the order of the first path through each.
+    Number (d, 0, 0) of ``uniforms`` ``[batch, length, drafts, 2]`` draws the child of a node of
+    depth d, with children in the order of their first draws.
     """
     drafted = drafted_nodes(tree)
     probs = target_of_tokens(tree, target) * drafted
@@ -131,15 +131,16 @@ def select_fixed(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Draf
     b = torch.where(mass > 0, probs / mass, drafted / count)
     keys = _drawn_child_keys(tree, b, _numbers_at(tree, uniforms[:, :, 0, 0]))
 
-    nodes, lengths = path_at(tree, preferred_path(tree, keys))
-    children = (tree.parents.unsqueeze(1) == nodes[:, :-1].unsqueeze(2)) & drafted.unsqueeze(1)
+    path = preferred_path(tree, keys)
+    steps = path.nodes[:, :-1]
+    children = (tree.parents.unsqueeze(1) == steps.unsqueeze(2)) & drafted.unsqueeze(1)
     return DraftedPath(
-        nodes=nodes,
-        lengths=lengths,
+        nodes=path.nodes,
+        lengths=path.lengths,
         ids=tree.token_ids.unsqueeze(1).expand(-1, tree.length, -1),
         draft=b.unsqueeze(1) * children,
         target=probs.unsqueeze(1) * children,
-        chosen=nodes[:, 1:],
+        chosen=path.nodes[:, 1:],
     )
 
 
@@ -148,8 +149,8 @@ def select_greedy(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Dra
 
     The drawn child t keeps what the target wants of it, b = min(p, r), r the tail it was drawn
     from; the kept children share the rest in proportion to p. At a node of depth d, t is taken with
-    probability b(t) / r(t) by number (d, 0, 1) of ``uniforms`` ``[batch, length, paths, 2]``; else
-    (d, 0, 0) draws one of the others, in the order of first paths.
+    probability b(t) / r(t) by number (d, 0, 1) of ``uniforms`` ``[batch, length, drafts, 2]``; else
+    (d, 0, 0) draws one of the others, in the order of first draws.
     """
     popular = PopularTree.of(tree, target)
     kept = popular.most_likely(child_counts(tree) - 1)
@@ -166,33 +167,33 @@ def select_greedy(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Dra
     taken = drafted & ~is_kept & (_numbers_at(tree, uniforms[:, :, 0, 1]) < take)
     weights = popular.at_tokens(popular.target) * (is_kept & drafted)
     keys = _drawn_child_keys(tree, weights, _numbers_at(tree, uniforms[:, :, 0, 0]))
-    keys = torch.where(taken, tree.paths + 1, keys)
+    keys = torch.where(taken, tree.drafts + 1, keys)
 
-    nodes, lengths = path_at(tree, preferred_path(tree, keys))
-    steps = nodes[:, :-1]
+    path = preferred_path(tree, keys)
+    steps = path.nodes[:, :-1]
     return DraftedPath(
-        nodes=nodes,
-        lengths=lengths,
+        nodes=path.nodes,
+        lengths=path.lengths,
         ids=rows_at(popular.ids, steps),
         draft=rows_at(b, steps),
         target=rows_at(popular.target, steps),
-        chosen=popular.places.gather(1, nodes[:, 1:]),
+        chosen=popular.places.gather(1, path.nodes[:, 1:]),
     )
 
 
 def _drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one child of every node by inverse CDF, in the order of the first path through each.
+    """Draw one child of every node by inverse CDF, in the order of their first draws.
 
     ``weights`` of each node as a child, 0 at padding nodes, and ``uniforms``, one number for all
     siblings, are ``[batch, nodes]``. Return keys likewise: the largest among siblings, 1 ... K, is
     the child drawn; 0 is never drawn.
     """
-    first, others = first_paths(tree), siblings(tree)
+    first, others = first_draws(tree), siblings(tree)
     earlier = others & (first.unsqueeze(1) <= first.unsqueeze(2))
     cumulative = (earlier * weights.unsqueeze(1)).sum(dim=2)
     total = (others * cumulative.unsqueeze(1)).amax(dim=2)
     threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.where((cumulative > threshold) & (weights > 0), tree.paths - first, 0)
+    return torch.where((cumulative > threshold) & (weights > 0), tree.drafts - first, 0)
 
 
 def _numbers_at(tree: DraftTree, uniforms: Tensor) -> Tensor:

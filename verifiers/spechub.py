@@ -9,7 +9,7 @@ import torch
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, numbers_of_children
-from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_paths
+from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_draws
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Prefix,
@@ -68,7 +68,7 @@ class SpecHubVerifier(Verifier):
     default_sampling = DraftSampling.HUB
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """Judge trees of pairs; each child uses the number of the first path through it."""
+        """Judge trees of pairs; each child uses the number of its first draw."""
         popular = PopularTree.of(tree, target)
         children = child_counts(tree)
         hub = popular.most_likely(children.clamp(max=1))
@@ -85,14 +85,14 @@ class SpecHubVerifier(Verifier):
         )
 
         # A token drawn before the hub is judged by the pairs (x, a).
-        paths, is_hub = first_paths(tree), popular.places == 0
-        earliest = torch.full_like(paths, tree.paths).scatter_reduce(
-            1, tree.parents, torch.where(drafted_nodes(tree), paths, tree.paths), "amin"
+        first_draw, is_hub = first_draws(tree), popular.places == 0
+        earliest = torch.full_like(first_draw, tree.drafts).scatter_reduce(
+            1, tree.parents, torch.where(drafted_nodes(tree), first_draw, tree.drafts), "amin"
         )
-        leads = ~is_hub & (paths == earliest.gather(1, tree.parents))
+        leads = ~is_hub & (first_draw == earliest.gather(1, tree.parents))
         ratio = popular.at_tokens(popular.target) / popular.at_tokens(popular.draft)
         chances = torch.where(leads, ratio, popular.at_tokens(chances))
-        numbers = numbers_of_children(tree, paths, uniforms.acceptance)
+        numbers = numbers_of_children(tree, first_draw, uniforms.acceptance)
         passed = drafted_nodes(tree) & (numbers < chances)
         # The accepted child of each node, 0 if none; the hub yields to the other token.
         index = torch.arange(tree.nodes, device=passed.device)

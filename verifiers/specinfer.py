@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
-from eaglegbv.verifiers.paths import first_paths, places_of_tokens, rows_at
+from eaglegbv.verifiers.paths import first_draws, places_of_tokens, rows_at
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, normalised, residual_or_target
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 
@@ -27,8 +27,8 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
     r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     wor = tree.draft_sampling is DraftSampling.WOR
     drafts = {k: x for x, k in tree.children(prefix).items()} if wor else tree.drafts(prefix)
-    for path, x in drafts.items():
-        if accepts_draft(tree, prefix, path, min(1, r[x] / q[x]), chooser):
+    for number, x in drafts.items():
+        if accepts_draft(tree, prefix, number, min(1, r[x] / q[x]), chooser):
             return x
         r = normalised(residual_or_target(1, r, q))
         if wor:
@@ -51,13 +51,13 @@ class SpecInferVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with (``iid``) or without (``wor``) replacement."""
-        left, first = RemainingProbs.of(tree, target), first_paths(tree)
+        left, first = RemainingProbs.of(tree, target), first_draws(tree)
         wor = tree.draft_sampling is DraftSampling.WOR
         chosen = torch.zeros_like(tree.parents)
         drafts = drafts_in_order(tree, uniforms.acceptance)
         for k, (parents, children, real, numbers) in enumerate(drafts):
             tried = real & (chosen.gather(1, parents) == 0)
-            if wor:  # paths share their children: each is one draft, that of its first path
+            if wor:  # columns share their children: each is one draft, that of its first draw
                 tried &= first.gather(1, children) == k
             passed = tried & (numbers < left.ratios(parents, children))
             chosen = chosen.scatter_add(1, parents, children * passed)

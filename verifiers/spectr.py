@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
-from eaglegbv.verifiers.paths import draft_counts, places_of_tokens
+from eaglegbv.verifiers.paths import places_of_tokens
 from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs, positive
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Rejected, accepts_draft, walk_down
 
@@ -26,8 +26,8 @@ def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | 
     p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
     drafts = tree.drafts(prefix)
     rho = scale(p, q, len(drafts))
-    for path, x in drafts.items():
-        if accepts_draft(tree, prefix, path, min(1, p[x] / (rho * q[x])), chooser):
+    for number, x in drafts.items():
+        if accepts_draft(tree, prefix, number, min(1, p[x] / (rho * q[x])), chooser):
             return x
     overlap = _overlap(p, q, rho)
     tries = _tries(sum(overlap), len(drafts))
@@ -75,7 +75,7 @@ class SpecTrVerifier(Verifier):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of independent paths."""
         probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
-        rho, served = k_seq(probs, tree.draft_probs, draft_counts(tree))
+        rho, served = k_seq(probs, tree.draft_probs, tree.draft_counts())
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         at = tree.parents * tree.width + places
         p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)

@@ -170,9 +170,9 @@ def entering_draw(
     """Return the draw of layer number k on entering a child of a tree node of ``depth``.
 
     Its numbers follow those of the path selection: ``SELECTION`` with index
-    2 * paths * length + depth * layers + k, where ``layers`` counts the layers at the root.
+    2 * drafts * length + depth * layers + k, where ``layers`` counts the layers at the root.
     """
-    start = 2 * len(tree.paths) * tree.length + depth * layers
+    start = 2 * tree.most_draws * tree.length + depth * layers
     return lambda k, probs: chooser.choose(probs, Purpose.SELECTION, start + k)
 
 
@@ -246,7 +246,7 @@ class StatefulUniforms:
         steps: Sequence[int],
         layers: Sequence[int],
         *,
-        paths: int,
+        drafts: int,
         length: int,
         device: torch.device | str = "cpu",
     ) -> Self:
@@ -255,11 +255,11 @@ class StatefulUniforms:
         They continue the selection and correction numbers of the plain draw, so they do not depend
         on how many layers other requests have; ``layers`` counts those of each request.
         """
-        plain = VerifyUniforms.draw(rngs, steps, paths=paths, length=length, device=device)
+        plain = VerifyUniforms.draw(rngs, steps, drafts=drafts, length=length, device=device)
         most = max(layers, default=0)
         entering = np.zeros((len(rngs), length, most))
         leaving = np.zeros((len(rngs), most + 1))
-        start = 2 * paths * length
+        start = 2 * drafts * length
         for b, (rng, step, count) in enumerate(zip(rngs, steps, layers, strict=True)):
             numbers = rng.draw(step, Purpose.SELECTION, start + length * count)[start:]
             entering[b, :, :count] = numbers.reshape(length, count)

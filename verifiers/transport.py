@@ -159,20 +159,20 @@ def _selected_probs(p: Sequence[Number], v: Sequence[Number], D: Sequence[Number
 
 
 def select_draft(
-    node: ExactTransport, drafts: Mapping[int, int], depth: int, paths: int, chooser: Chooser
+    node: ExactTransport, drafts: Mapping[int, int], depth: int, most: int, chooser: Chooser
 ) -> int:
     """Return the token selected among the drafts of one node; its distribution is ``node.probs``.
 
-    ``drafts`` are path number -> token, in the order drawn; the node's ``depth`` and the number of
-    ``paths`` say which uniforms decide.
+    ``drafts`` are number of the draw -> token, in the order drawn; the node's ``depth`` and the
+    ``most`` draws of a level say which uniforms decide.
     """
 
-    def label(path: int) -> int:
-        rank = node.order.index(drafts[path])
+    def label(number: int) -> int:
+        rank = node.order.index(drafts[number])
         partners = node.partners[rank]
         if not partners:
             return rank
-        find, take = (selection_index(paths, depth, path, which) for which in (0, 1))
+        find, take = (selection_index(most, depth, number, which) for which in (0, 1))
         chosen = chooser.choose(tuple(partners.values()), Purpose.SELECTION, find)
         partner = tuple(partners)[chosen]
         relabel = node.relabel_probability(rank, partner)

@@ -15,10 +15,10 @@ from eaglegbv.verifiers.paths import (
     Residual,
     correction_token,
     drafted_nodes,
-    first_paths,
+    first_draws,
     lexicographic_margins,
+    paths_of,
     rooted,
-    steps_of,
 )
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
@@ -132,14 +132,14 @@ class _Leaf:
 
 
 def _leaves(tree: DraftTree) -> Iterator[_Leaf]:
-    """Yield the paths in depth-first order, children in the order of their first path."""
-    real = steps_of(tree)
-    first = first_paths(tree).gather(1, tree.path_nodes.flatten(1)).view_as(tree.path_nodes)
-    margins = lexicographic_margins(torch.where(real, first, -1))
+    """Yield the paths in depth-first order, children in the order of their first draws."""
+    paths = paths_of(tree)
+    first = first_draws(tree).gather(1, paths.flatten(1)).view(paths.shape)
+    margins = lexicographic_margins(torch.where(paths > 0, first, -1))
     # Stable: equal paths stay in the order drawn.
     order = (margins > 0).sum(dim=2).argsort(dim=1, stable=True)
-    at = order.unsqueeze(2).expand_as(tree.path_nodes)
-    nodes, real = tree.path_nodes.gather(1, at), real.gather(1, at)
+    nodes = paths.gather(1, order.unsqueeze(2).expand(paths.shape))
+    real = nodes > 0
     changes = nodes[:, 1:] != nodes[:, :-1]
     ends = torch.ones_like(real[:, :1])
     entered = real & torch.cat((ends, changes), dim=1)
@@ -163,7 +163,7 @@ class _Visit:
         root = torch.zeros_like(tree.num_nodes)
         left = RemainingProbs.of(tree, target)
         weights, none = torch.ones_like(left.beside), root.bool().unsqueeze(1)
-        return cls(left, weights, none, root, tree.path_nodes[:, 0])
+        return cls(left, weights, none, root, tree.draws[:, :, 0])
 
     def enter(self, leaf: _Leaf) -> None:
         """Set the weights of a path's new nodes, from the top down."""
@@ -174,7 +174,7 @@ class _Visit:
             fresh = (weight * ratios[:, depth]).clamp(max=1.0)
             weight = torch.where(leaf.entered[:, depth], fresh, known[:, depth])
             column.append(weight)
-        # Add, because a path repeats a node past its end. Nodes not entered yet have weight 1.
+        # Add, because all levels past a path's end are the root. Nodes not entered have weight 1.
         change = torch.where(leaf.entered, torch.stack(column, dim=1) - known, 0.0)
         self.weights = self.weights.scatter_add(1, leaf.nodes, change)
 

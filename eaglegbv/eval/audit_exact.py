@@ -22,7 +22,7 @@ from eaglegbv.verifiers.proof.enumeration import (
     Problem,
     Shape,
     deviation,
-    drafted_paths,
+    drafted_trees,
     states_by_step,
 )
 from eaglegbv.verifiers.proof.lp import lp_acceptance_length
@@ -312,7 +312,7 @@ def _enumerate(
         worst = max(worst, error)
         efficiency += float(sum(m * len(state.context) for state, m in first.items()))
         if _lp_entries(steps[0].draft_sampling, sizes.shape) <= MOST_LP_ENTRIES:
-            optima.append(1 + lp_acceptance_length(p, sizes.vocab, drafted_paths(steps[0])))
+            optima.append(1 + lp_acceptance_length(p, sizes.vocab, drafted_trees(steps[0])))
         on_instance(error)
     return partial(
         AuditResult,

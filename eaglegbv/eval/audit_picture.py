@@ -130,10 +130,9 @@ def draw_batch(
 
     tree = draw_trees(size, paths, settings.depth, probs_after, generator)
     # A node has the distributions of the first path through it.
-    own = 1 + torch.arange(count).view(-1, paths).T.flatten().expand(size, -1)
-    nodes = tree.path_nodes.flatten(1)
+    own = 1 + torch.arange(count).expand(size, -1)
     places = torch.zeros_like(tree.token_ids)
-    places = places.scatter_reduce(1, nodes, own, "amin", include_self=False)
+    places = places.scatter_reduce(1, tree.draws.flatten(1), own, "amin", include_self=False)
     rows = torch.arange(size).unsqueeze(1) * shape[1] + places
     return Offer(tree, TargetProbs.of_logits(p.flatten(0, 1).log(), rows))
 

@@ -19,7 +19,8 @@ from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
-from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, target_joint
+from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees, target_joint
+from eaglegbv.verifiers.proof.tree import ReferenceTree
 from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms, StatefulVerifier
 
 
@@ -55,8 +56,8 @@ def random_uniforms(tree: DraftTree, generator: torch.Generator) -> VerifyUnifor
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     return VerifyUniforms(
-        selection=numbers(tree.batch, tree.length, tree.paths, 2),
-        acceptance=numbers(tree.batch, max(1, tree.paths * tree.length)),
+        selection=numbers(tree.batch, tree.length, tree.drafts, 2),
+        acceptance=numbers(tree.batch, max(1, tree.drafts * tree.length)),
         correction=numbers(tree.batch),
     )
 
@@ -258,28 +259,27 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
 
     The rows of the target distributions belong to prefixes, and all trees share them.
     """
-    drafted = drafted_paths(problem)
+    drafted = drafted_trees(problem)
     vocab, length = problem.shape.vocab, problem.shape.length
     prefixes = [c for d in range(length + 1) for c in product(range(vocab), repeat=d)]
     row_of = {prefix: row for row, prefix in enumerate(prefixes)}
-    # The nodes of a tree are numbered by depth, then by first path.
-    numbers = [
-        {c: n for n, c in enumerate(dict.fromkeys(p[:d] for d in range(length + 1) for p in paths))}
-        for paths in drafted
+    trees = [
+        ReferenceTree(problem.draft_sampling, draws, problem.target_probs, problem.draft_probs)
+        for draws in drafted
     ]
-    size, nodes = len(drafted), max(map(len, numbers))
+    numbers = [{(): 0} | tree.nodes() for tree in trees]
+    size, nodes = len(trees), max(map(len, numbers))
     token_ids = np.zeros((size, nodes), dtype=np.int64)
     parents, depth, rows = token_ids.copy(), token_ids.copy(), token_ids.copy()
-    path_nodes = np.zeros((size, max(map(len, drafted)), length), dtype=np.int64)
-    path_lengths = np.zeros(path_nodes.shape[:2], dtype=np.int64)
-    for b, (paths, number) in enumerate(zip(drafted, numbers, strict=True)):
+    most = max(tree.most_draws for tree in trees)
+    children = np.zeros((size, length, most), dtype=np.int64)
+    for b, (tree, number) in enumerate(zip(trees, numbers, strict=True)):
         for prefix, node in number.items():
             rows[b, node], depth[b, node] = row_of[prefix], len(prefix)
             if prefix:
                 token_ids[b, node], parents[b, node] = prefix[-1], number[prefix[:-1]]
-        for k, path in enumerate(paths):
-            path_nodes[b, k] = [number[path[:d]] for d in range(1, length + 1)]
-            path_lengths[b, k] = length
+        for d, level in enumerate(tree.draws):
+            children[b, d, : len(level)] = [0 if c is None else number[c] for c in level]
     draft = torch.tensor([problem.draft_probs(c) for c in prefixes], dtype=torch.float64)
     shared = torch.from_numpy(rows)
     batch = DraftTree(
@@ -288,10 +288,10 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
         parents=torch.from_numpy(parents),
         depth=torch.from_numpy(depth),
         num_nodes=torch.tensor([len(number) for number in numbers]),
-        path_nodes=torch.from_numpy(path_nodes),
-        path_lengths=torch.from_numpy(path_lengths),
+        draws=torch.from_numpy(children),
         draft_ids=torch.arange(vocab).expand(size, nodes, vocab),
         draft_probs=draft[shared],
+        columns=problem.shape.in_columns(problem.draft_sampling),
     )
     probs = torch.tensor([problem.target_probs(c) for c in prefixes], dtype=torch.float64)
     target = TargetProbs(probs.log(), probs.new_zeros(len(prefixes)), shared)

@@ -119,16 +119,16 @@ class Offer:
             SamplingMismatch: The paths are not independent, so that does not hold.
         """
         tree = self.tree
-        if (paths, length) == (tree.paths, tree.length):
+        if (paths, length) == (tree.drafts, tree.length):
             return self
-        if tree.draft_sampling is not DraftSampling.IID:
+        if tree.draft_sampling is not DraftSampling.IID or not tree.columns:
             raise SamplingMismatch(
-                "draft_sampling", str(tree.draft_sampling), "iid, to take a part of a tree"
+                "draft_sampling", str(tree.draft_sampling), "iid paths, to take a part of a tree"
             )
-        path_nodes = tree.path_nodes[:, :paths, :length]
+        draws = tree.draws[:, :length, :paths]
         used = torch.zeros_like(tree.token_ids, dtype=torch.bool)
         used[:, 0] = True
-        used.scatter_(1, path_nodes.flatten(1), value=True)
+        used.scatter_(1, draws.flatten(1), value=True)
         count = used.sum(dim=1)
         number = used.cumsum(dim=1) - 1
         order = (~used).int().argsort(dim=1, stable=True)[:, : int(count.max())]
@@ -144,10 +144,10 @@ class Offer:
             parents=number.gather(1, tree.parents.gather(1, places)),
             depth=depth,
             num_nodes=count,
-            path_nodes=number.gather(1, path_nodes.flatten(1)).view_as(path_nodes),
-            path_lengths=tree.path_lengths[:, :paths].clamp(max=length),
+            draws=number.gather(1, draws.flatten(1)).view(draws.shape),
             draft_ids=tree.draft_ids.gather(1, wide).where(inner, 0),
             draft_probs=tree.draft_probs.gather(1, wide).where(inner, 0),
+            columns=True,
         )
         target = TargetProbs(
             self.target.logits, self.target.log_normaliser, self.target.rows.gather(1, places)
@@ -290,7 +290,7 @@ def same_drafts(
 
 
 def latin_hypercube(
-    seeds: Sequence[tuple[int, ...]], count: int, *, paths: int, length: int
+    seeds: Sequence[tuple[int, ...]], count: int, *, drafts: int, length: int
 ) -> list[VerifyUniforms]:
     """Return the uniform numbers of ``count`` judgements of each request, as a Latin hypercube.
 
@@ -299,7 +299,7 @@ def latin_hypercube(
     every single judgement are independent and uniform as always, and the mean over the judgements
     has less noise. Every request has a seed.
     """
-    parts = [2 * paths * length, paths * length, 1]
+    parts = [2 * drafts * length, drafts * length, 1]
     order = np.tile(np.arange(count), (sum(parts), 1))
     drawn = [
         rng.permuted(order, axis=1).T + rng.random((count, sum(parts)))
@@ -307,7 +307,7 @@ def latin_hypercube(
     ]
     numbers = torch.from_numpy((np.stack(drawn, axis=1) / count).clip(max=_BELOW_ONE))
     each = (own.split_with_sizes(parts, dim=1) for own in numbers)
-    return [VerifyUniforms(s.view(-1, length, paths, 2), a, c.squeeze(1)) for s, a, c in each]
+    return [VerifyUniforms(s.view(-1, length, drafts, 2), a, c.squeeze(1)) for s, a, c in each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +440,7 @@ class _Bench:
         """Return each verifier's tokens a step ``[requests]``, a mean over judgements."""
         count, tree = self._sampling.judgements, offer.tree
         seeds = [(request.rng.seed, request.step) for request in requests]
-        uniforms = latin_hypercube(seeds, count, paths=tree.paths, length=tree.length)
+        uniforms = latin_hypercube(seeds, count, drafts=tree.drafts, length=tree.length)
         found = {}
         for number, verifier in verifiers.items():
             verdicts = [verifier.verify(tree, offer.target, own) for own in uniforms]

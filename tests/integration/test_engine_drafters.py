@@ -84,19 +84,16 @@ def test_the_joint_distribution_is_the_targets(name):
 
 
 class Cutting(TabularDrafter):
-    """Takes back a path's last token if it was unlikely: what a rule must not look at."""
+    """Takes back a draw that was unlikely: what a rule must not look at."""
 
     def draft(self, *args: object) -> DraftTree:
         tree = super().draft(*args)
-        lengths = tree.path_lengths.clone()
-        for b, paths in enumerate(tree.path_nodes.tolist()):
-            for k, nodes in enumerate(paths):
-                last = nodes[lengths[b, k] - 1]
-                parent, token = tree.parents[b, last], tree.token_ids[b, last]
-                own = tree.draft_ids[b, parent] == token
-                if tree.draft_probs[b, parent, own].sum() < 0.3:
-                    lengths[b, k] -= 1
-        return dataclasses.replace(tree, path_lengths=lengths)
+        draws = tree.draws.clone()
+        for b, [[node]] in enumerate(tree.draws.tolist()):
+            kept = tree.draft_ids[b, 0] == tree.token_ids[b, node]
+            if tree.draft_probs[b, 0, kept].sum() < 0.3:
+                draws[b] = 0
+        return dataclasses.replace(tree, draws=draws)
 
 
 def test_paths_cut_before_an_unlikely_token_would_be_noticed():

@@ -255,7 +255,7 @@ def test_in_half_precision_what_is_replayed_was_drawn_from_to_the_last_bit(monke
         tree, requests, plan = draft(self, call), call.requests, call.plan
         places: list[DraftSnapshot] = [self.snapshot(request) for request in requests]
         free = half.target.allocator.allocate(len(requests) * plan.depth).split(len(requests))
-        for nodes, slots in zip(tree.path_nodes[:, 0, : plan.depth - 1].T, free, strict=False):
+        for nodes, slots in zip(tree.draws[:, : plan.depth - 1, 0].T, free, strict=False):
             tokens = tree.token_ids.gather(1, nodes[:, None])[:, 0]
             places = self.advance(requests, places, tokens, slots)
             replayed = self.probs_at(places)

@@ -59,7 +59,7 @@ def test_tree_is_the_trie_of_the_paths_in_sglangs_numbers(tokens):
         assert tree.draft_probs[b, 0].tolist() == [0.25] * WIDTH
         paths = tokens[b].T.tolist()
         assert count == len({tuple(path[:d]) for path in paths for d in range(len(path) + 1)})
-        for path, at in zip(paths, tree.path_nodes[b], strict=True):
+        for path, at in zip(paths, tree.draws[b].T, strict=True):
             assert tree.token_ids[b, at].tolist() == path
             for depth, node in enumerate(at[:-1], start=1):
                 first = next(k for k, other in enumerate(paths) if other[:depth] == path[:depth])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -9,7 +10,6 @@ import torch
 from eaglegbv.drafters.tree_growth import given_trees
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
-from eaglegbv.verifiers.paths import draft_counts
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, UniformChooser
 from eaglegbv.verifiers.proof.enumeration import draft
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, from_draft_tree
@@ -50,7 +50,7 @@ def random_batch(
 ) -> Batch:
     """Random trees as one batch; one of independent paths has room for all that were asked for."""
     trees = random_trees(draft_sampling, rng, count, shape)
-    room = {"paths": shape.paths, "length": shape.length}
+    room = {"drafts": shape.paths, "length": shape.length}
     return build_batch(
         trees, shape.vocab, rng, **(room if draft_sampling is DraftSampling.IID else {})
     )
@@ -61,25 +61,24 @@ def build_batch(
     vocab: int,
     rng: np.random.Generator,
     *,
-    paths: int | None = None,
+    drafts: int | None = None,
     length: int | None = None,
 ) -> Batch:
     """Pad trees of one draft sampling into one batch, with uniforms drawn from ``rng``.
 
     Supports are listed in random order and padded with token 0. Rows of the target are packed;
-    requests with fewer paths than the batch repeat nothing: their surplus paths are empty.
+    levels with fewer draws than the batch has room for are padded.
     """
     numbers = [{(): 0} | tree.nodes() for tree in trees]
-    paths = paths or max(len(tree.paths) for tree in trees)
-    length = length or max(len(path) for tree in trees for path in tree.paths)
+    drafts = drafts or max(tree.most_draws for tree in trees)
+    length = length or max(len(tree.draws) for tree in trees)
     nodes = [
         ([0, *(p[-1] for p in own if p)], [0, *(own[p[:-1]] for p in own if p)]) for own in numbers
     ]
-    plain = given_trees(nodes, paths=paths, length=length)
+    plain = given_trees(nodes, drafts=max(map(len, numbers)), length=length)
     size = len(trees)
     rows = torch.zeros_like(plain.parents)
-    path_nodes = torch.zeros((size, paths, length), dtype=torch.int64)
-    path_lengths = torch.zeros((size, paths), dtype=torch.int64)
+    draws = torch.zeros((size, length, drafts), dtype=torch.int64)
     draft_ids = np.zeros((size, plain.nodes, vocab + 1), np.int64)
     draft_probs = np.zeros((size, plain.nodes, vocab + 1))
     packed: list[Probs] = []
@@ -95,16 +94,15 @@ def build_batch(
             support = rng.permutation([x for x in range(vocab) if q[x] > 0])
             draft_ids[b, node, : len(support)] = support
             draft_probs[b, node, : len(support)] = [q[x] for x in support]
-        for k, path in enumerate(tree.paths):
-            chain = [own[path[: min(depth, len(path))]] for depth in range(1, length + 1)]
-            path_nodes[b, k] = torch.tensor(chain)
-            path_lengths[b, k] = len(path)
+        for depth, level in enumerate(tree.draws):
+            for k, child in enumerate(level):
+                draws[b, depth, k] = 0 if child is None else own[child]
     as_tensor = torch.from_numpy
     batch = replace(
         plain,
         draft_sampling=trees[0].draft_sampling,
-        path_nodes=path_nodes,
-        path_lengths=path_lengths,
+        draws=draws,
+        columns=all(map(in_columns, trees)),
         draft_ids=as_tensor(draft_ids),
         draft_probs=as_tensor(draft_probs),
     )
@@ -112,11 +110,20 @@ def build_batch(
     probs = torch.tensor(packed, dtype=torch.float64)
     target = TargetProbs(probs.log(), probs.new_zeros(len(packed)), rows)
     uniforms = VerifyUniforms(
-        selection=as_tensor(rng.random((size, length, paths, 2))),
-        acceptance=as_tensor(rng.random((size, max(1, paths * length)))),
+        selection=as_tensor(rng.random((size, length, drafts, 2))),
+        acceptance=as_tensor(rng.random((size, max(1, drafts * length)))),
         correction=as_tensor(rng.random(size)),
     )
     return Batch(batch, target, uniforms)
+
+
+def in_columns(tree: ReferenceTree) -> bool:
+    """Whether draw k of every level was drawn below draw k of the level before."""
+    return all(
+        child is None or (k < len(above) and above[k] == child[:-1])
+        for above, level in pairwise(tree.draws)
+        for k, child in enumerate(level)
+    )
 
 
 def assert_sound(tree: DraftTree, target: TargetProbs) -> None:
@@ -128,8 +135,8 @@ def assert_sound(tree: DraftTree, target: TargetProbs) -> None:
 
 
 def forks(tree: DraftTree) -> list[int]:
-    """Return how many nodes of each tree several paths leave."""
-    counts: list[int] = (draft_counts(tree) > 1).sum(dim=1).tolist()
+    """Return how many nodes of each tree have several drafts."""
+    counts: list[int] = (tree.draft_counts() > 1).sum(dim=1).tolist()
     return counts
 
 

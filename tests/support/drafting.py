@@ -24,6 +24,7 @@ from eaglegbv.output_layer import OutputLayer
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.verifiers.paths import paths_of
 from support.requests import make_request
 from support.tiny_models import random_llama as tiny_llama
 from support.tiny_models import spread
@@ -101,10 +102,11 @@ def advance(
     session: TokenSession, request: Request, tree: DraftTree, b: int, accepted: int, vocab: int
 ) -> None:
     """Commit the first ``accepted`` nodes of a path that reaches so deep, and a token more."""
-    lengths = tree.path_lengths[b].tolist()
+    paths = paths_of(tree)[b].tolist()
+    lengths = [sum(node > 0 for node in nodes) for nodes in paths]
     accepted = min(accepted, max(lengths))
     path = next(k for k, length in enumerate(lengths) if length >= accepted)
-    nodes = tree.path_nodes[b, path, :accepted].tolist()
+    nodes = paths[path][:accepted]
     correction = (7 * request.step + 3) % vocab
     session.commit(request, [*tree.token_ids[b, nodes].tolist(), correction], nodes)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 import torch
@@ -13,15 +13,16 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.tree_growth import DraftProbs, DrawPaths, TreeGrowth, draw_paths
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.verifiers.paths import paths_of as paths_in
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, inverse_cdf
 from eaglegbv.verifiers.proof.tree import draw_greedy, draw_hub, draw_wor
 
 
 def check_tree(tree: DraftTree) -> None:
-    """Assert that parents precede children, siblings differ, and paths are chains of real nodes."""
+    """Assert that parents precede children, siblings differ, and draws lead to real nodes."""
     for b in range(tree.batch):
         _check_nodes(tree, b)
-        _check_paths(tree, b)
+        _check_draws(tree, b)
 
 
 def _check_nodes(tree: DraftTree, b: int) -> None:
@@ -38,18 +39,16 @@ def _check_nodes(tree: DraftTree, b: int) -> None:
     assert len(set(children)) == len(children), f"siblings of tree {b} share a token"
 
 
-def _check_paths(tree: DraftTree, b: int) -> None:
+def _check_draws(tree: DraftTree, b: int) -> None:
     parents, count = tree.parents[b].tolist(), int(tree.num_nodes[b])
-    for nodes, length in zip(
-        tree.path_nodes[b].tolist(), tree.path_lengths[b].tolist(), strict=True
-    ):
-        assert 0 <= length <= tree.length, b
-        assert all(0 <= node < count for node in nodes), (b, nodes)
-        chain = nodes[:length]
-        assert all(chain), (b, nodes)
-        assert [parents[node] for node in chain] == [0, *chain][:length], (b, nodes)
-        # Past its end a path repeats its last node.
-        assert set(nodes[length:]) <= {chain[-1] if chain else 0}, (b, nodes)
+    levels = tree.draws[b].tolist()
+    for depth, level in enumerate(levels, start=1):
+        assert all(tree.depth[b, node] == depth for node in level if node), (b, level)
+    assert {node for level in levels for node in level} | {0} == set(range(count)), b
+    if tree.columns:
+        for above, level in pairwise([[0] * tree.drafts, *levels]):
+            for node, over in zip(level, above, strict=True):
+                assert not node or parents[node] == over, (b, level)
 
 
 Candidates = tuple[Sequence[int], Sequence[float]]
@@ -140,7 +139,7 @@ def plain(
     if fixed and not plan.shape:
         kept = {(), *sorted(nodes[1:], key=lambda n: _rank(scores[n]))[: plan.fixed_nodes]}
         nodes = [node for node in nodes if node in kept]
-    if fixed:
+    if fixed or draft_sampling is DraftSampling.HUB:
         paths = [n for n in nodes[1:] if not any(other[:-1] == n for other in nodes[1:])]
     return Plain(nodes, [path for path in paths if path], inner)
 
@@ -211,11 +210,8 @@ def prefixes(tree: DraftTree, b: int) -> list[Prefix]:
 
 def paths_of(tree: DraftTree, b: int) -> list[Prefix]:
     """The tokens of the paths of one tree, in order; there is none where a path is padding."""
-    return [
-        tuple(tree.token_ids[b, nodes[:length]].tolist())
-        for nodes, length in zip(tree.path_nodes[b], tree.path_lengths[b].tolist(), strict=True)
-        if length
-    ]
+    every = paths_in(tree)[b]
+    return [tuple(tree.token_ids[b, nodes[nodes > 0]].tolist()) for nodes in every if nodes.any()]
 
 
 def assert_grown(
@@ -232,7 +228,7 @@ def assert_grown(
         expected, number = plain(plan, draft_sampling, at, numbers), int(tree.num_nodes[b])
         assert prefixes(tree, b) == expected.nodes
         assert paths_of(tree, b) == expected.paths
-        real = (tree.path_lengths[b] > 0).tolist()
+        real = (tree.draws[b, 0] > 0).tolist()
         assert real == sorted(real, reverse=True)  # padding comes last
         for name in ("token_ids", "parents", "depth"):
             assert not getattr(tree, name)[b, number:].any()

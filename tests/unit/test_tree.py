@@ -8,7 +8,7 @@ from support.batched_trees import build_batch, target_of
 from support.grown_trees import prefixes
 
 from eaglegbv.tree import DraftSampling, TargetProbs
-from eaglegbv.verifiers.proof.tree import ReferenceTree
+from eaglegbv.verifiers.proof.tree import ReferenceTree, draws_of_paths
 
 # --- draft trees against their definition, on random tries
 PATHS = st.lists(
@@ -23,21 +23,24 @@ def tree_of(batch):
     def flat(prefix):
         return (1 / 3,) * 3
 
-    trees = [ReferenceTree(DraftSampling.IID, tuple(paths), flat, flat) for paths in batch]
+    trees = [ReferenceTree(DraftSampling.IID, draws_of_paths(paths), flat, flat) for paths in batch]
     built = build_batch(trees, 3, np.random.default_rng(0)).tree
     return built, [prefixes(built, b) for b in range(len(batch))]
 
 
 @given(batch=BATCHES)
-def test_multiplicity_counts_the_paths_through_each_node(batch):
+def test_draws_are_counted_where_they_lead_and_where_they_are_made(batch):
     tree, tries = tree_of(batch)
     multiplicity = tree.multiplicity()
     assert multiplicity.dtype == torch.int64
     for b, (paths, own) in enumerate(zip(batch, tries, strict=True)):
         through = Counter(path[:d] for path in paths for d in range(1, len(path) + 1))
-        expected = [tree.paths, *(through[prefix] for prefix in own[1:])]
+        expected = [len(paths), *(through[prefix] for prefix in own[1:])]
         padding = [0] * (tree.nodes - len(own))
         assert multiplicity[b].tolist() == expected + padding
+        ended = Counter(paths)
+        expected = [count - ended[prefix] for count, prefix in zip(expected, own, strict=True)]
+        assert tree.draft_counts()[b].tolist() == expected + padding
 
 
 @given(batch=BATCHES)

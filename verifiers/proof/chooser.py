@@ -6,18 +6,18 @@ decision on given uniforms, and the exact distribution of the output. The pair (
 names the uniform number that decides, so that a batched implementation with the same
 :class:`~eaglegbv.verifiers.base.VerifyUniforms` decides identically:
 
-* ``SELECTION``, index ``((depth * paths) + path) * 2 + which``: the flattening of ``selection``
-  ``[length, paths, 2]``; ``depth`` is the node's (0 at the root). At a node of iid drafts the copy
-  on path number ``path`` finds the partner of its token with ``which = 0`` and decides about
-  relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0), children
-  in the order of the first path through each; at ``greedy`` nodes (depth, 0, 1) decides whether the
+* ``SELECTION``, index ``((depth * drafts) + number) * 2 + which``: the flattening of ``selection``
+  ``[length, drafts, 2]``; ``depth`` is the node's (0 at the root). At a node of iid drafts the draw
+  of that ``number`` in its level finds the partner of its token with ``which = 0`` and decides
+  about relabelling with ``which = 1``. At ``fixed`` nodes a child is drawn with (depth, 0, 0),
+  children in the order of their first draws; at ``greedy`` nodes (depth, 0, 1) decides whether the
   drawn child is taken and (depth, 0, 0) which of the others. ``global_resolution`` draws from a
-  solver's plan with (depth, 0, 0), children in the order of their first paths.
+  solver's plan with (depth, 0, 0), children in the order of their first draws.
 * ``ACCEPTANCE``: rules of the block type test the node at depth i (1 at the root's children) with
   index i - 1, and so does ``token``; rules that walk down draft by draft use
-  ``depth * paths + path``, ``path`` the number of the path that carries the draft copy, or of the
-  first path through the child where copies do not count (``greedy_draft`` also draws its residual
-  sample with the number of the first child that was not drawn);
+  ``depth * drafts + number``, the number of the draw, or of the first draw of the child where equal
+  ones do not count (``greedy_draft`` also draws its residual sample with the number of the first
+  child that was not drawn);
   ``traversal`` uses node number - 1; ``target_only`` samples p at an inner node with index
   ``depth``.
 * ``CORRECTION``, index 0: the last token of the step.
@@ -127,9 +127,9 @@ def accepts(chooser: Chooser, h: Number, purpose: Purpose, index: int) -> bool:
     return chooser.choose((h, 1 - h), purpose, index) == 0
 
 
-def selection_index(paths: int, depth: int, path: int, which: int) -> int:
+def selection_index(drafts: int, depth: int, number: int, which: int) -> int:
     """Return the index of a ``SELECTION`` number (see the module's docstring)."""
-    return (depth * paths + path) * 2 + which
+    return (depth * drafts + number) * 2 + which
 
 
 def inverse_cdf(weights: Sequence[Number], u: float) -> int:

@@ -18,9 +18,11 @@ from eaglegbv.verifiers.proof.chooser import (
     exact_probs,
     magnitude,
     most_likely,
+    support,
 )
 from eaglegbv.verifiers.proof.tree import (
     DrawChildren,
+    Draws,
     ReferenceTree,
     Stop,
     Verify,
@@ -41,6 +43,19 @@ class Shape:
     vocab: int  # Tokens
     length: int  # depth of a path
     paths: int  # paths of an ``iid`` tree; children of every node for the other samplings
+    # drafts of a node of each depth, times the drafts equal to it, instead of ``paths``
+    widths: tuple[int, ...] = ()
+
+    def widths_of(self, draft_sampling: DraftSampling) -> tuple[int, ...]:
+        """Return the drafts of a node of each depth, times the drafts equal to it."""
+        if self.widths:
+            return self.widths
+        below = 1 if draft_sampling is DraftSampling.IID else self.paths
+        return (self.paths, *(below,) * (self.length - 1))[: self.length]
+
+    def in_columns(self, draft_sampling: DraftSampling) -> bool:
+        """Return whether its trees are K paths that fork at the root alone."""
+        return all(width == 1 for width in self.widths_of(draft_sampling)[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +81,44 @@ _DRAWS: Mapping[DraftSampling, DrawChildren] = MappingProxyType(
 
 def draft(
     draft_sampling: DraftSampling, q: ProbsAt, shape: Shape, chooser: Chooser, stop: Stop = never
-) -> tuple[Prefix, ...]:
-    """Draw the paths of one tree."""
+) -> Draws:
+    """Draw one tree."""
+    widths = shape.widths_of(draft_sampling)
     if draft_sampling is DraftSampling.IID:
-        return draft_iid(q, shape.paths, shape.length, chooser, stop)
-    draw = _DRAWS[draft_sampling]
-    return draft_tree(draw, q, (shape.paths,) * shape.length, chooser, stop)
+        return draft_iid(q, widths, chooser, stop)
+    return draft_tree(_DRAWS[draft_sampling], q, widths, chooser, stop)
 
 
-def paths_probs(
+def trees_probs(
     draft_sampling: DraftSampling, q: ProbsAt, shape: Shape, stop: Stop = never
-) -> dict[tuple[Prefix, ...], Number]:
+) -> dict[Draws, Number]:
     """Return the exact distribution of :func:`draft`."""
     if draft_sampling is not DraftSampling.IID:
         return exact_probs(lambda chooser: draft(draft_sampling, q, shape, chooser, stop))
-    one = exact_probs(lambda chooser: draft_iid(q, 1, shape.length, chooser, stop)[0])
-    return {
-        paths: math.prod(one[path] for path in paths)
-        for paths in itertools.product(one, repeat=shape.paths)
-    }
+    trees: dict[Draws, Number] = {(): 1}
+    for width in shape.widths_of(draft_sampling):
+        longer: dict[Draws, Number] = {}
+        for draws, mass in trees.items():
+            above = draws[-1] if draws else ((),)
+            each = [options for prefix in above for options in [_options(q, prefix, stop)] * width]
+            for chosen in itertools.product(*each):
+                level = tuple(child for child, _ in chosen)
+                longer[(*draws, level)] = mass * math.prod(share for _, share in chosen)
+        trees = longer
+    return trees
 
 
-def drafted_paths(problem: Problem) -> dict[tuple[Prefix, ...], Number]:
-    """Return the exact distribution of the paths drawn at the start."""
-    return paths_probs(problem.draft_sampling, problem.draft_probs, problem.shape, problem.stop)
+def _options(q: ProbsAt, prefix: Prefix | None, stop: Stop) -> list[tuple[Prefix | None, Number]]:
+    """Return what a draw below ``prefix`` may lead to, and how likely."""
+    if prefix is None or stop(prefix):
+        return [(None, 1)]
+    probs = q(prefix)
+    return [((*prefix, x), probs[x]) for x in support(probs)]
+
+
+def drafted_trees(problem: Problem) -> dict[Draws, Number]:
+    """Return the exact distribution of the trees drawn at the start."""
+    return trees_probs(problem.draft_sampling, problem.draft_probs, problem.shape, problem.stop)
 
 
 def stateless(verify: Verify) -> VerifyWithState:
@@ -128,8 +157,8 @@ def _step_probs(
     p, q = (After(own, state.context) for own in (problem.target_probs, problem.draft_probs))
     stop = After(problem.stop, state.context)
     sampling, shape = problem.draft_sampling, problem.shape
-    for paths, mass in paths_probs(sampling, q, shape, stop).items():
-        tree = ReferenceTree(sampling, paths, p, q, reach=shape.length, stop=stop)
+    for draws, mass in trees_probs(sampling, q, shape, stop).items():
+        tree = ReferenceTree(sampling, draws, p, q, reach=shape.length, stop=stop)
 
         def run(chooser: Chooser, tree: ReferenceTree = tree) -> ModifiedTarget:
             return verify(tree, state, chooser).target

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from eaglegbv.verifiers.proof.chooser import Number, Prefix, Probs, ProbsAt, support
+from eaglegbv.verifiers.proof.tree import Draws
 
 DraftSets: TypeAlias = Mapping[frozenset[int], Number]
 """The distribution of the set of different drafts at a node."""
@@ -41,24 +42,21 @@ def transport_plan(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int]
     return dict(zip(edges, solution.tolist(), strict=True))
 
 
-def lp_acceptance_length(
-    p: ProbsAt, vocab: int, trees: Mapping[tuple[Prefix, ...], Number]
-) -> float:
+def lp_acceptance_length(p: ProbsAt, vocab: int, trees: Mapping[Draws, Number]) -> float:
     """Return the largest E[tau] of any lossless rule (GBV, 2602.16961, Theorem 4.3).
 
-    ``trees`` is the distribution of the drafted paths. Variables: the probability that the paths X
-    are drawn and exactly their prefix s is accepted. With B(c) = Pr(the accepted prefix starts with
+    ``trees`` is the distribution of the draws. Variables: the probability that a tree X is drawn
+    and exactly its prefix s is accepted. With B(c) = Pr(the accepted prefix starts with
     c), the correction token after c must make up B(c) p(x|c) - B(c x) >= 0; every such B belongs to
     a rule, and E[tau] = sum of B below the root.
     """
-    merged: dict[tuple[Prefix, ...], Number] = {}
-    for paths, mass in trees.items():
-        key = tuple(sorted(set(paths)))
-        merged[key] = merged.get(key, 0) + mass
+    merged: dict[frozenset[Prefix], Number] = {}
+    for draws, mass in trees.items():
+        nodes = frozenset(child for level in draws for child in level if child is not None)
+        merged[nodes] = merged.get(nodes, 0) + mass
     stops: list[tuple[int, Prefix]] = []
-    for i, paths in enumerate(merged):
-        prefixes = {path[:depth] for path in paths for depth in range(len(path) + 1)}
-        stops += [(i, prefix) for prefix in sorted(prefixes)]
+    for i, nodes in enumerate(merged):
+        stops += [(i, prefix) for prefix in sorted({(), *nodes})]
     inner = {prefix[:-1] for _, prefix in stops if prefix}
     children = {(*c, x): p(c)[x] for c in sorted(inner) for x in range(vocab)}
     rows = {child: i for i, child in enumerate(children)}

@@ -1,4 +1,4 @@
-"""One request's draft tree as plain token paths, and the outcome of a verification."""
+"""One request's draft tree as plain draws of tokens, and the outcome of a verification."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,50 +29,81 @@ def never(prefix: Prefix) -> bool:
     return False
 
 
+Draws: TypeAlias = tuple[tuple[Prefix | None, ...], ...]
+"""The draws of one tree, level by level in the order drawn: what each led to; None for no draw."""
+
+
+def draws_of_paths(paths: Sequence[Prefix]) -> Draws:
+    """Return the draws of independent paths: draw k of every level belongs to path k."""
+    length = max(map(len, paths), default=0)
+    return tuple(
+        tuple(path[:depth] if len(path) >= depth else None for path in paths)
+        for depth in range(1, length + 1)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ReferenceTree:
-    """The paths drafted for one request, with what they were drawn from and are judged by."""
+    """The draws for one request, with what they were drawn from and are judged by."""
 
     draft_sampling: DraftSampling  # how children arise
-    # tokens of each path below the root, in the order drawn, duplicates kept
-    paths: tuple[Prefix, ...]
+    draws: Draws
     target_probs: ProbsAt  # p(. | prefix), over the whole vocabulary
     draft_probs: ProbsAt  # q(. | prefix), over the whole vocabulary, 0 off its support
     # number of each node in a batched tree, keyed by prefix; by default nodes are numbered by
-    # depth, then by first path
+    # depth, then by first draw
     node_numbers: Mapping[Prefix, int] = field(default_factory=dict)
-    # length the paths were drawn to, unless they stopped early; by default that of the longest path
+    # length the tree was drawn to, unless it stopped early; by default that of the longest path
     reach: int = 0
     stop: Stop = never  # the rule by which paths stop early
 
     @property
     def length(self) -> int:
-        """Length the paths were drawn to."""
-        return self.reach or max(map(len, self.paths), default=0)
+        """Length the tree was drawn to."""
+        return self.reach or len(self.draws)
+
+    @property
+    def most_draws(self) -> int:
+        """Most draws of a level, by which uniforms are numbered; K for K paths."""
+        return max(map(len, self.draws), default=0)
 
     def drafts(self, prefix: Prefix) -> dict[int, int]:
-        """Return the draft below ``prefix`` of each path that goes on: path number -> token."""
-        depth = len(prefix)
-        below = {k: path[depth:] for k, path in enumerate(self.paths) if path[:depth] == prefix}
-        return {k: rest[0] for k, rest in below.items() if rest}
+        """Return the drafts at a node: number of the draw in its level -> token."""
+        level = self.draws[len(prefix)] if len(prefix) < len(self.draws) else ()
+        found: dict[int, int] = {}
+        for number, child in enumerate(level):
+            if child is not None and child[:-1] == prefix:
+                found[number] = child[-1]
+        return found
 
     def children(self, prefix: Prefix) -> dict[int, int]:
-        """Return the children of a node: token -> number of the first path through it."""
+        """Return the children of a node: token -> number of the first draw that led to it."""
         children: dict[int, int] = {}
-        for k, token in self.drafts(prefix).items():
-            children.setdefault(token, k)
+        for number, token in self.drafts(prefix).items():
+            children.setdefault(token, number)
         return children
+
+    @property
+    def paths(self) -> tuple[Prefix, ...]:
+        """The paths from the root to the leaves, depth first in the order drawn.
+
+        A leaf that several draws led to ends as many paths.
+        """
+
+        def below(prefix: Prefix, copies: int) -> list[Prefix]:
+            drawn = list(self.drafts(prefix).values())
+            if not drawn:
+                return [prefix] * copies
+            children = dict.fromkeys(drawn)
+            return [leaf for x in children for leaf in below((*prefix, x), drawn.count(x))]
+
+        return tuple(below((), 1))
 
     def nodes(self) -> dict[Prefix, int]:
         """Return every node below the root with its number."""
         if self.node_numbers:
             return {prefix: n for prefix, n in self.node_numbers.items() if prefix}
-        prefixes = (
-            path[:depth]
-            for depth in range(1, max(map(len, self.paths), default=0) + 1)
-            for path in self.paths
-            if len(path) >= depth
-        )
+        prefixes = [child for level in self.draws for child in level if child is not None]
         return {prefix: n for n, prefix in enumerate(dict.fromkeys(prefixes), start=1)}
 
 
@@ -101,10 +132,9 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
     for node in range(1, int(tree.num_nodes[request])):
         prefixes.append((*prefixes[parents[node]], tokens[node]))
     numbers = {prefix: node for node, prefix in enumerate(prefixes)}
-    lengths = tree.path_lengths[request].tolist()
-    paths = tuple(
-        prefixes[nodes[length - 1]] if length else ()
-        for nodes, length in zip(tree.path_nodes[request].tolist(), lengths, strict=True)
+    draws = tuple(
+        tuple(prefixes[node] if node else None for node in level)
+        for level in tree.draws[request].tolist()
     )
 
     @cache
@@ -122,7 +152,7 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
                 probs[token] = mass
         return tuple(probs)
 
-    return ReferenceTree(tree.draft_sampling, paths, target_probs, draft_probs, numbers)
+    return ReferenceTree(tree.draft_sampling, draws, target_probs, draft_probs, numbers)
 
 
 DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence[int]]
@@ -130,37 +160,50 @@ DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence
 numbers the uniforms."""
 
 
-def draft_iid(
-    q: ProbsAt, paths: int, length: int, chooser: Chooser, stop: Stop = never
-) -> tuple[Prefix, ...]:
-    """Draw ``paths`` paths independently; ``DRAFT`` index = path * length + depth."""
-    drawn = []
-    for k in range(paths):
-        path: Prefix = ()
-        while len(path) < length and not stop(path):
-            x = chooser.choose(q(path), Purpose.DRAFT, k * length + len(path))
-            path = (*path, x)
-        drawn.append(path)
-    return tuple(drawn)
+def draft_iid(q: ProbsAt, widths: Sequence[int], chooser: Chooser, stop: Stop = never) -> Draws:
+    """Draw a tree level by level, each draw followed by ``widths[d]`` independent ones at its node.
+
+    So a node of depth d has (the number of drafts equal to it) x ``widths[d]`` drafts; ``widths``
+    (K, 1, ..., 1) are K independent paths. Draw j of level d has the ``DRAFT`` index
+    j * length + d. Nothing is drawn below a draw after which the tree stops.
+    """
+    draws: list[tuple[Prefix | None, ...]] = []
+    above: tuple[Prefix | None, ...] = ((),)
+    for depth, width in enumerate(widths):
+        level: list[Prefix | None] = []
+        for prefix in above:
+            for _ in range(width):
+                child = None
+                if prefix is not None and not stop(prefix):
+                    index = len(level) * len(widths) + depth
+                    child = (*prefix, chooser.choose(q(prefix), Purpose.DRAFT, index))
+                level.append(child)
+        above = tuple(level)
+        draws.append(above)
+    return tuple(draws)
 
 
 def draft_tree(
     draw: DrawChildren, q: ProbsAt, widths: Sequence[int], chooser: Chooser, stop: Stop = never
-) -> tuple[Prefix, ...]:
-    """Draw a tree level by level, ``widths[d]`` children below each node of depth d.
+) -> Draws:
+    """Draw a tree level by level, ``widths[d]`` different children below each node of depth d.
 
-    Returns the paths to its leaves, depth first; ``DRAFT`` indices count the draws.
+    ``DRAFT`` indices count the draws. There are fewer children where the draft distribution has
+    fewer tokens.
     """
+    draws: list[tuple[Prefix | None, ...]] = []
+    above: tuple[Prefix | None, ...] = ((),)
     indices = count()
-
-    def below(prefix: Prefix) -> list[Prefix]:
-        depth = len(prefix)
-        if depth == len(widths) or stop(prefix):
-            return [prefix]
-        children = draw(q(prefix), widths[depth], chooser, indices)
-        return [leaf for x in children for leaf in below((*prefix, x))]
-
-    return tuple(below(()))
+    for width in widths:
+        level: list[Prefix | None] = []
+        for prefix in above:
+            children: list[Prefix | None] = []
+            if prefix is not None and not stop(prefix):
+                children = [(*prefix, x) for x in draw(q(prefix), width, chooser, indices)]
+            level += children + [None] * (width - len(children))
+        above = tuple(level)
+        draws.append(above)
+    return tuple(draws)
 
 
 def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
@@ -206,7 +249,7 @@ class Rejected:
 
 
 Step: TypeAlias = Callable[[ReferenceTree, Prefix, Chooser], int | Rejected]
-"""Decides at an inner node: the child at which the walk goes on, with every path through it."""
+"""Decides at an inner node: the child at which the walk goes on."""
 
 
 def walk_down(tree: ReferenceTree, chooser: Chooser, step: Step) -> Outcome:
@@ -221,12 +264,12 @@ def walk_down(tree: ReferenceTree, chooser: Chooser, step: Step) -> Outcome:
 
 
 def accepts_draft(
-    tree: ReferenceTree, prefix: Prefix, path: int, h: Number, chooser: Chooser
+    tree: ReferenceTree, prefix: Prefix, number: int, h: Number, chooser: Chooser
 ) -> bool:
-    """Accept the draft that path number ``path`` carries below ``prefix`` with probability h."""
-    return accepts(chooser, h, Purpose.ACCEPTANCE, acceptance_index(tree, prefix, path))
+    """Accept draw ``number`` of the level below ``prefix``, drawn there, with probability h."""
+    return accepts(chooser, h, Purpose.ACCEPTANCE, acceptance_index(tree, prefix, number))
 
 
-def acceptance_index(tree: ReferenceTree, prefix: Prefix, path: int) -> int:
-    """Return the ``ACCEPTANCE`` index of a draft below ``prefix``."""
-    return len(prefix) * len(tree.paths) + path
+def acceptance_index(tree: ReferenceTree, prefix: Prefix, number: int) -> int:
+    """Return the ``ACCEPTANCE`` index of draw ``number`` of the level below ``prefix``."""
+    return len(prefix) * tree.most_draws + number

@@ -295,9 +295,9 @@ def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
         parents=arranged(places.gather(1, pad(above, (1, 0)))),
         depth=arranged((nodes + K - 1) // K),
         num_nodes=stands.sum(dim=1),
-        path_nodes=places.gather(1, represents.flatten(1)).view(-1, L, K).mT,
-        path_lengths=torch.full_like(drawn[:, 0], L),
+        draws=places.gather(1, represents.flatten(1)).view(-1, L, K),
         draft_ids=probs.ids,
         draft_probs=probs.probs * kept.unsqueeze(2),
+        columns=True,
     )
     return NumberedTree(tree, numbers)

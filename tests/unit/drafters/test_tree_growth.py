@@ -133,14 +133,14 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 # --- fixed trees
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
     nodes = ([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])
-    batch = tree_growth.given_trees(nodes, paths=3, length=4)
+    batch = tree_growth.given_trees(nodes, drafts=3, length=4)
     check_tree(batch)
     assert batch.num_nodes.tolist() == [3, 1, 4]
     assert batch.token_ids.tolist() == [[7, 1, 2, 0], [8, 0, 0, 0], [9, 3, 4, 5]]
     assert batch.depth.tolist() == [[0, 1, 2, 0], [0] * 4, [0, 1, 1, 2]]
-    assert batch.path_nodes[0].tolist() == [[1, 2, 2, 2], [0] * 4, [0] * 4]
-    assert batch.path_nodes[2].tolist() == [[1] * 4, [2, 3, 3, 3], [0] * 4]
-    assert batch.path_lengths.tolist() == [[2, 0, 0], [0, 0, 0], [1, 2, 0]]
+    assert batch.draws[0].tolist() == [[1, 0, 0], [2, 0, 0], [0] * 3, [0] * 3]
+    assert not batch.draws[1].any()
+    assert batch.draws[2].tolist() == [[1, 2, 0], [3, 0, 0], [0] * 3, [0] * 3]
     assert batch.width == 0
 
 

@@ -25,7 +25,7 @@ from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.block import BlockVerifier, block
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import residual
-from eaglegbv.verifiers.proof.enumeration import Shape, drafted_paths, stateless
+from eaglegbv.verifiers.proof.enumeration import Shape, drafted_trees, stateless
 from eaglegbv.verifiers.registry import REFERENCES, CheckedVerifier, make_any_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
@@ -75,7 +75,7 @@ def test_a_linear_program_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("shape", [Shape(3, 2, 2), Shape(4, 1, 2), Shape(2, 3, 2)], ids=str)
 def test_trees_are_counted_before_they_are_listed(draft_sampling, shape) -> None:
     [problem] = instance(draft_sampling, shape, 0, steps=1, seed=0)  # positive everywhere
-    assert len(drafted_paths(problem)) == auditing.count_trees(draft_sampling, shape)
+    assert len(drafted_trees(problem)) == auditing.count_trees(draft_sampling, shape)
 
 
 def test_instances_reach_the_corners() -> None:
@@ -173,7 +173,7 @@ def test_listed_trees_are_sound(draft_sampling: DraftSampling) -> None:
         tree, target, masses = batch_of(problem)
         assert_sound(tree, target)
         assert float(masses.sum()) == pytest.approx(1)
-        assert tree.batch == len(drafted_paths(problem))
+        assert tree.batch == len(drafted_trees(problem))
 
 
 def p_value(rng: np.random.Generator, dist: np.ndarray, drawn: np.ndarray, *sizes: int) -> float:

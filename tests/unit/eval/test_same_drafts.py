@@ -122,7 +122,7 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
     same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
     by_size: dict[tuple[int, int], list[Any]] = {}
     for one in (call.args for judge in judges for call in judge.call_args_list):
-        by_size.setdefault((one[1].paths, one[1].length), []).append(one)
+        by_size.setdefault((one[1].drafts, one[1].length), []).append(one)
     counts = {size: len(judged) for size, judged in by_size.items()}
     assert counts == {(1, 2): 6, (1, 4): 6, (3, 2): 4, (3, 4): 4}
     for judged in by_size.values():
@@ -139,9 +139,9 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
     for (_, length), judged in by_size.items():
         part = judged[0][1]
         for b in range(2):
-            for k in range(part.paths):
-                mine = part.token_ids[b, part.path_nodes[b, k]]
-                assert torch.equal(mine, whole.token_ids[b, whole.path_nodes[b, k, :length]])
+            for k in range(part.drafts):
+                mine = part.token_ids[b, part.draws[b, :, k]]
+                assert torch.equal(mine, whole.token_ids[b, whole.draws[b, :length, k]])
 
 
 def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> None:
@@ -239,7 +239,7 @@ def test_numbers_are_a_latin_hypercube() -> None:
     def columns(count: int, step: int = 7) -> torch.Tensor:
         """All numbers, ``[judgements, numbers]``, of the right shapes."""
         seeds = [(n, step) for n in range(BATCH)]
-        found = paired_comparison.latin_hypercube(seeds, count, paths=MANY, length=LONG)
+        found = paired_comparison.latin_hypercube(seeds, count, drafts=MANY, length=LONG)
         parts = [(own.selection, own.acceptance, own.correction) for own in found]
         shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
         assert [[x.shape for x in own] for own in parts] == [shapes] * count

@@ -21,7 +21,7 @@ from eaglegbv.verifiers import selection as iid_selection
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import Residual, correction_token, draw
 from eaglegbv.verifiers.proof.enumeration import Shape
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, draws_of_paths
 from eaglegbv.verifiers.registry import VERIFIERS, make_any_verifier, make_verifier
 from eaglegbv.verifiers.selection import bounded_forks
 
@@ -89,8 +89,8 @@ def test_requests_with_fewer_paths_are_judged_by_their_own_number(name: str) -> 
     verifier = make_verifier(name)
     for _ in range(6):
         few, many = (random_trees(IID, rng, 4, Shape(4, 3, paths)) for paths in (2, 4))
-        batch = build_batch([*few, *many], 4, rng, paths=4, length=3)
-        alone = build_batch(few, 4, rng, paths=2, length=3)
+        batch = build_batch([*few, *many], 4, rng, drafts=4, length=3)
+        alone = build_batch(few, 4, rng, drafts=2, length=3)
         own = batch.uniforms
         own = VerifyUniforms(own.selection[:4, :, :2], own.acceptance[:4], own.correction[:4])
         assert decided(verifier, batch)[:4] == decided(verifier, replace(alone, uniforms=own))
@@ -148,7 +148,7 @@ def test_target_equal_to_the_draft_distribution_is_accepted_whole(name, draft_sa
     weights = rng.random(8)
     p = tuple(torch.from_numpy(weights / weights.sum()).log().exp().tolist())
     drawn = tuple(tuple(rng.integers(8, size=3).tolist()) for _ in range(paths))
-    tree = ReferenceTree(draft_sampling, drawn, lambda prefix: p, lambda prefix: p)
+    tree = ReferenceTree(draft_sampling, draws_of_paths(drawn), lambda prefix: p, lambda prefix: p)
     batch = build_batch([tree], 8, rng)
     verdict = make_verifier(name).verify(batch.tree, batch.target, constant(batch, 0.999))
     assert verdict.accepted.tolist() == [3]

@@ -37,7 +37,8 @@ def case(seed, *, paths, length, requests=1, draft_sampling=DraftSampling.IID) -
     tree = replace(batch.tree, forks=max(forks(batch.tree)))
     target = TargetProbs.of_logits(batch.target.logits.float(), batch.target.rows)
     streams = [RequestRng(seed + b) for b in range(requests)]
-    numbers = VerifyUniforms.draw(streams, [seed] * requests, paths=tree.paths, length=tree.length)
+    room = {"drafts": tree.drafts, "length": tree.length}
+    numbers = VerifyUniforms.draw(streams, [seed] * requests, **room)
     return tree, target, numbers
 
 
@@ -85,7 +86,7 @@ def test_graphs_decide_as_the_verifier_itself(name: str, backend: str, count: in
 def test_what_the_graph_does_not_take_is_verified_as_it_is() -> None:
     roots = DraftTree.roots([1])
     target = TargetProbs.of_logits(torch.zeros((1, VOCAB)), torch.zeros((1, 1), dtype=torch.int64))
-    uniforms = VerifyUniforms.draw([RequestRng(3)], [5], paths=0, length=0)
+    uniforms = VerifyUniforms.draw([RequestRng(3)], [5], drafts=0, length=0)
     for name, (tree, *others) in (
         ("otbv", case(0, paths=2, length=3, draft_sampling=DraftSampling.GREEDY)),
         ("otbv", (roots, target, uniforms)),

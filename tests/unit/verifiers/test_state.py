@@ -110,7 +110,7 @@ def layers_of(requests: list[Running], most_drafts: int) -> Layers:
 
 def _batch(trees: list[ReferenceTree], shape: Shape, rng: np.random.Generator) -> Batch:
     if shape.length > 0:
-        return build_batch(trees, shape.vocab, rng, paths=shape.paths, length=shape.length)
+        return build_batch(trees, shape.vocab, rng, drafts=shape.paths, length=shape.length)
     size = len(trees)
     probs = torch.tensor([[tree.target_probs(())] for tree in trees], dtype=torch.float64)
     last = torch.from_numpy(rng.random(size))
@@ -146,11 +146,11 @@ def step(
             return len(prefix) > root and prefix[-1] == end
 
         q, below = After(dist, context), After(stop, context)
-        paths = draft(DraftSampling.IID, q, shape, GeneratorChooser(rng), below)
+        draws = draft(DraftSampling.IID, q, shape, GeneratorChooser(rng), below)
         # Probabilities are read off logits: exactly the numbers that the batched verifier sees.
         p = After(request.p, context)
         drafted.append(Layer(0.0, 1, 0, dist, stop))
-        trees.append(ReferenceTree(DraftSampling.IID, paths, p, q, reach=shape.length, stop=below))
+        trees.append(ReferenceTree(DraftSampling.IID, draws, p, q, reach=shape.length, stop=below))
     batch = _batch(trees, shape, rng)
     layers = layers_of(requests, 4)
     uniforms = stateful_uniforms(batch, layers.count, rng)

@@ -30,7 +30,8 @@ def selected(p: Probs, q: Probs, n: int):
     node = exact_transport(p, q, n)
 
     def run(chooser):
-        drafts = {k: path[0] for k, path in enumerate(draft_iid(lambda _: q, n, 1, chooser))}
+        [level] = draft_iid(lambda _: q, (n,), chooser)
+        drafts = {k: child[0] for k, child in enumerate(level) if child}
         token = transports.select_draft(node, drafts, 0, n, chooser)
         return token, list(drafts.values()).count(token)
 

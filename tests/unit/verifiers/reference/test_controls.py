@@ -25,7 +25,14 @@ from eaglegbv.verifiers.otbv import otbv, select_child
 from eaglegbv.verifiers.proof import chooser as choosing
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs, inverse_cdf
 from eaglegbv.verifiers.proof.enumeration import Problem, completed, draft, stateless, target_joint
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, Verify, draft_iid
+from eaglegbv.verifiers.proof.tree import (
+    Draws,
+    Outcome,
+    ReferenceTree,
+    Verify,
+    draft_iid,
+    draws_of_paths,
+)
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.specinfer import specinfer
 from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, entering_draw
@@ -84,7 +91,7 @@ def otbv_reversed_ties(tree: ReferenceTree, chooser: Chooser) -> Outcome:
             b=tuple(node.probs[x] for x in order),
         )
         dists.append(node.probs)
-        path = (*path, select_draft(other, drafts, len(path), len(tree.paths), chooser))
+        path = (*path, select_draft(other, drafts, len(path), tree.most_draws, chooser))
     return block_verification(tree, path, dists, chooser)
 
 
@@ -97,7 +104,7 @@ def each_path_alone(tree: ReferenceTree, target: ModifiedTarget, chooser: Choose
     """Every path is verified as if it were the only one; the longest acceptance is kept."""
     alone = ModifiedTarget(target.context)
     steps = (
-        greedy_block(replace(tree, paths=(path,)), alone, Shift(chooser, k))
+        greedy_block(replace(tree, draws=draws_of_paths((path,))), alone, Shift(chooser, k))
         for k, path in enumerate(tree.paths)
     )
     best = max(steps, key=lambda step: len(step.outcome.accepted))
@@ -118,7 +125,8 @@ def duplicates_merged(verify: VerifyWithState) -> VerifyWithState:
     """Equal paths count once."""
 
     def wrong(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
-        return verify(replace(tree, paths=tuple(dict.fromkeys(tree.paths))), target, chooser)
+        merged = draws_of_paths(tuple(dict.fromkeys(tree.paths)))
+        return verify(replace(tree, draws=merged), target, chooser)
 
     return wrong
 
@@ -248,8 +256,8 @@ def written(verify: Verify, seed: int, total: int, keys: Callable) -> tuple[int,
     while len(tokens) < total:
         numbers = Numbers(RequestRng(seed), *keys(step, len(tokens)))
         q, p = TOY.draft_probs, TOY.target_probs
-        paths = draft_iid(q, 1, TOY.shape.length, numbers)
-        tokens += verify(ReferenceTree(IID, paths, p, q), numbers).tokens
+        draws = draft_iid(q, (1,) * TOY.shape.length, numbers)
+        tokens += verify(ReferenceTree(IID, draws, p, q), numbers).tokens
         step += 1
     return tokens[:total]
 
@@ -298,8 +306,8 @@ def impossible(make_chooser: Callable[[ReferenceTree], Chooser]) -> bool:
     """Whether some token that the rule ``token`` commits has target probability 0."""
     for seed in range(20):
         model, shape = Model(4, "zeros", seed), Shape(4, 2, 1)
-        for paths in exact_probs(lambda c, m=model, s=shape: draft(IID, m.q, s, c)):
-            tree = ReferenceTree(IID, paths, model.p, model.q)
+        for draws in exact_probs(lambda c, m=model, s=shape: draft(IID, m.q, s, c)):
+            tree = ReferenceTree(IID, draws, model.p, model.q)
             try:
                 tokens = token(tree, make_chooser(tree)).tokens
             except OutsideVocabulary:
@@ -342,7 +350,7 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
     def rejecting(weights: list[float], u: float) -> int:
         return 1 if len(weights) == 2 else inverse_cdf(weights, u)
 
-    tree = ReferenceTree(IID, ((1,),), lambda prefix: p, lambda prefix: p)
+    tree = ReferenceTree(IID, (((1,),),), lambda prefix: p, lambda prefix: p)
     for verify in (token, block, specinfer):
         for u in (0.0, 0.5, 1.0):
             outcome = verify(tree, Planted(u, rejecting))
@@ -357,11 +365,11 @@ def test_a_vanishing_residual_gives_a_token_of_the_target() -> None:
 
 
 # --- trees that are not what they are said to be
-def error_of(verify: Verify, model: Model, drawn: dict[tuple[Prefix, ...], float]) -> float:
-    """Error where the paths come with these probabilities, whatever q they claim."""
+def error_of(verify: Verify, model: Model, drawn: dict[Draws, float]) -> float:
+    """Error where the draws come with these probabilities, whatever q they claim."""
     outputs: dict[ModifiedTarget, float] = {}
-    for paths, mass in drawn.items():
-        tree = ReferenceTree(IID, paths, model.p, model.q)
+    for draws, mass in drawn.items():
+        tree = ReferenceTree(IID, draws, model.p, model.q)
         for outcome, share in exact_probs(lambda c, tree=tree: verify(tree, c)).items():
             state = ModifiedTarget(outcome.tokens)
             outputs[state] = outputs.get(state, 0) + mass * share
@@ -382,7 +390,7 @@ def test_the_draft_distribution_handed_on_is_the_one_sampled() -> None:
         dist[dist.argmin()] = 0.0
         return tuple((dist / dist.sum()).tolist())
 
-    def drawn_from(q: choosing.ProbsAt) -> dict[tuple[Prefix, ...], float]:
+    def drawn_from(q: choosing.ProbsAt) -> dict[Draws, float]:
         return exact_probs(lambda c: draft(IID, q, shape, c))
 
     for verify in (token, block):
@@ -399,9 +407,10 @@ def test_paths_stop_by_what_is_emitted_only() -> None:
     model, shape = Model(3, "random", 2), Shape(3, 2, 1)
     case = problem(IID, model, shape, stop=lambda prefix: 0 in prefix)
     assert max_error(stateless(block), [case], 3) < 1e-12
-    cut: dict[tuple[Prefix, ...], float] = {}
-    for (path,), mass in exact_probs(lambda c: draft(IID, model.q, shape, c)).items():
-        kept = (path[: path.index(0)] if 0 in path else path,)
+    cut: dict[Draws, float] = {}
+    for draws, mass in exact_probs(lambda c: draft(IID, model.q, shape, c)).items():
+        [path] = draws[-1]
+        kept = draws_of_paths((path[: path.index(0)] if 0 in path else path,))
         cut[kept] = cut.get(kept, 0) + mass
     assert error_of(block, model, cut) > CAUGHT
 
@@ -439,8 +448,8 @@ def test_padding_of_the_vocabulary_is_never_committed() -> None:
         p: Probs = tuple(torch.softmax(logits, 0).tolist())
         case = Problem(IID, lambda prefix: p, lambda prefix: (0.2, 0.3, 0.1, 0.4), Shape(4, 2, 2))
         tokens: set[int] = set()
-        for paths in exact_probs(lambda c: draft(IID, case.draft_probs, case.shape, c)):
-            tree = ReferenceTree(IID, paths, case.target_probs, case.draft_probs)
+        for draws in exact_probs(lambda c: draft(IID, case.draft_probs, case.shape, c)):
+            tree = ReferenceTree(IID, draws, case.target_probs, case.draft_probs)
             for outcome in exact_probs(lambda c, tree=tree: otbv(tree, c)):
                 tokens |= set(outcome.tokens)
         return tokens

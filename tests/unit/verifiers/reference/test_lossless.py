@@ -10,7 +10,7 @@ from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.proof.chooser import exact_probs, inverse_cdf
-from eaglegbv.verifiers.proof.enumeration import draft, paths_probs
+from eaglegbv.verifiers.proof.enumeration import draft, trees_probs
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 
 TOLERANCE = 1e-12
@@ -92,7 +92,7 @@ def test_the_distribution_of_the_drafts_is_that_of_drawing_them(draft_sampling) 
     shape = Shape(3, 2, 2)
     model = Model(3, "zeros", 5)
     drawn = exact_probs(lambda c: draft(draft_sampling, model.q, shape, c))
-    assert paths_probs(draft_sampling, model.q, shape) == pytest.approx(drawn, abs=1e-15)
+    assert trees_probs(draft_sampling, model.q, shape) == pytest.approx(drawn, abs=1e-15)
     assert sum(drawn.values()) == pytest.approx(1, abs=1e-15)
 
 

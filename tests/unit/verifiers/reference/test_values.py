@@ -10,7 +10,7 @@ from support.tables import KINDS, Model, Shape, accepted_length, alpha_greedy, a
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.global_resolution import GlobalResolution, Solver
 from eaglegbv.verifiers.proof.chooser import Number
-from eaglegbv.verifiers.proof.enumeration import Problem, drafted_paths, stateless
+from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees, stateless
 from eaglegbv.verifiers.proof.lp import draft_sets_iid, lp_acceptance_length
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES, STATEFUL_VERIFIERS
 from eaglegbv.verifiers.spectr import scale, spectr
@@ -74,8 +74,8 @@ def test_one_step_table(row) -> None:
 
 def draft_sets(case: Problem) -> dict[frozenset[int], Number]:
     sets: dict[frozenset[int], Number] = {}
-    for paths, mass in drafted_paths(case).items():
-        key = frozenset(path[0] for path in paths)
+    for (level, *_), mass in drafted_trees(case).items():
+        key = frozenset(child[0] for child in level if child)
         sets[key] = sets.get(key, 0) + mass
     return sets
 
@@ -127,7 +127,7 @@ def test_one_path(kind: str) -> None:
     for seed in range(2):
         model = Model(3, kind, seed)
         case = tables.problem(IID, model, Shape(3, 2, 1))
-        optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
+        optimum = lp_acceptance_length(model.p, 3, drafted_trees(case))
         assert accepted_length("block", case) == pytest.approx(optimum, abs=1e-9)
         ideal = tables.ideal_length(model.p, model.q, 2)
         assert accepted_length("greedy_block", case) == pytest.approx(ideal, abs=1e-12)
@@ -139,7 +139,7 @@ def test_fixed_trees_have_no_better_rule_than_sampling_the_target(kind: str) -> 
     for seed in range(2):
         model = Model(3, kind, seed)
         case = tables.problem(FIXED, model, Shape(3, 2, 2))
-        optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
+        optimum = lp_acceptance_length(model.p, 3, drafted_trees(case))
         for name in ("target_only", "otbv"):
             assert accepted_length(name, case) == pytest.approx(optimum, abs=1e-9)
 
@@ -151,7 +151,7 @@ def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
         paths = ALL_VERIFIERS[name].max_paths or 2
         case = tables.problem(IID, model, Shape(3, 2, paths))
         if name not in STATEFUL_VERIFIERS:
-            optimum = lp_acceptance_length(model.p, 3, drafted_paths(case))
+            optimum = lp_acceptance_length(model.p, 3, drafted_trees(case))
             assert accepted_length(name, case) <= optimum + 1e-9
 
 
