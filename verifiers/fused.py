@@ -10,7 +10,6 @@ from torch import Tensor
 from eaglegbv.devices import PIECE, runs_kernels
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
-from eaglegbv.verifiers.paths import steps_of
 
 RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that the kernels know
 WIDEST = 8192  # entries of the longest draft list that a program holds
@@ -21,6 +20,7 @@ def takes(verifier: Verifier, tree: DraftTree) -> bool:
     if not runs_kernels(tree.token_ids.device) or verifier.name not in RULES:
         return False
     independent = tree.draft_sampling is DraftSampling.IID and tree.length > 0
+    independent &= tree.columns or verifier.name == "otbv"
     return independent and 0 < tree.width <= WIDEST
 
 
@@ -46,10 +46,10 @@ def judge(
     batch, nodes, width = tree.draft_probs.shape
     block = max(16, _power_of_two(width))
     warps = max(4, min(16, block // 128))
-    draws = tree.path_nodes.flatten(1).contiguous()
-    drawn = steps_of(tree).flatten(1).to(torch.int8)
+    draws = tree.draws.flatten(1).contiguous()
+    drawn = (draws > 0).to(torch.int8)
     # [batch, draws, 2]: two numbers for every draw, in the order of draws.
-    labels = uniforms.selection.transpose(1, 2).flatten(1, 2).contiguous()
+    labels = uniforms.selection.flatten(1, 2).contiguous()
 
     floats = tree.draft_probs
     ids = torch.empty_like(tree.draft_ids)
@@ -86,7 +86,7 @@ def judge(
         DRAWS=_power_of_two(draws.shape[1]),
         num_warps=warps,
     )
-    path_nodes = tree.path_nodes.new_empty((batch, tree.length))
+    path_nodes = draws.new_empty((batch, tree.length))
     accepted, faults, token_ids = tree.num_nodes.new_empty((3, batch))
     stop, bonus = tree.num_nodes.new_empty((2, batch), dtype=torch.int32)
     weight = floats.new_empty(batch)

@@ -228,7 +228,7 @@ def launches_of(rule: str, batch: Batch) -> list[str]:
     """Return what judging a batch launches, from logits to what the host reads."""
     counts = batch.tree.num_nodes.tolist()
     params = SamplingParams(temperature=0.8, top_p=0.9)
-    plan = Plan(verifier=rule, paths=batch.tree.paths, depth=batch.tree.length)
+    plan = Plan(verifier=rule, paths=batch.tree.drafts, depth=batch.tree.length)
     requests = [make_request(b, (1,), params=params, plan=plan) for b in range(len(counts))]
     forward = Forward([Group(requests, batch.tree, counts, [])], [], torch.arange(sum(counts)))
     logits = torch.randn(sum(counts), batch.target.vocab, device=DEVICE)
