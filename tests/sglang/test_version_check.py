@@ -60,7 +60,7 @@ def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch):
     with pytest.raises(InvalidArgument, match="SGLANG_PLUGINS='other'"):
         version_check.check_plugin()
     monkeypatch.setattr(version_check, "entry_points", lambda group: [other])
-    with pytest.raises(InvalidArgument, match="install eaglegbv again"):
+    with pytest.raises(InvalidArgument, match="in a checkout of eaglegbv: pip install"):
         version_check.check_plugin()
 
 
@@ -73,7 +73,7 @@ def test_other_versions_are_refused(monkeypatch):
 
 def test_a_missing_sglang_is_a_plain_sentence(monkeypatch):
     monkeypatch.setattr(version_check, "version", Mock(side_effect=PackageNotFoundError))
-    with pytest.raises(NotInstalled, match=r"^SGLang is not installed: pip install 'eaglegbv\["):
+    with pytest.raises(NotInstalled, match=r"^SGLang is not installed: pip install -e '\.\["):
         version_check.check_version()
 
 
