@@ -2,7 +2,7 @@
 
     from eaglegbv import LLM, SamplingParams
 
-    llm = LLM()  # the tiny pair of the package; LLM(model, drafter) for others
+    llm = LLM()  # SmolLM2 or the tiny pair of the package; LLM(model, drafter) for others
     answer = llm.generate([{"role": "user", "content": "Name three fruits."}])
     print(answer.text, answer.metrics.block_efficiency)
     for piece in llm.stream("Once upon a time", SamplingParams(temperature=0.7, max_tokens=64)):

@@ -6,16 +6,20 @@ such copy, of everything it needs to know.
 """
 
 import logging
+import math
 import platform
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eaglegbv.errors import InvalidArgument, one_of
 
@@ -23,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")  # file in which Linux describes the processor
 
+AUTO_DTYPE = "auto"  # name of the dtype that is fastest where it computes; see `place_of`
 _DTYPES = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
@@ -33,7 +38,7 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
-        raise InvalidArgument("dtype", dtype, f"{one_of(_DTYPES)}, or a torch.dtype")
+        raise InvalidArgument("dtype", dtype, f"{one_of([AUTO_DTYPE, *_DTYPES])}, or a torch.dtype")
     return _DTYPES[dtype]
 
 
@@ -65,15 +70,66 @@ def named_device(device: torch.device | str) -> torch.device:
 
 
 def place_of(
-    device: torch.device | str | None, dtype: torch.dtype | str | None
+    device: torch.device | str | None, dtype: torch.dtype | str
 ) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype to compute with; InvalidArgument if there is no such one.
 
-    By default the device is CUDA if there is one, and the dtype bfloat16 there, float32 elsewhere.
+    By default the device is CUDA if there is one. The dtype ``"auto"`` is bfloat16 there, and on a
+    CPU what :func:`cpu_dtype` chooses.
     """
     place = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    usual = "bfloat16" if place.type == "cuda" else "float32"
-    return place, named_dtype(dtype or usual)
+    return place, _auto_dtype(place.type) if dtype == AUTO_DTYPE else named_dtype(dtype)
+
+
+class DtypeChoice(NamedTuple):
+    """A dtype, and why it was chosen, in words."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def cpu_dtype(*, has_bfloat16: bool, seconds: Callable[[], Mapping[str, float]]) -> DtypeChoice:
+    """Return bfloat16 for a CPU that multiplies it faster than float32, or else float32.
+
+    Args:
+        has_bfloat16: Whether PyTorch multiplies bfloat16 by oneDNN here. It does so too on CPUs
+            that have to emulate it, which takes longer than float32.
+        seconds: Returns how long a product takes in ``"bfloat16"`` and in ``"float32"``.
+    """
+    if not has_bfloat16:
+        return DtypeChoice(torch.float32, "PyTorch has no fast products in bfloat16 on this CPU")
+    times = seconds()
+    fastest = min(times, key=times.__getitem__)
+    shown = " and ".join(f"{1e3 * times[name]:.2g} ms in {name}" for name in times)
+    return DtypeChoice(named_dtype(fastest), f"a product takes {shown}")
+
+
+@cache
+def _auto_dtype(kind: str) -> torch.dtype:
+    """Choose and say so once a process: a second timing could choose otherwise where both tie."""
+    if kind == "cpu":
+        has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        chosen = cpu_dtype(has_bfloat16=has_bfloat16, seconds=_seconds_of_products)
+    else:
+        usual = torch.bfloat16 if kind == "cuda" else torch.float32
+        chosen = DtypeChoice(usual, f"the usual dtype on {kind}")
+    _log.info("computing in %s: %s", dtype_name(chosen.dtype), chosen.reason)
+    return chosen.dtype
+
+
+def _seconds_of_products() -> dict[str, float]:
+    """Return by dtype the fastest of some runs, taken in turn; the first make all ready.
+
+    The product has so many rows that its time is that of multiplying, not of reading weights.
+    """
+    seconds = {"bfloat16": math.inf, "float32": math.inf}
+    for _ in range(10):
+        for name in seconds:
+            rows, weight = torch.ones(2, 256, 256, dtype=_DTYPES[name])
+            start = time.perf_counter()
+            functional.linear(rows, weight)
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
 
 
 _AUTOCAST = tuple(

@@ -11,18 +11,17 @@ from torch.nn import functional
 #
 # On a CPU, weights are *packed* into the blocks that oneDNN's kernels read, once instead of in
 # every call: seven rows of a draft tree then cost little more than one. A packed product takes
-# longer to start, so small matrices are not packed, and all but the largest are kept in both forms:
-# few rows take the unpacked one. This changes nothing but rounding.
+# longer to start, so small matrices are not packed. This changes nothing but rounding.
+#
+# All numbers of rows take the packed weights. In float32 a single row is as fast either way; in
+# bfloat16 even five packed rows are faster than one unpacked (164 against 218 microseconds with a
+# matrix of 576 x 1536, on a Xeon with AMX).
 
 
 _PACKED_FOR = 16  # number of rows for which packed weights are laid out; kernels take any number
-_FEW = 3
-"""Rows up to which an unpacked product is the faster one: on a Xeon with AVX-512, three rows of
-SmolLM2-135M's matrices take 1.02 of the time of one, packed 1.7; four take 1.7 either way, and
-twelve 3.6, packed 2.3."""
-_PACKED_FROM, _PACKED_ALONE_FROM = 1 << 18, 1 << 22
+_PACKED_FROM = 1 << 18
 """Entries from which packing pays (measured on an EPYC: at 331,776 entries 4 rows take 0.97 of the
-time, 8 rows 0.81; at 1,769,472 0.54 and 0.42), and from which memory for both forms is too much."""
+time, 8 rows 0.81; at 1,769,472 0.54 and 0.42)."""
 
 Product = Callable[[Tensor], Tensor]  # maps `[..., in_features]` to `[..., out_features]`
 
@@ -33,18 +32,16 @@ def _constant(weight: Tensor) -> nn.Parameter:
 
 
 def product_of(
-    weight: Tensor, bias: Tensor | None, *, compiled: bool = False, kept: bool = False
+    weight: Tensor, bias: Tensor | None, *, compiled: bool = False
 ) -> "DenseProduct | PackedProduct":
     """Return the fastest product of few rows with ``weight`` ``[out_features, in_features]``.
 
-    A ``compiled`` graph cannot hold packed weights. A weight that is ``kept`` anyway costs no
-    memory where it is kept unpacked too.
+    A ``compiled`` graph cannot hold packed weights.
     """
     if compiled:
         return DenseProduct(_constant(weight), None if bias is None else _constant(bias))
     if can_pack(weight) and weight.numel() >= _PACKED_FROM:
-        large = weight.numel() >= _PACKED_ALONE_FROM
-        return PackedProduct(weight, bias, lone=large and not kept)
+        return PackedProduct(weight, bias)
     return DenseProduct(weight, bias)
 
 
@@ -70,18 +67,15 @@ class DenseProduct:
 
 
 class PackedProduct:
-    """A product with a packed matrix; of few rows with the unpacked one, if that is kept."""
+    """A product with a packed matrix."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, lone: bool = True) -> None:
-        """Pack ``weight`` ``[out_features, in_features]``; unless ``lone``, keep it too."""
-        self._unpacked = None if lone else DenseProduct(weight, bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Pack ``weight`` ``[out_features, in_features]``; ``bias`` is ``[out_features]``."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
-        if self._unpacked is not None and x.numel() <= _FEW * x.shape[-1]:
-            return self._unpacked(x)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -122,8 +116,7 @@ def prepare(
         biases = [layer.bias.data for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
         kept = group[0].weight in looked_up or not groups
-        in_graph = id(group[0]) in of_graph
-        product = product_of(joint, bias, compiled=in_graph, kept=kept and len(group) == 1)
+        product = product_of(joint, bias, compiled=id(group[0]) in of_graph)
         del weights, joint
         if isinstance(product, DenseProduct) and len(group) == 1:
             continue

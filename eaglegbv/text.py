@@ -113,11 +113,11 @@ def is_one(prompts: object) -> bool:
 
 
 def per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
     """Return the settings of each of ``count`` prompts; InvalidArgument if they are others."""
     if params is None:
-        return [SamplingParams()] * count
+        return [default] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     expected = "a SamplingParams, or one per prompt"

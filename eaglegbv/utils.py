@@ -1,11 +1,13 @@
 """Small things that many modules need: checks of a user's values, and whole files."""
 
 import gzip
+import logging
 import os
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -153,6 +155,12 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``; a process that is killed meanwhile leaves it unchanged."""
     with replacing(path) as partial:
         partial.write_bytes(content)
+
+
+@cache
+def log_once(log: logging.Logger, level: int, message: str) -> None:
+    """Log what a process does not need to say twice."""
+    log.log(level, message)
 
 
 # Defaults shared by the API and the command line, in a module that is quick to import.

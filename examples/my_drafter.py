@@ -27,7 +27,7 @@ class Bigrams(TextDrafter):
         return counts.log().to(self.device)
 
 
-llm = LLM(drafter="bigrams", verifier="otbv", paths=3, depth=4)
+llm = LLM("tiny", drafter="bigrams", verifier="otbv", paths=3, depth=4)
 completion = llm.generate("to be or not to be", SamplingParams(max_tokens=64, seed=1))
 print(completion.text)
 print(f"-- {completion.metrics.block_efficiency:.2f} tokens a target forward")

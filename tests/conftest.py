@@ -13,6 +13,7 @@ from gpu.cuda.flashinfer_on_host import compile_for_host, missing
 from gpu.cuda.runtime import HostRuntime, Launched
 from hypothesis import settings
 
+from eaglegbv import devices, loading
 from eaglegbv.utils import CACHE_FOLDER
 
 # How long an example takes depends on what else the machine does; that is no property to test.
@@ -37,6 +38,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_FOLDER, str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_choices() -> Iterator[None]:
+    """Compute in float32, where texts are compared, and take the tiny pair, which is quick.
+
+    What is chosen by the machine has tests of its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "_auto_dtype", lambda _: torch.float32)
+        patch.setattr(loading, "smollm2_at_hand", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import opt
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
-from eaglegbv.devices import dtype_name, named_dtype, place_of
+from eaglegbv.devices import AUTO_DTYPE, dtype_name, place_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
 from eaglegbv.eval.baselines import Library, baseline, chat, streamed
@@ -28,9 +28,8 @@ from eaglegbv.eval.questions import Question, load_questions
 from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
 from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
-from eaglegbv.gguf import SMOLLM2, smollm2_at_hand
 from eaglegbv.llm import load_tokenizer
-from eaglegbv.loading import check_model
+from eaglegbv.loading import check_model, default_model
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import DRAFT_WIDTH, decode_json, grouped, require_integer
 
@@ -103,7 +102,7 @@ def mt_bench(
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     device: opts.Device = None,
-    dtype: opts.Dtype = None,
+    dtype: opts.Dtype = "auto",
     compile_backend: opts.CompileBackend = None,
     out: Annotated[Path | None, opt("Folder; a run in it is resumed.", shown="runs/SET")] = None,
     plots: Annotated[bool, opt("Also draw pictures, into plots/ of it.", "--plots")] = False,
@@ -305,7 +304,8 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> S
             Sitting(own, partial(_sglang_engine, models, own[0].plan, arguments))
             for own in _by_plan(settings.settings)
         ]
-        device, dtype = models.device or "SGLang's choice", models.dtype or "SGLang's choice"
+        device = models.device or "SGLang's choice"
+        dtype = "SGLang's choice" if models.dtype == AUTO_DTYPE else models.dtype
         return sittings, load_tokenizer(target), dtype, device
     check_model(target)
     baselines = _baselines(models, settings.settings)
@@ -339,8 +339,7 @@ def _sglang_engine(
 
     # Every setting and repeat must read its prompts itself.
     named: dict[str, Any] = {"disable_radix_cache": True, **arguments}
-    if models.dtype is not None:
-        named["dtype"] = named_dtype(models.dtype)
+    named["dtype"] = models.dtype
     if models.device is not None:
         named["device"] = models.device
     llm = SGLangLLM(models.model, models.drafter, plan=plan, **named)
@@ -480,9 +479,10 @@ def demo(
     seed: opts.Seed = 0,
 ) -> None:
     """Answer a prompt with a small model, then compare verifiers on a few questions."""
-    given, name = locals(), model or (SMOLLM2 if smollm2_at_hand() else "tiny")
-    plan, models = Plan(), opts.Models(model=None if name == "tiny" else name)
+    given = locals()
     chosen = load_questions("builtin").first(questions)
+    name = model or default_model()
+    plan, models = Plan(), opts.Models(model=name)
     verifiers = ("none", "token", "block", "gbv", "otbv")
     wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
     settings = opts.run_settings(given, chosen, models, wanted)

@@ -33,6 +33,7 @@ from eaglegbv.eval.study import (
     temperature_findings,
     tree_findings,
 )
+from eaglegbv.loading import default_model
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
@@ -63,7 +64,7 @@ def drafters(
     seed: opts.Seed = 0,
     model: opts.Model = None,
     device: opts.Device = None,
-    dtype: opts.Dtype = None,
+    dtype: opts.Dtype = "auto",
     as_json: opts.AsJson = False,
 ) -> None:
     """Compare the acceptance length of drafters on the same questions, by depth and category.
@@ -85,6 +86,7 @@ def drafters(
     engine = EngineConfig(prefix_cache=False)
     found: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
+    given["model"] = model or default_model(*(where for _, where in named))
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
@@ -148,7 +150,7 @@ def study(
     seed: opts.Seed = 0,
     model: opts.Model = None,
     device: opts.Device = None,
-    dtype: opts.Dtype = None,
+    dtype: opts.Dtype = "auto",
     out: Annotated[Path, opt("Folder of the results.")] = Path("runs/study"),
 ) -> None:
     """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
@@ -171,13 +173,15 @@ def study(
     chosen = load_questions(questions_set, data).first(questions)
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
+    named = _by_name(drafter or ("eagle3", "eagle1"))
+    given["model"] = model or default_model(*(where for _, where in named))
     llms = {
         name: opts.made_of(given, opts.Models, drafter=where).load(Plan(), engine)
-        for name, where in _by_name(drafter or ("eagle3", "eagle1"))
+        for name, where in named
     }
     first = next(iter(llms.values()))
     result = Study(
-        model=opts.Models(model=model).named.name,
+        model=given["model"],
         drafters=tuple(llms),
         questions=tuple(question.id for question in chosen.questions),
         suite=chosen.suite,
@@ -223,7 +227,7 @@ def paper(
     model: opts.Model = None,
     drafter: opts.Drafter = None,
     device: opts.Device = None,
-    dtype: opts.Dtype = None,
+    dtype: opts.Dtype = "auto",
     out: Annotated[
         Path | None, opt("Folder; a run in it is resumed.", shown="runs/paper-NAME")
     ] = None,

@@ -25,6 +25,7 @@ _DRAFTING = ("verifier", "paths", "depth", "draft_width", "draft_temperature")
 Messages = list[dict[str, str]]
 INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
 _AUTO = "otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans"
+_OWN_OR = "the model's own, or {}"
 _SEED = (
     "Reproduces a text if --verifier, --paths, --depth or --draft-sampling is given; plans that "
     "the engine chooses depend on timing."
@@ -46,20 +47,37 @@ def generate(
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,
-    temperature: opts.Temperature = 1.0,
-    top_p: Annotated[float, opt("Most likely tokens that together reach this probability.")] = 1.0,
-    top_k: Annotated[int | None, opt("Keep this many most likely tokens.", shown="all")] = None,
-    min_p: Annotated[float, opt("Drop tokens below this fraction of the most likely one.")] = 0.0,
+    temperature: Annotated[
+        float | None, opt("Sampling temperature; 0 is greedy.", shown=_OWN_OR.format(1))
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        opt("Most likely tokens that together reach this probability.", shown=_OWN_OR.format(1)),
+    ] = None,
+    top_k: Annotated[
+        int | None, opt("Keep this many most likely tokens; 0: all.", shown=_OWN_OR.format("all"))
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        opt("Drop tokens below this fraction of the most likely one.", shown=_OWN_OR.format(0)),
+    ] = None,
     repetition_penalty: Annotated[
-        float, opt("Above 1, makes tokens of the prompt and the answer less likely.")
-    ] = 1.0,
+        float | None,
+        opt(
+            "Above 1, makes tokens of the prompt and the answer less likely.",
+            shown=_OWN_OR.format(1),
+        ),
+    ] = None,
     presence_penalty: Annotated[
         float, opt("Subtracted from the logits of tokens that occur in the answer.")
     ] = 0.0,
     frequency_penalty: Annotated[
         float, opt("Subtracted once for each time that a token occurs in the answer.")
     ] = 0.0,
-    max_tokens: opts.MaxTokens = 128,
+    max_tokens: Annotated[
+        int | None, opt("Most tokens of an answer.", shown=_OWN_OR.format(128))
+    ] = None,
+    generation_config: opts.GenerationConfig = "auto",
     stop: Annotated[list[str] | None, opt("Text that ends the answer; may be repeated.")] = None,
     ignore_eos: Annotated[bool, opt("Go on after end-of-sequence tokens.", "--ignore-eos")] = False,
     seed: Annotated[int | None, opt(_SEED, shown="a fixed one, which is printed")] = None,
@@ -74,7 +92,7 @@ def generate(
         bool, opt("Add every draft tree to the trace; 'eaglegbv view' draws them.", "--trace-trees")
     ] = False,
     device: opts.Device = None,
-    dtype: opts.Dtype = None,
+    dtype: opts.Dtype = "auto",
     compile_backend: opts.CompileBackend = None,
     cuda_graphs: opts.CudaGraphs = "auto",
     trust_remote_code: opts.TrustRemoteCode = False,
@@ -94,13 +112,16 @@ def generate(
     from eaglegbv.rng import request_seed
     from eaglegbv.sampling import SamplingParams
 
-    params = opts.made_of(given, SamplingParams, stop=tuple(stop or ()))
+    names = SamplingParams.__struct_fields__
+    asked = {name: value for name, value in given.items() if name in names and value is not None}
+    SamplingParams(**asked)  # what is wrong is found before minutes go by with loading
     plan = opts.made_of(given, opts.plan_choices).planning()
     config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
+    llm = opts.made_of(given, opts.Models).load(plan, config)
+    params = SamplingParams(**(msgspec.structs.asdict(llm.sampling_defaults) | asked))
     if seed is None and isinstance(plan, Plan):
         # The seed that the engine would derive, so that it can be printed.
         params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
-    llm = opts.made_of(given, opts.Models).load(plan, config)
     request = message if raw else messages(message, system)
     with _tracing(llm, trace, trees=trace_trees):
         start = time.perf_counter()
@@ -111,7 +132,7 @@ def generate(
             typer.echo(completion.text)
         if not as_json:
             # If the engine chooses plans, no seed reproduces a text: the choice depends on timing.
-            repeats = seed is None and params.seed is not None and temperature > 0
+            repeats = seed is None and params.seed is not None and not params.greedy
             typer.echo(_footer(completion, f", seed {params.seed}" if repeats else ""), err=True)
     if completion.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)

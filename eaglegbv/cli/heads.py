@@ -20,7 +20,7 @@ Head = Annotated[
         help="Folder or hub name of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."
     ),
 ]
-_TARGET = "Folder or hub name of the target; 'tiny' for the packaged one."
+_TARGET = "Folder or hub name of the target; smollm2; or tiny, the packaged one."
 
 
 def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -> None:
@@ -72,9 +72,11 @@ def convert(
 
 
 def _target_named(target: str) -> str:
-    from eaglegbv.loading import TINY_TARGET, check_model
+    from eaglegbv.devices import AUTO_DTYPE, place_of
+    from eaglegbv.loading import check_model, find_target
 
-    name = str(TINY_TARGET) if target == "tiny" else target
+    _, dtype = place_of(None, AUTO_DTYPE)  # what a conversion is kept in
+    name = str(find_target(target, dtype))
     check_model(name, "target")
     return name
 

@@ -2,9 +2,11 @@
 
 import codecs
 import json
+import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated
@@ -19,6 +21,7 @@ from eaglegbv.errors import EagleGBVError, InvalidArgument
 
 USAGE_ERROR = 2
 ESCAPES = "eaglegbv.escapes"  # name of a way to encode, for Python's codecs
+TOLD = ("devices", "gguf", "loading")  # modules whose log is printed too, on standard error
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = make_app("Lossless tree speculation for large language models.")
@@ -104,11 +107,28 @@ def _escape_what_the_console_lacks() -> None:
         sys.stdout.reconfigure(errors=ESCAPES)
 
 
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Print, within this context, what was chosen and what is being done first."""
+    handler = logging.StreamHandler()
+    logs = [logging.getLogger(f"eaglegbv.{name}") for name in TOLD]
+    for log in logs:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+            log.setLevel(logging.NOTSET)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
     _escape_what_the_console_lacks()
     try:
-        app(arguments)
+        with _telling():
+            app(arguments)
     except InvalidArgument as error:
         told = _in_own_terms(error, app, sys.argv[1:] if arguments is None else arguments)
     except (EagleGBVError, OSError) as error:

@@ -68,18 +68,28 @@ def make_app(text: str | None = None) -> typer.Typer:
 
 
 Model = Annotated[
-    str | None, opt("Folder or hub name of the target.", shown="the packaged tiny model")
+    str | None,
+    opt(
+        "Folder or hub name of the target; smollm2; or tiny, the packaged one.",
+        shown="smollm2 if it is here, or tiny",
+    ),
 ]
 Drafter = Annotated[
     str | None,
     opt(
         "Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
         "'eagle1' or 'eagle3' of the tiny model.",
-        shown=f"{LOOKUP}, prompt lookup; of the tiny model eagle3, of smollm2 its own",
+        shown=f"{LOOKUP}, prompt lookup; of tiny eagle3, of smollm2 its own",
     ),
 ]
 Device = Annotated[str | None, opt("Device, such as cpu or cuda.", shown="cuda or cpu")]
-Dtype = Annotated[str | None, opt("One of float32, bfloat16, float16.", shown="by device")]
+Dtype = Annotated[
+    str,
+    opt(
+        "One of float32, bfloat16, float16; auto: bfloat16 on a GPU and on a CPU that multiplies "
+        "it faster, else float32."
+    ),
+]
 CompileBackend = Annotated[
     str | None,
     typer.Option(
@@ -98,6 +108,10 @@ CudaGraphs = Annotated[
 ]
 TrustRemoteCode = Annotated[
     bool, opt("Run code that the model brings, if it needs any.", "--trust-remote-code")
+]
+GenerationConfig = Annotated[
+    str,
+    opt("Sampling settings that the model's generation_config.json recommends: auto, or none."),
 ]
 Raw = Annotated[bool, opt("Continue the prompt as it is, without a chat template.", "--raw")]
 Verifier = Annotated[str, opt("Verifier, as in generate.")]
@@ -127,24 +141,26 @@ class Models:
     model: str | None = None
     drafter: str | None = None
     device: str | None = None
-    dtype: str | None = None
+    dtype: str = "auto"
     compile_backend: str | None = None
     trust_remote_code: bool = False
+    generation_config: str = "auto"
 
     @property
     def named(self) -> "NamedModels":
         """Target and drafter, with names resolved and defaults filled in."""
+        from eaglegbv.devices import place_of
         from eaglegbv.loading import named_models
 
-        return named_models(self.model, self.drafter)
+        _, dtype = place_of(self.device, self.dtype)
+        return named_models(self.model, self.drafter, dtype)
 
     def or_lookup(self, plan: "Planning") -> "Models":
         """Return them with prompt lookup, and say so, where ``plan`` drafts and nothing could."""
         from eaglegbv.config import AutoPlan
-        from eaglegbv.loading import packaged_drafter
 
         drafts = isinstance(plan, AutoPlan) or plan.speculative
-        if self.drafter is not None or packaged_drafter(self.model) is not None or not drafts:
+        if not drafts or self.named.drafter is not None:
             return self
         typer.echo(f"no --drafter: drafts are looked up in the text itself ({LOOKUP})", err=True)
         return replace(self, drafter=LOOKUP)

@@ -13,7 +13,7 @@ import typer
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import Plan
-from eaglegbv.devices import named_device
+from eaglegbv.devices import AUTO_DTYPE, named_device, place_of
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.data import Texts, TextSettings, gather_texts
@@ -22,8 +22,7 @@ from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.train import Schedule
 from eaglegbv.drafters.training.unroll import Loss
 from eaglegbv.eval.validation import HeadValidator, target_answers
-from eaglegbv.gguf import find_model
-from eaglegbv.loading import check_model
+from eaglegbv.loading import check_model, find_target
 from eaglegbv.models.hf import load_config, load_model, load_tokenizer
 
 app = opts.make_app("Train a target, an EAGLE head or a bigram table.")
@@ -31,7 +30,7 @@ app = opts.make_app("Train a target, an EAGLE head or a bigram table.")
 
 Data = Annotated[list[Path], opt("JSON-lines file or folder; may be repeated.")]
 Out = Annotated[Path, opt("Folder to write.")]
-Target = Annotated[str, opt("The target: a folder, a GGUF file, a hub name, or smollm2.")]
+Target = Annotated[str, opt("The target: a folder, a GGUF file, a hub name, smollm2 or tiny.")]
 Regenerate = Annotated[int, opt("Prompts the target answers itself first; 0: the data's own.")]
 Samples = Annotated[Path | None, opt("File in which to keep the target's answers for reuse.")]
 Longest = Annotated[int, opt("Most tokens of the target's answers.")]
@@ -44,7 +43,9 @@ Batch = Annotated[int, opt("Rows per step.")]
 Window = Annotated[int, opt("Tokens per row, and most tokens per text.")]
 Seed = Annotated[int, opt("Seed of all random numbers.")]
 Device = Annotated[str, opt("Device: cuda, cpu, or auto.")]
-Bf16 = Annotated[bool | None, opt("Forward in bfloat16; default: on a GPU.", "--bf16/--no-bf16")]
+Bf16 = Annotated[
+    bool | None, opt("Forward in bfloat16; default: where it is faster.", "--bf16/--no-bf16")
+]
 Compile = Annotated[bool, opt("Compile the target's layers.", "--compile/--no-compile")]
 Resume = Annotated[bool, opt("Continue from the checkpoint in the folder, if any.")]
 
@@ -159,7 +160,6 @@ def eagle(
 ) -> None:
     """Train an EAGLE head for a target."""
     given = locals()  # the preset's settings are the other options' defaults by now
-    name = _found(target)
     config = opts.made_of(
         given,
         EagleTrainingConfig,
@@ -170,6 +170,7 @@ def eagle(
         validation_prompts=validate,
     )
     dtype = torch.bfloat16 if config.schedule.bf16 else torch.float32
+    name = _found(target, dtype)
     # The texts come first, as their engine holds a target of its own.
     texts = _texts(config.texts, name, head=initial, dtype=dtype, device=config.device)
     model = load_model(name, dtype=dtype, device=config.device)
@@ -198,14 +199,15 @@ def bigram(
 
     With the same --data, --window, --regenerate, --samples and --seed, the texts are the same.
     """
-    name, settings = _found(target), _text_settings(locals())
+    settings = _text_settings(locals())
+    name = _found(target, place_of(None, AUTO_DTYPE)[1])
     vocab = int(load_config(name).get_text_config(decoder=True).vocab_size)
     texts = _texts(settings, name)
     print(train_bigram(texts, out, vocab=vocab, width=width, command=_command_line()))
 
 
-def _found(target: str) -> Path:
-    found = find_model(target)
+def _found(target: str, dtype: torch.dtype) -> Path:
+    found = find_target(target, dtype)
     check_model(found, "target")
     return Path(found)
 
@@ -225,7 +227,8 @@ def _texts(settings: TextSettings, target: Path, **engine: Any) -> Texts:  # noq
 
 def _schedule(given: Mapping[str, Any], **more: float) -> Schedule:
     bf16 = given["bf16"]
-    bf16 = _resolve(given["device"]) == "cuda" if bf16 is None else bf16
+    if bf16 is None:
+        bf16 = place_of(_resolve(given["device"]), AUTO_DTYPE)[1] is torch.bfloat16
     return opts.made_of(given, Schedule, **more, bf16=bf16)
 
 

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
-from eaglegbv.devices import torch_as_usual
+from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.checkpoint import load_head, save_head
 from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
@@ -110,8 +110,8 @@ class HeadValidator:
 
     def _answer(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:
         if self._target is None:
-            dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-            model = load_model(self._folder, dtype=dtype, device=self._device)
+            place, dtype = place_of(self._device, AUTO_DTYPE)
+            model = load_model(self._folder, dtype=dtype, device=place)
             features = head.config.feature_layers or (FINAL,)
             self._target = HFTarget(model, max_slots=_SLOTS, features=features)
         with TemporaryDirectory() as folder:

@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -70,6 +71,7 @@ from eaglegbv.models.self_check import (
 )
 from eaglegbv.models.target import FINAL, Target, TargetOutput
 from eaglegbv.output_layer import OutputLayer
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import require_integer
 
 _log = logging.getLogger(__name__)
@@ -504,6 +506,37 @@ def load_tokenizer(
         expected = f"a model with a tokenizer beside its weights ({first_line(error)})"
         raise InvalidArgument("model", str(model), expected) from error
     return tokenizer
+
+
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Settings that a model's generation_config may recommend: their names there, and here."""
+
+
+def load_sampling_defaults(model: str | Path) -> SamplingParams:
+    """Return the sampling settings that a model's ``generation_config.json`` recommends.
+
+    What it says nothing of has our defaults; as in vLLM, ``do_sample`` is not heeded.
+
+    Raises:
+        InvalidArgument: A setting is out of range.
+    """
+    try:
+        stated = GenerationConfig.from_pretrained(model).to_diff_dict()
+    except OSError:  # the model has no such file
+        return SamplingParams()
+    given = {name: stated[key] for key, name in _SAMPLING_NAMES.items() if key in stated}
+    try:
+        return SamplingParams(**given)
+    except InvalidArgument as error:
+        expected = f"one whose settings are in range ({error}), or 'none'"
+        raise InvalidArgument("generation_config", str(model), expected) from error
 
 
 def load_model(

@@ -28,7 +28,7 @@ def cache_of(*facts: object, dtype: torch.dtype = torch.float32) -> CostCache:
 
 
 def test_nothing_runs_first_and_what_was_learned_is_kept_at_close(cache, caplog):
-    with LLM(plan=LIMITS, engine=SIZES) as llm:
+    with LLM("tiny", plan=LIMITS, engine=SIZES) as llm:
         assert not cache.exists()
         assert llm.metrics.value(STEPS) == 0
         llm.generate("Hello", PARAMS)
@@ -39,11 +39,11 @@ def test_nothing_runs_first_and_what_was_learned_is_kept_at_close(cache, caplog)
     for damaged in (kept.read_bytes()[:-20], b"[]"):
         kept.write_bytes(damaged)
         with caplog.at_level(logging.WARNING):
-            llm = LLM(plan=LIMITS, engine=SIZES)
+            llm = LLM("tiny", plan=LIMITS, engine=SIZES)
         assert "learned anew" in caplog.text
         caplog.clear()
     kept.unlink()
-    llm = LLM(plan=LIMITS, engine=SIZES)
+    llm = LLM("tiny", plan=LIMITS, engine=SIZES)
     llm.generate("Hello", PARAMS)
     del llm
     gc.collect()
@@ -52,22 +52,22 @@ def test_nothing_runs_first_and_what_was_learned_is_kept_at_close(cache, caplog)
 
 
 def test_kept_costs_that_the_first_steps_refute_are_scaled(cache):
-    with LLM(plan=LIMITS, engine=SIZES) as llm:
+    with LLM("tiny", plan=LIMITS, engine=SIZES) as llm:
         llm.generate("Hello", PARAMS)
     [kept] = cache.iterdir()
     known = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
     wrong = tuple(Measured(step.shape, 1e3 * step.seconds) for step in known.sampled)
     kept.write_bytes(msgspec.json.encode(KnownCosts(sampled=wrong)))
-    with LLM(plan=LIMITS, engine=SIZES) as llm:
+    with LLM("tiny", plan=LIMITS, engine=SIZES) as llm:
         llm.generate("Hello", PARAMS)
     again = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
     assert max(step.seconds for step in again.sampled) < min(step.seconds for step in wrong)
 
 
 def test_fixed_plans_and_unused_engines_keep_nothing(cache):
-    with LLM(plan=Plan(), engine=SIZES) as llm:
+    with LLM("tiny", plan=Plan(), engine=SIZES) as llm:
         llm.generate("Hello", PARAMS)
-    LLM(plan=LIMITS, engine=SIZES).close()
+    LLM("tiny", plan=LIMITS, engine=SIZES).close()
     assert not cache.exists()
 
 
@@ -80,7 +80,7 @@ def test_without_a_home_costs_are_learned_and_not_kept(monkeypatch, caplog):
     for name in (CACHE_FOLDER, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
-    with LLM() as llm:
+    with LLM("tiny") as llm:
         answer = llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True))
         assert len(answer.token_ids) == 2
     assert cache_of("a").read() is None

@@ -16,6 +16,7 @@ from eaglegbv import gguf as converting
 from eaglegbv.cli.main import app
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.gguf import convert, find_model
+from eaglegbv.models.hf import load_model
 from eaglegbv.utils import CACHE_FOLDER
 
 TEMPLATE = (
@@ -143,6 +144,18 @@ def test_where_nothing_can_be_kept_the_model_is_converted_for_now(
     [(remove, *what)] = [call.args for call in leaving.call_args_list]
     remove(*what, **leaving.call_args.kwargs)
     assert not any(temporary.iterdir())
+
+
+def test_weights_are_kept_in_the_dtype_they_are_loaded_in(file, cache):
+    short = find_model(file, torch.bfloat16)
+    exact = find_model(file)
+    assert short.name == f"{exact.name}-bfloat16"
+    assert find_model(file, torch.bfloat16) == exact  # what is exact serves every dtype
+    kept, rounded = (load_model(folder, dtype=torch.bfloat16) for folder in (short, exact))
+    weights = rounded.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in kept.state_dict().items())
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (short, exact)]
+    assert sizes[0] < 0.6 * sizes[1]
 
 
 def test_what_breaks_off_leaves_nothing(file, cache, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import shutil
 import weakref
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,9 +17,11 @@ from eaglegbv import LLM, Completion, EagleGBVError, EngineConfig, InvalidArgume
 from eaglegbv.config import PLAIN, AutoPlan
 from eaglegbv.errors import StepFailed
 from eaglegbv.metrics import Phase
+from eaglegbv.models.hf import load_sampling_defaults
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Delta
+from eaglegbv.utils import log_once
 
 PARAMS = SamplingParams(max_tokens=12, seed=1)
 LONG = SamplingParams(max_tokens=200, seed=5, ignore_eos=True)
@@ -50,6 +53,36 @@ def test_many_prompts_are_answered_in_order(llm):
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert [len(c.token_ids) for c in together] == [3, 4, 5, 6, 7]
     assert llm.generate([], PARAMS) == []
+
+
+def test_a_models_generation_config_says_how_it_is_sampled(saved_pair, tmp_path, caplog):
+    target, head = saved_pair
+    recommending = shutil.copytree(target, tmp_path / "target")
+    config = {"do_sample": True, "temperature": 0.5, "top_k": 2, "max_new_tokens": 3}
+    path = recommending / "generation_config.json"
+    path.write_text(json.dumps(config))
+    log_once.cache_clear()
+    own, none = (
+        LLM(recommending, head, plan=PLAIN, generation_config=kind) for kind in ("auto", "none")
+    )
+    [told] = caplog.messages
+    assert "temperature=0.5, top_k=2, max_tokens=3" in told
+    assert own.get_default_sampling_params() == SamplingParams(
+        temperature=0.5, top_k=2, max_tokens=3
+    )
+    assert none.sampling_defaults == SamplingParams()
+    assert len(own.generate([5, 6]).token_ids) == 3 < len(none.generate([5, 6]).token_ids)
+    [piece] = [delta.completion for delta in own.stream([5, 6]) if delta.completion]
+    assert len(piece.token_ids) == 3
+    assert len(own.generate([5, 6], PARAMS).token_ids) == 12  # what is given stays as it is
+
+    path.write_text(json.dumps({"do_sample": True, "temperature": -1.0}))
+    with pytest.raises(InvalidArgument, match=r"in range .*temperature=-1.*, or 'none'"):
+        LLM(recommending, head)
+    path.unlink()
+    assert load_sampling_defaults(recommending) == SamplingParams()
+    with pytest.raises(InvalidArgument, match="generation_config='vllm': expected 'auto' or 'none"):
+        LLM(recommending, head, generation_config="vllm")
 
 
 def test_what_was_read_can_be_forgotten(llm):

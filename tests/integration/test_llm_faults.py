@@ -30,7 +30,7 @@ STOPPING = SamplingParams(max_tokens=16, stop="never")
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     engine = EngineConfig(kv_slots=4096, max_batch=16, check_slots=True)
-    return LLM(plan=Plan(paths=2, depth=3), engine=engine)
+    return LLM("tiny", plan=Plan(paths=2, depth=3), engine=engine)
 
 
 BAD = [
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_call_and_its_requests():
     code = """
         import os, signal, threading
         from eaglegbv import LLM, Plan, SamplingParams
-        llm = LLM(plan=Plan())
+        llm = LLM("tiny", plan=Plan())
         params = SamplingParams(max_tokens=1500, ignore_eos=True)
         threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
         try:
@@ -158,7 +158,7 @@ def test_a_forked_process_goes_on_where_the_engine_was_idle():
         from eaglegbv import LLM, EagleGBVError, Plan, SamplingParams
         import torch
         torch.set_num_threads(1)  # the threads of a pool do not come along
-        llm = LLM(plan=Plan())
+        llm = LLM("tiny", plan=Plan())
         params = SamplingParams(max_tokens=4, temperature=0)
         expected = llm.generate("Once", params).text
         stream = llm.stream("Once", SamplingParams(max_tokens=1500)) if "busy" in sys.argv else None
@@ -413,5 +413,6 @@ def test_errors_of_tasks_are_those_of_calls(llm):
 
 
 def test_a_stream_may_be_open_when_the_interpreter_exits():
-    code = "from eaglegbv import LLM, Plan\nstream = LLM(plan=Plan()).stream('Once')\nnext(stream)"
+    stream = "LLM('tiny', plan=Plan()).stream('Once')"
+    code = f"from eaglegbv import LLM, Plan\nstream = {stream}\nnext(stream)"
     assert "Error" not in process(sys.executable, "-c", code).stderr

@@ -15,13 +15,15 @@ from support.drafting import random_table
 from support.tiny_models import random_llama
 from transformers import AutoTokenizer
 
+from eaglegbv import loading
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import Kind, kind_of
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
-from eaglegbv.loading import TINY_TARGET, check_model, named_models
+from eaglegbv.loading import TINY_TARGET, NamedModels, check_model, named_models
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import log_once
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -40,10 +42,27 @@ def folders(
     return {"target": target, "head": head, "small": small, "table": table}
 
 
-def test_no_model_named_means_the_packaged_pair():
-    tiny = named_models(None, None)
-    assert (tiny.name, tiny.target, tiny.drafter) == ("tiny", TINY_TARGET, "eagle3")
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_no_model_named_means_smollm2_if_it_is_at_hand_or_else_the_tiny_pair(
+    at_hand, monkeypatch, caplog
+):
+    log_once.cache_clear()
+    monkeypatch.setattr(loading, "smollm2_at_hand", lambda: at_hand)
+    monkeypatch.setattr(loading, "find_model", lambda name, _: f"folder of {name}")
+    smollm2 = NamedModels("smollm2", "folder of smollm2", "smollm2")
+    tiny = NamedModels("tiny", TINY_TARGET, "eagle3")
+    for _ in range(2):
+        assert named_models(None, None) == (smollm2 if at_hand else tiny)
+    assert ["the packaged tiny model answers" in told for told in caplog.messages] == (
+        [] if at_hand else [True]
+    )
+    # Both have a name wherever a model is named, and a head of the tiny one says that it is meant.
+    assert named_models("smollm2", None) == smollm2
+    assert named_models("tiny", None) == named_models(None, "eagle3") == tiny
     assert named_models(None, "eagle1") == replace(tiny, drafter="eagle1")
+
+
+def test_names_of_models_and_drafters_that_are_given_stay():
     alone = named_models(TINY_TARGET, None)  # a folder that is named is no choice of a drafter
     assert (alone.name, alone.drafter_name) == (str(TINY_TARGET), None)
     assert named_models("a/b", Path("head")).drafter_name == "head"

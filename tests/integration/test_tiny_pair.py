@@ -25,7 +25,7 @@ WORDS = ("Hello!", "What is a tree?", "Name a colour.", "Say something nice.")
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(plan=Plan())
+    return LLM("tiny", plan=Plan())
 
 
 def chats() -> list[list[dict[str, str]]]:
@@ -96,7 +96,7 @@ def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch):
     accepted = {}
     for most in (drafting._MOST_KEPT, 10_000):
         monkeypatch.setattr(drafting, "_MOST_KEPT", most)
-        llm = LLM(plan=AutoPlan(), engine=config)
+        llm = LLM("tiny", plan=AutoPlan(), engine=config)
         llm._engine._planner = LatePlanner()
         params = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True)
         metrics = [answer.metrics for answer in llm.generate(chats()[::3], params)]

@@ -1,3 +1,4 @@
+import logging
 import platform
 
 import pytest
@@ -5,7 +6,16 @@ import torch
 from support.pretend_device import STAGED, PretendDevice, marked
 
 from eaglegbv import devices
-from eaglegbv.devices import fetch, named_device, processor_name, send, upload
+from eaglegbv.devices import (
+    cpu_dtype,
+    dtype_name,
+    fetch,
+    named_device,
+    place_of,
+    processor_name,
+    send,
+    upload,
+)
 from eaglegbv.errors import InvalidArgument
 
 
@@ -60,3 +70,58 @@ def test_numbers_come_back_by_one_wait(monkeypatch):
     assert len(waits) == 1
     assert (first.tolist(), second.tolist()) == ([1, 2, 3], [1.0, 1.0])
     assert not device.blocking
+
+
+# --- the dtype that is fastest where it computes
+TIMES = {
+    "faster": {"bfloat16": 0.5e-3, "float32": 2e-3},
+    "slower": {"bfloat16": 5e-3, "float32": 2e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "times", "chosen", "reason"),
+    [
+        (False, "faster", torch.float32, "PyTorch has no fast products in bfloat16 on this CPU"),
+        (True, "faster", torch.bfloat16, "a product takes 0.5 ms in bfloat16 and 2 ms in float32"),
+        (True, "slower", torch.float32, "a product takes 5 ms in bfloat16 and 2 ms in float32"),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_only_where_products_are_faster(
+    has_bfloat16, times, chosen, reason
+):
+    choice = cpu_dtype(has_bfloat16=has_bfloat16, seconds=lambda: TIMES[times])
+    assert choice == (chosen, reason)
+
+
+AUTO_DTYPE = devices._auto_dtype  # tests of other things replace it
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"), [("faster", torch.bfloat16), ("slower", torch.float32)]
+)
+def test_the_dtype_is_chosen_and_told_once(times, chosen, monkeypatch, caplog):
+    timed: list[str] = []
+    AUTO_DTYPE.cache_clear()
+    monkeypatch.setattr(devices, "_auto_dtype", AUTO_DTYPE)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(
+        devices, "_seconds_of_products", lambda: timed.append(times) or TIMES[times]
+    )
+    with caplog.at_level(logging.INFO, logger="eaglegbv.devices"):
+        for _ in range(2):
+            assert place_of("cpu", "auto") == (torch.device("cpu"), chosen)
+    assert len(timed) == len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(f"computing in {dtype_name(chosen)}: a product takes")
+    assert place_of("cpu", "float16") == (torch.device("cpu"), torch.float16)
+
+
+def test_products_in_both_dtypes_are_timed():
+    times = devices._seconds_of_products()
+    assert set(times) == {"bfloat16", "float32"}
+    assert all(0 < seconds < 60 for seconds in times.values())
+
+
+def test_no_other_dtype_has_a_name():
+    with pytest.raises(InvalidArgument, match="dtype='half': expected one of auto, float32"):
+        place_of("cpu", "half")

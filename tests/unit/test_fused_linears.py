@@ -15,8 +15,7 @@ from eaglegbv.models.hf import HFTarget
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everything packed that can be, however small."""
-    for name in ("_PACKED_FROM", "_PACKED_ALONE_FROM"):
-        monkeypatch.setattr(fused_linears, name, 0)
+    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
 
 
 class Layers(nn.Module):
@@ -159,21 +158,9 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others():
 
 @needs_packing
 @torch.no_grad()
-def test_few_rows_are_multiplied_unpacked(monkeypatch):
-    monkeypatch.setattr(fused_linears, "_PACKED_FROM", 0)
-    ran: list[int] = []
-    unpacked = DenseProduct.__call__
-
-    def noted(product: DenseProduct, x: Tensor) -> Tensor:
-        ran.append(x.numel() // x.shape[-1])
-        return unpacked(product, x)
-
-    monkeypatch.setattr(DenseProduct, "__call__", noted)
-    torch.manual_seed(0)
-    weight, bias = torch.randn(19, 31), torch.randn(19)
-    product = product_of(weight, bias)
-    assert isinstance(product, PackedProduct)
-    for shape in ((1, 31), (31,), (4, 31), (1, 3, 31), (2, 2, 31), (0, 31)):
-        x = torch.randn(shape)
-        torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
-    assert ran == [1, 1, 3, 0]
+def test_matrices_are_packed_from_a_size_on():
+    sizes = [(512, 512), (512, 511)]
+    kinds = [type(product_of(torch.zeros(size), None)) for size in sizes]
+    assert kinds == [PackedProduct, DenseProduct]
+    compiled = product_of(torch.zeros(sizes[0]), torch.zeros(512), compiled=True)
+    assert type(compiled) is DenseProduct

@@ -18,9 +18,9 @@ from eaglegbv.backends.sglang.metrics import request_metrics
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import EngineConfig, Plan, PlanChoices, PlanName, Planning, Source
 from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.devices import dtype_name, named_dtype
+from eaglegbv.devices import AUTO_DTYPE, dtype_name, named_dtype
 from eaglegbv.errors import EagleGBVError, InvalidArgument, StepFailed
-from eaglegbv.llm import AnyPlan, Call, TextGenerator, load_tokenizer
+from eaglegbv.llm import AnyPlan, Call, TextGenerator, load_tokenizer, sampling_defaults_of
 from eaglegbv.loading import named_models
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
@@ -71,16 +71,17 @@ class SGLangLLM(TextGenerator):
         drafter: str | Path | None = None,
         *,
         plan: AnyPlan = None,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | str = AUTO_DTYPE,
         device: torch.device | str | None = None,
         engine: EngineConfig | None = None,
+        generation_config: str = "auto",
         backend: str = "sglang",
         **arguments: Any,
     ) -> None:
         """Start SGLang; see :class:`eaglegbv.llm.LLM` for the arguments.
 
         Here ``drafter`` is an EAGLE head, ``draft_sampling`` None or ``iid``, and ``plan`` no
-        automatic one. ``dtype`` and ``device`` are SGLang's choice where they are None, and
+        automatic one. The ``dtype`` ``"auto"`` and the ``device`` None are SGLang's choice, and
         ``arguments`` are the choices for a plan and other arguments of SGLang's engine.
 
         Raises:
@@ -99,6 +100,7 @@ class SGLangLLM(TextGenerator):
         elif models.drafter is None:
             raise InvalidArgument("drafter", None, f"a drafter, for {self._plan.verifier!r}")
         sizes = engine or EngineConfig()
+        defaults = sampling_defaults_of(models.target, generation_config)
         tokenizer = load_tokenizer(models.target)
         self._sglang = start_engine(
             models.target,
@@ -119,6 +121,7 @@ class SGLangLLM(TextGenerator):
             plan=self._plan,
             device=torch.device(self._sglang.server_args.device),
             tokenizer=tokenizer,
+            sampling_defaults=defaults,
         )
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
@@ -219,7 +222,7 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
 
 
 def _engine_arguments(
-    sizes: EngineConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
+    sizes: EngineConfig, dtype: torch.dtype | str, device: torch.device | str | None
 ) -> dict[str, object]:
     default = EngineConfig()
     for name, reason in UNUSED_SIZES.items():
@@ -239,7 +242,7 @@ def _engine_arguments(
     }
     if sizes.prefill_tokens != default.prefill_tokens:
         arguments["chunked_prefill_size"] = sizes.prefill_tokens
-    if dtype is not None:
+    if dtype != AUTO_DTYPE:
         arguments["dtype"] = dtype_name(named_dtype(str(dtype).removeprefix("torch.")))
     if device is not None:
         place = torch.device(device)

@@ -69,7 +69,7 @@ BAD = {
             "--draft-sampling='nope': expected one of iid, wor, greedy, hub, f",
         ),
         ("--prompt a --draft-temperature 0", "--draft-temperature=0.0"),
-        ("--prompt a --dtype int3", "expected one of float32, bfloat16, float16, or a"),
+        ("--prompt a --dtype int3", "expected one of auto, float32, bfloat16, float16, or a"),
         ("--prompt a --device warp", "device='warp': expected cpu"),
         ("--prompt a --compile fast", "='fast': expected 'inductor', or an"),
         (f"--prompt {'a' * 300} --verifier otbv", "at most"),

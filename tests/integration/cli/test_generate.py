@@ -53,6 +53,28 @@ def test_a_seed_that_was_not_given_is_told_where_it_repeats_the_text(cli, pair):
         assert "seed" not in cli("generate", *pair, *options, *other).err
 
 
+def test_options_come_before_the_models_own_settings(cli, pair, tmp_path):
+    target = shutil.copytree(pair[1], tmp_path / "target")
+    settings = {"temperature": 0.5, "max_new_tokens": 3}
+    (target / "generation_config.json").write_text(json.dumps(settings))
+    usual = (
+        "generate",
+        "--model",
+        str(target),
+        *pair[2:],
+        "--prompt",
+        "Hello",
+        "--verifier",
+        "none",
+    )
+    usual = (*usual, "--ignore-eos", "--json")
+    lengths = [
+        len(json.loads(cli(*usual, *options).out)["token_ids"])
+        for options in ((), ("--max-tokens", "5"), ("--generation-config", "none"))
+    ]
+    assert lengths == [3, 5, 128]
+
+
 def test_prompt_comes_from_a_file_or_standard_input(cli, pair, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("Hello", encoding="utf-8-sig")

@@ -207,7 +207,7 @@ def test_a_text_of_one_token_has_no_place() -> None:
 def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     """A place reached in two strides drafts the tree that a place reached in one does."""
     engine = EngineConfig(prefix_cache=False, max_batch=2, kv_slots=1024)
-    llm = LLM(plan=Plan(), engine=engine)
+    llm = LLM("tiny", plan=Plan(), engine=engine)
     question = Question(id="q", category="none", turns=("Say something.",), source="here")
     [text] = collect(llm, [question], temperature=1.0, max_tokens=6)
     assert text.name == "q"
