@@ -249,10 +249,10 @@ def serve(
     from eaglegbv.backends.sglang.launch import check_ready, launch
     from eaglegbv.backends.sglang.server_args import check_command
     from eaglegbv.backends.sglang.settings import Settings
-    from eaglegbv.loading import TINY, named_models
+    from eaglegbv.loading import named_models
 
     settings = opts.made_of(given, Settings)
-    models = named_models(None if model == TINY.name else model, drafter)
+    models = named_models(model, drafter)
     if models.drafter is None:
         _refuse_drafting(context)
     check_ready(context.args, accelerator=not dry_run)
