@@ -148,6 +148,8 @@ class DeviceDrafting:
         padded = 1 << (len(requests) - 1).bit_length()
         if draft_sampling is DraftSampling.FIXED and plan.shape:
             raise NotRecordable("shape")
+        if call.ruled:
+            raise NotRecordable("rules")
         if padded * frontier_rows(plan, draft_sampling) > MAX_ROWS:
             raise NotRecordable("too many rows")
         params = [draft_params(request.params, plan) for request in requests]

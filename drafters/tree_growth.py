@@ -41,6 +41,7 @@ from eaglegbv.devices import fetch, first_true, most_likely_first, send, upload
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
+from eaglegbv.token_rules import GrowingRows
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
@@ -124,12 +125,13 @@ def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
     It keeps within what logits can be divided by. Drafts may follow any distribution.
     """
     temperature = params.temperature * plan.draft_temperature
-    return SamplingParams(
-        temperature=min(HOTTEST, max(COLDEST, temperature)),
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-    )
+    kept = min(HOTTEST, max(COLDEST, temperature))
+    return _warping(kept, params.top_k, params.top_p, params.min_p)
+
+
+@lru_cache(maxsize=1024)
+def _warping(temperature: float, top_k: int | None, top_p: float, min_p: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,6 +682,11 @@ class DraftCall:
     draft_sampling: DraftSampling  # how children arise
     tree_slots: Sequence[Tensor]  # for each request [plan.tree_slots - 1] KV slots to overwrite
 
+    @property
+    def ruled(self) -> bool:
+        """Whether drafts obey the requests' rules: all have some, and no step replays drafts."""
+        return self.requests[0].rules is not None and not self.requests[0].replayed
+
 
 def draft_trees(
     call: DraftCall, draft_to_target: Tensor, logits: Tensor, follow: FollowRows
@@ -694,7 +701,11 @@ def draft_trees(
     width = support(plan, draft_sampling, len(draft_to_target))
     params = [draft_params(request.params, plan) for request in requests]
 
+    ruled = GrowingRows([request.ruled_row for request in requests]) if call.ruled else None
+
     def probs_of(logits: Tensor, counts: Sequence[int]) -> DraftProbs:
+        if ruled is not None:
+            logits = ruled.obey(logits, draft_to_target)
         if draft_sampling is DraftSampling.FIXED:
             return log_probs(logits, width=width, draft_to_target=draft_to_target)
         settings = WarpSettings.of(params, counts, device=device)
@@ -717,7 +728,10 @@ def draft_trees(
             break
         if frontier.parents is not None:
             row_of = row_of.gather(1, *fetch(frontier.parents))
-        own = probs_of(follow(NewRows(counts, tokens[runs], row_of.expand_as(runs)[runs])), counts)
+        new = NewRows(counts, tokens[runs], row_of.expand_as(runs)[runs])
+        if ruled is not None:
+            ruled.extend(new.token_ids.tolist(), new.parents.tolist())
+        own = probs_of(follow(new), counts)
         row_of = (runs.flatten().cumsum(0) - 1).clamp(min=0).view_as(runs).gather(1, leaders)
         at = send(row_of.flatten(), device)
         frontier = growth.grow(

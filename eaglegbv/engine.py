@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, Plan, Planning, plan_name, plans_of
 from eaglegbv.devices import torch_as_usual
@@ -42,6 +43,7 @@ from eaglegbv.scheduler.kv_slots import KVSlots
 from eaglegbv.scheduler.planner import Planner
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
+from eaglegbv.token_rules import TokenRules
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import plain_numbers, require_integer
 from eaglegbv.verification import Verification, VerifyOutput, read_outputs, tree_records
@@ -62,6 +64,7 @@ class Engine:
         barrier: Callable[[], None] | None = None,
         planner: Planner | None = None,
         compile_backend: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -75,8 +78,11 @@ class Engine:
                 with nothing.
             compile_backend: Compile the verifiers of plans, when first checked, by this backend of
                 ``torch.compile``; None runs them as they are.
+            tokenizer: The target's, for settings that are texts, such as bad words; None where
+                there are none.
         """
         self._target = target
+        self._tokenizer = tokenizer
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._kv = KVSlots(target.allocator, self._cache)
@@ -137,6 +143,12 @@ class Engine:
         replay_slots = max(self._verification.replay_slots(p, params) for p in plans)
         step_slots = max(plan.tree_slots for plan in plans) + replay_slots
         max_tokens = self._token_limit(prompt_ids, params, step_slots if replay_slots else 1)
+        rules = TokenRules.of(
+            params,
+            vocab=self._target.vocab_size,
+            eos_token_ids=self._target.eos_token_ids,
+            tokenizer=self._tokenizer,
+        )
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1
         auto = plan if isinstance(plan, AutoPlan) else None
@@ -160,6 +172,7 @@ class Engine:
             replayed=replay_slots > 0,
             drafted=drafted,
             skips=drafted and auto is not None and self._drafting.skips,
+            rules=rules,
             priority=int(priority),
             slots=self._target.allocator.allocate(0),
             borrowed=self._target.allocator.allocate(0),

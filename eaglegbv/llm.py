@@ -488,6 +488,7 @@ class LLM(TextGenerator):
             config,
             planner=planner,
             compile_backend=compile_backend,
+            tokenizer=tokenizer,
         )
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):

@@ -12,6 +12,7 @@ from eaglegbv.errors import EagleGBVError
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.token_rules import RuledRow, TokenRules
 
 
 class FinishReason(StrEnum):
@@ -72,6 +73,7 @@ class Request:
     replayed: bool = False  # whether verifications of later steps replay its drafts
     drafted: bool = False  # whether the drafter follows the request; it need not draft every step
     skips: bool = False  # whether the drafter may skip what it has missed, and begin after it
+    rules: TokenRules | None = None  # what `params` forbid and favour, or None
     priority: int = 0  # lower numbers are served first; equal ones in order of arrival
     token_ids: list[int] = field(default_factory=list)  # tokens generated so far
     # [context] int64, KV slots of the tokens that were forwarded; the last generated token has
@@ -94,6 +96,12 @@ class Request:
     def looks_up(self) -> bool:
         """Whether the engine may look up its drafts in its own sequence."""
         return self.auto is not None and bool(self.auto.lookups) and self.params.greedy
+
+    @property
+    def ruled_row(self) -> RuledRow:
+        """The row of the next token, of a request with rules."""
+        assert self.rules is not None
+        return RuledRow(self.rules, tuple(self.token_ids))
 
     @property
     def context(self) -> int:

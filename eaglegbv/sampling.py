@@ -5,7 +5,7 @@ target over its whole vocabulary and the drafter over its short list of candidat
 may hold any list of tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +22,7 @@ from eaglegbv.utils import make_numbers_plain, require_integer, require_integers
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3  # logits divided by less overflow
+LARGEST_BIAS = 100.0
 
 
 class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]  # msgspec's metaclass
@@ -39,8 +40,9 @@ class SamplingParams(
 ):
     """Sampling settings of one request, with the names and defaults vLLM and SGLang users know.
 
-    The target distribution of a token is ``softmax`` of the logits after, in this order, penalties,
-    temperature, top-k, top-p and min-p (see :mod:`eaglegbv.sampling`).
+    The target distribution of a token is ``softmax`` of the logits after, in this order, what
+    forbids and favours tokens (:mod:`eaglegbv.token_rules`), penalties, temperature, top-k, top-p
+    and min-p (:mod:`eaglegbv.sampling`). docs/sampling.md has vLLM's and SGLang's names beside.
 
     Attributes:
         temperature: Divides the logits; at least 1e-37, at most 100. 0 means greedy decoding.
@@ -62,6 +64,15 @@ class SamplingParams(
             occurs in the prompt or the text so far; 1 is none.
         presence_penalty: Subtracted from the logit of every generated token; 0 is none.
         frequency_penalty: Subtracted once per occurrence in the generated text; 0 is none.
+        min_tokens: Number of tokens to generate before an end-of-sequence token, a stop token or a
+            stop string may end the text.
+        logit_bias: Numbers within 100 of 0, added to the logits of tokens by their ids.
+        bad_words: Texts that may not occur: their last token is forbidden after the others, which
+            are looked for in the generated tokens. A word may also be a sequence of token ids.
+        allowed_token_ids: The only tokens that may be generated; None for all.
+        include_stop_str_in_output: Keep in the text the stop string, or the text of the stop token,
+            that ended it.
+        skip_special_tokens: Leave special tokens, such as an end of sequence, out of the text.
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
@@ -80,6 +91,12 @@ class SamplingParams(
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -99,13 +116,32 @@ class SamplingParams(
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         optional = {"top_k": (1, None), "max_tokens": (1, None), "seed": (0, 2**64 - 1)}
         require_integers(self, optional, **optional, n=(1, None))
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidArgument("ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(name, getattr(self, name), "true or false")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", self.stop, "non-empty strings")
         for token in self.stop_token_ids:
             require_integer("stop_token_ids", token, 0)
+        require_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        self._check_token_ids()
+
+    def _check_token_ids(self) -> None:
+        """Check what names tokens, and make tuples of it."""
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        self._make_tuple("logit_bias", bias, "numbers by token ids")
+        pairs = tuple(_token_bias(pair) for pair in self.logit_bias)
+        msgspec.structs.force_setattr(self, "logit_bias", pairs)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        self._make_tuple("bad_words", words, _WORDS)
+        msgspec.structs.force_setattr(self, "bad_words", tuple(map(_word, self.bad_words)))
+        if self.allowed_token_ids is not None:
+            self._make_tuple("allowed_token_ids", self.allowed_token_ids, "token ids, or None")
+            if not self.allowed_token_ids:
+                raise InvalidArgument("allowed_token_ids", (), "at least one token id, or None")
+            for token in self.allowed_token_ids:
+                require_integer("allowed_token_ids", token, 0)
 
     def _make_tuple(self, name: str, values: object, expected: str) -> None:
         if values is not None and not isinstance(values, Iterable):
@@ -132,6 +168,31 @@ class SamplingParams(
         """Whether any penalty changes the logits."""
         own = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return own != (1.0, 0.0, 0.0)
+
+
+_WORDS = "non-empty texts, or sequences of token ids"
+
+
+def _token_bias(pair: object) -> tuple[int, float]:
+    """Return a token id and its number; an id may be text, as keys of JSON objects are."""
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise InvalidArgument("logit_bias", pair, "numbers by token ids")
+    token, value = pair
+    if isinstance(token, str) and token.isdecimal():
+        token = int(token)
+    require_integer("logit_bias", token, 0)
+    require_number("logit_bias", value, -LARGEST_BIAS, LARGEST_BIAS)
+    return token, value
+
+
+def _word(word: object) -> str | tuple[int, ...]:
+    if isinstance(word, str) and word.strip():
+        return word
+    if isinstance(word, str) or not isinstance(word, Sequence) or not word:
+        raise InvalidArgument("bad_words", word, _WORDS)
+    for token in word:
+        require_integer("bad_words", token, 0)
+    return tuple(word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +229,32 @@ class WarpSettings:
 
         Other steps of the same requests share the result, so it must not be written to.
         """
-        return _settings_of(tuple(params), tuple(rows_each), device)
+        warping = tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params)
+        return _settings_of(warping, tuple(rows_each), device)
 
 
 @lru_cache(maxsize=256)
 def _settings_of(
-    params: tuple[SamplingParams, ...], rows_each: tuple[int, ...], device: torch.device | str
+    warping: tuple[tuple[float, int | None, float, float], ...],
+    rows_each: tuple[int, ...],
+    device: torch.device | str,
 ) -> WarpSettings:
+    temperatures, limits, top_p, min_p = zip(*warping, strict=True)
+
     def column(values: Sequence[float], dtype: torch.dtype, *, used: bool) -> Tensor | None:
         return _column(values, rows_each, dtype, device) if used else None
 
     no_limit = 2**31
-    top_k = [no_limit if p.top_k is None else min(p.top_k, no_limit) for p in params]
-    top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
-    temperature = _column([p.temperature for p in params], rows_each, torch.float32, device)
+    top_k = [no_limit if limit is None else min(limit, no_limit) for limit in limits]
+    temperature = _column(temperatures, rows_each, torch.float32, device)
     return WarpSettings(
         temperature=temperature,
-        greedy=temperature == 0 if any(p.greedy for p in params) else None,
+        greedy=temperature == 0 if min(temperatures) == 0 else None,
         top_k=column(top_k, torch.int64, used=min(top_k) < no_limit),
         limits=frozenset(k for k in top_k if k < no_limit),
         top_p=column(top_p, torch.float64, used=min(top_p) < 1),
         min_p=column(min_p, torch.float64, used=max(min_p) > 0),
-        tempered=any(p.temperature != 1 for p in params),
+        tempered=set(temperatures) != {1},
     )
 
 

@@ -214,7 +214,7 @@ class Serving:
         except EagleGBVError as error:
             caller.outbox.put(Piece.last(ask.place, Result.of_error(error)))
             return
-        text = TextStream(self._tokenizer, params.stop, request.ends)
+        text = TextStream.of(self._tokenizer, params, request.ends)
         self._open.append(_Open(Answer(request, text), ask.place, caller))
 
     def _cancel_left(self) -> None:

@@ -42,6 +42,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: ``stop`` (end of sequence or a stop string), ``length``, ``error``, or
             ``cancelled`` (a stream that was closed early).
         error: What went wrong, if the reason is ``error``.
+        stop_reason: The stop string, or the one of ``stop_token_ids``, that ended the text; None
+            where it ended otherwise, by an end of sequence too.
         metrics: Counts and times.
         others: The prompt's other answers, where ``n`` of them were asked for.
     """
@@ -51,6 +53,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason
     error: str | None = None
+    stop_reason: int | str | None = None
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
     others: list["Completion"] = msgspec.field(default_factory=list)
 
@@ -250,10 +253,13 @@ class TextStream:
     tokenizer: PreTrainedTokenizerBase  # turns ids into text
     stop: Sequence[str] = ()  # strings that end the text
     ends: Collection[int] = ()  # tokens that end the text without being part of it
+    includes_stop: bool = False  # whether the stop string that ends the text is part of it
+    skips_special: bool = True  # whether special tokens are left out of the text
+    min_tokens: int = 0  # number of tokens within which no stop string counts
     # Ids fed so far; those behind the one that completed a stop string are dropped.
     token_ids: list[int] = field(default_factory=list)
     text: str = ""  # the text of `token_ids`, cut before the first stop string
-    stopped: bool = False  # whether a stop string was found
+    stopped_by: str | None = None  # the stop string that was found, or None
     _shown: int = 0
     # The text of the first `_fixed` tokens is final. Only what follows is decoded again, together
     # with the tokens from `_anchor` on, because a token's text may depend on its predecessor
@@ -262,6 +268,29 @@ class TextStream:
     _anchor: int = 0
     _fixed: int = 0
     _fixed_text: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        ends: Collection[int] = (),
+    ) -> Self:
+        """Return the empty text of a request with such settings, which ``ends`` end."""
+        included = params.include_stop_str_in_output
+        return cls(
+            tokenizer,
+            stop=params.stop,
+            ends=() if included else ends,
+            includes_stop=included,
+            skips_special=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stopped_by is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return text that is now certain and was not returned before."""
@@ -286,13 +315,25 @@ class TextStream:
             if len(after) > len(before):  # a token without text, a special one say, is no anchor
                 self._anchor = self._fixed
             self._fixed, self._fixed_text = len(self.token_ids), self.text
-        # What was searched before holds none: a new one ends in new text.
-        ends = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self.stop]
-        if found := [at for at in ends if at >= 0]:
-            self.text, self.stopped = self.text[: min(found)], True
+        if len(self.token_ids) > self.min_tokens:
+            self._search(searched)
+
+    def _search(self, searched: int) -> None:
+        """Look for stop strings; those that end in the first ``searched`` characters do not count.
+
+        If there are several, the first to begin ends the text.
+        """
+        first = len(self.text)
+        for stop in self.stop:
+            at = self.text.find(stop, max(0, searched - len(stop) + 1))
+            if 0 <= at < first:
+                first, self.stopped_by = at, stop
+        if self.stopped_by is not None:
+            end = first + len(self.stopped_by) if self.includes_stop else first
+            self.text = self.text[:end]
 
     def _text_of(self, token_ids: list[int]) -> str:
-        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        how = {"skip_special_tokens": self.skips_special, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(token_ids, **how))
 
     def _certain(self) -> int:
@@ -347,6 +388,14 @@ class Answer:
             prompt_token_ids=list(request.prompt_ids),
             finish_reason=request.finish_reason,
             error=None if request.error is None else str(request.error),
+            stop_reason=self._stop_reason(),
             metrics=request.metrics,
         )
         return Result(completion, request.error)
+
+    def _stop_reason(self) -> int | str | None:
+        request = self.request
+        if request.finish_reason is not FinishReason.STOP or self.text.stopped:
+            return self.text.stopped_by
+        last = request.token_ids[-1]
+        return last if last in request.params.stop_token_ids else None

@@ -31,6 +31,7 @@ from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warped_rows
 from eaglegbv.scheduler.batch import Forward, Group
+from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
@@ -260,6 +261,8 @@ def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
     """
     params = [request.params for request in group.requests]
     own = logits[group.logits]
+    if group.requests[0].rules is not None:
+        own = own.float() + bias_of(_ruled_rows(group), own.device)
     if any(p.penalised for p in params):
         own = penalise(own, *_occurrences(group, logits.shape[1]), params, group.counts)
     settings = WarpSettings.of(params, group.counts, device=logits.device)
@@ -269,6 +272,17 @@ def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
         rows = torch.where(real, rows, rows[:, :1])
     return TargetProbs(warped, normalisers, rows)
+
+
+def _ruled_rows(group: Group) -> list[RuledRow]:
+    """Return the rows of a group whose requests have rules, each node's by its own path."""
+    tree = group.tree if group.drawn is None else group.drawn
+    token_ids, parents = fetch(tree.token_ids, tree.parents)
+    trees = zip(group.requests, group.counts, token_ids.tolist(), parents.tolist(), strict=True)
+    rows: list[RuledRow] = []
+    for request, count, tokens, above in trees:
+        rows += rows_of_tree(request.ruled_row, tokens[:count], above[:count])
+    return rows
 
 
 def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment, offsets_of
+from eaglegbv.config import Plan
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import grouped
@@ -32,6 +33,7 @@ class Group:
     segments: list[Segment]
     first_token: int = 0  # packed row of its first token in the forward
     first_logit: int = 0  # the first of its rows of the forward's logits
+    drawn: DraftTree | None = None  # the trees as they were drawn, if `tree` is a copy elsewhere
 
     @classmethod
     def prefill(cls, requests: list[Request], slots: list[Tensor]) -> Self:
@@ -66,7 +68,7 @@ class Group:
     def on(self, device: torch.device) -> Self:
         """Return the group with its trees on ``device``."""
         tree = self.tree.to(device)
-        return self if tree is self.tree else replace(self, tree=tree)
+        return self if tree is self.tree else replace(self, tree=tree, drawn=self.tree)
 
     @property
     def logits(self) -> slice:
@@ -138,5 +140,9 @@ class Forward:
 
 
 def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
-    """Split requests into lists that share a plan and are either all greedy or all sampled."""
-    return list(grouped(requests, lambda own: (own.plan, own.params.greedy)).values())
+    """Split requests into lists that share a plan, and are all greedy or not, with rules or not."""
+
+    def kind(request: Request) -> tuple[Plan, bool, bool]:
+        return request.plan, request.params.greedy, request.rules is not None
+
+    return list(grouped(requests, kind).values())

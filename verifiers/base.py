@@ -154,7 +154,11 @@ class Fault(IntFlag):
 
 
 _MESSAGES = {
-    Fault.TARGET_NOT_FINITE: ("target logits", "NaN or infinite", "logits with a finite logsumexp"),
+    Fault.TARGET_NOT_FINITE: (
+        "target logits",
+        "NaN or infinite",
+        "logits with a finite logsumexp, and settings that do not forbid every token",
+    ),
     Fault.DRAFT_NOT_NORMALISED: (
         "draft_probs",
         "not a distribution",

@@ -38,6 +38,10 @@ SETTINGS = {
         Plan(verifier="specinfer", paths=2, depth=2, draft_sampling=DraftSampling.WOR),
         SamplingParams(max_tokens=12, seed=5, repetition_penalty=1.2, presence_penalty=0.3),
     ),
+    "ruled": (
+        Plan(verifier="otbv", paths=2, depth=2),
+        SamplingParams(max_tokens=12, seed=4, min_tokens=3, logit_bias={1: 2}, bad_words=[[3, 1]]),
+    ),
     "stateful": (
         Plan(verifier="greedy_block", paths=1, depth=3),
         SamplingParams(max_tokens=12, seed=2),

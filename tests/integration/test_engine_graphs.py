@@ -122,6 +122,8 @@ def test_what_grows_on_the_host_is_counted_by_reason():
     wide = Plan(draft_sampling=DraftSampling.FIXED, paths=2, depth=2, beam=64, nodes=4)
     padded.tokens([[1, 2]] * 9, sampling(), wide)
     assert metrics.value(GRAPH_DRAFTS, "too many rows") > 0
+    padded.tokens(PROMPTS, sampling(min_tokens=9), SETTINGS["iid"][0])
+    assert metrics.value(GRAPH_DRAFTS, "rules") > 0
     assert metrics.value(GRAPH_DRAFTS, "replayed") == 0
     assert 'eaglegbv_graph_drafts_total{outcome="shape"}' in metrics.exposition()
 

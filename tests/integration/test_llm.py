@@ -177,6 +177,33 @@ def test_the_text_of_an_ordinary_token_that_ends_an_answer_is_no_part_of_it(llm,
     assert llm.generate(CHAT, beyond).text == llm.tokenizer.decode(full)
 
 
+def test_a_completion_says_what_stopped_it(llm):
+    params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+    full = llm.generate("stop", params)
+    string, ids = full.text[10:12], full.token_ids
+    last = next(n for n in range(3, 40) if ids[n] not in ids[:n])
+    through = llm.tokenizer.decode(ids[: last + 1], skip_special_tokens=True)
+    assert full.stop_reason is None
+    for stop, reason, text in (
+        ({"stop": string}, string, full.text[: full.text.index(string) + 2]),
+        ({"stop_token_ids": (ids[last],)}, ids[last], through),
+    ):
+        including = msgspec.structs.replace(params, **stop, include_stop_str_in_output=True)
+        cut = llm.generate("stop", including)
+        assert (cut.text, cut.stop_reason) == (text, reason)
+        assert "".join(piece.text for piece in llm.stream("stop", including)) == text
+
+
+def test_bad_words_are_told_as_texts(llm):
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    usual = llm.generate("words", params)
+    tokens = {llm.decode([token]): token for token in usual.token_ids}
+    word = next(text for text in tokens if text.isascii() and text.strip().isprintable())
+    cleaned = llm.generate("words", msgspec.structs.replace(params, bad_words=word))
+    assert tokens[word] not in cleaned.token_ids
+    assert len(cleaned.token_ids) == 40
+
+
 ONE_PATH = {"verifier": "greedy_block", "paths": 1}
 
 

@@ -61,6 +61,12 @@ BAD_SAMPLING = [
     ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
     ("temperature", 5e-324, "0, or a number in [1e-37, 100]"),
     ("ignore_eos", "no", "true or false"),
+    ("min_tokens", -1, "an integer in [0, 128]"),
+    ("logit_bias", 3, "numbers by token ids"),
+    ("allowed_token_ids", (), "at least one token id, or None"),
+    ("allowed_token_ids", 3, "token ids, or None"),
+    ("include_stop_str_in_output", 1, "true or false"),
+    ("skip_special_tokens", None, "true or false"),
     ("stop", ("",), "non-empty strings"),
     ("stop_token_ids", 3, "a sequence of token ids"),
 ]
@@ -75,6 +81,7 @@ BAD = [
     for name, value, expected in cases
 ]
 SEQUENCE = "a sequence of nodes, each a sequence of child ranks"
+WORDS = "non-empty texts, or sequences of token ids"
 BAD_TOGETHER = [
     (Plan, {"shape": ((0,), (1, 0))}, "shape=(1, 0)", "different nodes after their parents"),
     (Plan, {"shape": ((0,), (0,))}, "shape=(0,)", "different nodes after their parents"),
@@ -84,6 +91,13 @@ BAD_TOGETHER = [
     (Plan, {"shape": ((0,),), "depth": 2}, "depth=2", "1, the depth of the shape"),
     (Plan, {"shape": ((0,),), "depth": 1, "nodes": 3}, "nodes=3", "None: the shape says how many"),
     (EngineConfig, {"kv_slots": 32, "kv_bytes": 1}, "kv_bytes=1", "None where kv_slots is given"),
+    (SamplingParams, {"min_tokens": 9, "max_tokens": 8}, "min_tokens=9", "an integer in [0, 8]"),
+    (SamplingParams, {"logit_bias": {-1: 2.0}}, "logit_bias=-1", "an integer of at least 0"),
+    (SamplingParams, {"logit_bias": {1: 101}}, "logit_bias=101", "a number in [-100, 100]"),
+    (SamplingParams, {"logit_bias": [3]}, "logit_bias=3", "numbers by token ids"),
+    (SamplingParams, {"bad_words": " "}, "bad_words=' '", WORDS),
+    (SamplingParams, {"bad_words": [()]}, "bad_words=()", WORDS),
+    (SamplingParams, {"bad_words": [(-1,)]}, "bad_words=-1", "an integer of at least 0"),
     (SamplingParams, {"stop": ""}, "stop=('',)", "non-empty strings"),
     (SamplingParams, {"stop_token_ids": (-1,)}, "stop_token_ids=-1", "an integer of at least 0"),
 ]
@@ -111,6 +125,8 @@ def test_the_ends_of_the_ranges_are_accepted():
 @pytest.mark.parametrize(
     ("kind", "named", "given"),
     [
+        (SamplingParams, {"logit_bias": {"7": 1.5}}, {"logit_bias": ((7, 1.5),)}),
+        (SamplingParams, {"bad_words": ["no", [1, 2]]}, {"bad_words": ("no", (1, 2))}),
         *((Plan, {"draft_sampling": str(own)}, {"draft_sampling": own}) for own in DraftSampling),
         (Plan, {"shape": [[0], [0, 0]], "depth": 2}, {"shape": ((0,), (0, 0)), "depth": 2}),
     ],

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
+from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import TextStream, encode_prompt, is_one
 
 # Two kinds of tokenizers, because characters split across tokens are treated differently: those of
@@ -164,6 +165,39 @@ def test_a_possible_stop_is_held_back_until_it_is_none():
     shown = [stream.feed([token]) for token in byte_ids("x\nUsual")]
     assert shown == ["x", "", "", "", "\nUsu", "a", "l"]
     assert not stream.stopped
+
+
+def streamed(text, **settings):
+    """The stream of a text whose tokens are its bytes, to its end or a stop."""
+    stream = TextStream.of(byte_level(), SamplingParams(**settings))
+    stream.feed(byte_ids(text))
+    stream.flush()
+    return stream
+
+
+def test_a_stop_string_may_stay_in_the_text():
+    for included, text in ((False, "go "), (True, "go on")):
+        settings = {"stop": ("x", "on"), "include_stop_str_in_output": included}
+        stream = streamed("go on and on", **settings)
+        assert (stream.text, stream.stopped_by) == (text, "on")
+        assert len(stream.token_ids) == len("go on")
+
+
+def test_no_stop_string_counts_within_the_fewest_tokens():
+    for least, text in ((0, "a"), (1, "a"), (2, "ab ca"), (6, "ab cab c")):
+        assert streamed("ab cab c", stop=("b",), min_tokens=least).text == text
+    # One that goes on beyond them does.
+    assert streamed("ab cab c", stop=("b c",), min_tokens=2).text == "a"
+
+
+def test_special_tokens_are_shown_where_asked_for():
+    tokenizer = byte_level()
+    ids = [*byte_ids("a"), tokenizer.eos_token_id]
+    for skipped, text in ((True, "a"), (False, "a<end>")):
+        params = SamplingParams(skip_special_tokens=skipped)
+        stream = TextStream.of(tokenizer, params)
+        stream.feed(ids)
+        assert stream.text == text
 
 
 def test_flush_returns_an_unfinished_character_as_decoding_does():

@@ -28,7 +28,11 @@ from eaglegbv.text import Completion, Delta, Prompt, Result
 from eaglegbv.tree import DraftSampling
 
 ANSWERS_WITHIN = 3600.0
-OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+OPENAI_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+}
 """Names that differ in the OpenAI endpoints."""
 
 SGLANG_NAMES: Mapping[str, str] = {
@@ -291,10 +295,28 @@ class Endpoint:
         )
 
 
+_SGLANG_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+_LOCAL_SETTINGS = ("bad_words", "allowed_token_ids")  # SGLang has none of these
+
+
 def to_sglang(params: SamplingParams) -> dict[str, Any]:
-    """Return the same settings under the names of SGLang's engine and ``/generate``."""
+    """Return the same settings under the names of SGLang's engine and ``/generate``.
+
+    Raises:
+        InvalidArgument: One is set that SGLang does not have.
+    """
     settings = msgspec.structs.asdict(params)
-    settings["max_new_tokens"], seed = settings.pop("max_tokens"), settings.pop("seed")
+    for name in _LOCAL_SETTINGS:
+        if value := settings.pop(name):
+            raise InvalidArgument(name, value, "none: SGLang has no such setting")
+    for name, theirs in _SGLANG_NAMES.items():
+        settings[theirs] = settings.pop(name)
+    seed = settings.pop("seed")
+    settings["logit_bias"] = {str(token): value for token, value in settings["logit_bias"]} or None
     settings["top_k"] = -1 if params.top_k is None else params.top_k
     for name in ("stop", "stop_token_ids"):
         settings[name] = list(settings[name])

@@ -1,0 +1,236 @@
+"""What forbids and favours tokens: the law of the text, node by node and end to end.
+
+Tables give the exact distribution after every text. Each check sees a planted mistake: a rule that
+looks at the last committed token alone, and one that takes its path for that of every node.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from support.exact_engine import VOCAB, ExactEngine, exact_engine
+from support.g_test import g_test
+from support.ruled import ruled_joint, ruled_probs
+from support.tiny_engine import cells_of
+
+from eaglegbv import token_rules, verification
+from eaglegbv.config import Plan
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.scheduler.batch import Group
+from eaglegbv.token_rules import RuledRow
+from eaglegbv.tree import DraftSampling, TargetProbs
+
+PROMPT = [3, 1, 4]
+TOKENS = 4
+SEEDS = 12  # requests whose nodes are looked at
+SAMPLES, SHIFT, POWER, LEVEL = 600, 0.15, 0.6, 1e-3
+
+RULES = {
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": (0, 5)},
+    "logit_bias": {"logit_bias": {1: 2.5, 4: -3.0, 6: 1.0}},
+    "bad_words": {"bad_words": ((3,), (1, 4), (4, 1, 1), (5, 5))},
+    "allowed_token_ids": {"allowed_token_ids": (0, 1, 4, 6)},
+    "together": {
+        "min_tokens": 2,
+        "stop_token_ids": (6,),
+        "logit_bias": {1: 1.5},
+        "bad_words": ((1, 1),),
+        "allowed_token_ids": (1, 2, 5, 6),
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.5,
+        "temperature": 1.2,
+    },
+}
+BY_PATH = ("min_tokens", "bad_words", "together")  # those that differ along a path
+PLANS = {
+    "otbv": Plan(paths=3, depth=3),
+    "specinfer": Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=3),
+    "greedy_block": Plan(verifier="greedy_block", paths=1, depth=3),
+}
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(max_tokens=TOKENS, **RULES[name])
+
+
+def last_node_alone(rows: Sequence[RuledRow]) -> list[RuledRow]:
+    """A mistake: nodes below the root follow no rule."""
+    return [rows[0], *(RuledRow(row.rules, None) for row in rows[1:])]
+
+
+def path_of_the_root(rows: Sequence[RuledRow]) -> list[RuledRow]:
+    """A mistake: all nodes follow the rules that hold after the last committed token."""
+    return [rows[0]] * len(rows)
+
+
+MISTAKES = (last_node_alone, path_of_the_root)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., list[RuledRow]]) -> None:
+    right = token_rules.rows_of_tree
+    monkeypatch.setattr(verification, "rows_of_tree", lambda *tree: mistake(right(*tree)))
+
+
+@pytest.fixture
+def engine() -> ExactEngine:
+    return exact_engine(slots=16_384, max_batch=512)
+
+
+def sample(engine: ExactEngine, params: SamplingParams, plan: Plan, count: int) -> list[Request]:
+    seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(count)]
+    requests = [engine.engine.add(PROMPT, own, plan) for own in seeded]
+    engine.run()
+    assert not any(request.error for request in requests)
+    return requests
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Group, TargetProbs, list[int]]]:
+    """Every group that is verified, p at its nodes, and how long the texts were before."""
+    seen = []
+    right = verification.probs_of_nodes
+
+    def noted(group: Group, *given: object) -> TargetProbs:
+        target = right(group, *given)
+        seen.append((group, target, [len(request.token_ids) for request in group.requests]))
+        return target
+
+    monkeypatch.setattr(verification, "probs_of_nodes", noted)
+    return seen
+
+
+def nodes_of(
+    judged: Sequence[tuple[Group, TargetProbs, list[int]]],
+) -> Iterator[tuple[Request, list[int], np.ndarray, bool]]:
+    """Each node's request, the text with it, p after it, and whether it was drafted."""
+    for group, target, lengths in judged:
+        tree = group.tree
+        for b, (request, length) in enumerate(zip(group.requests, lengths, strict=True)):
+            text = request.token_ids[:length]
+            for node in range(int(tree.num_nodes[b])):
+                path: list[int] = []
+                above = node
+                while above > 0:
+                    path.insert(0, int(tree.token_ids[b, above]))
+                    above = int(tree.parents[b, above])
+                row = target.rows[b, node]
+                probs = target.logits[row].double().softmax(0).numpy()
+                yield request, [*text, *path], probs, node > 0
+
+
+def largest_error(engine: ExactEngine, judged: Sequence[tuple[Group, TargetProbs, list[int]]]):
+    """The largest difference from the tables, over nodes that some text reaches."""
+    worst, drafted = 0.0, 0
+    for request, text, probs, is_draft in nodes_of(judged):
+        if not reachable(engine, request, text):
+            continue
+        right = ruled_probs(engine.target, PROMPT, text, request.params)
+        worst = max(worst, float(np.abs(probs - right).max()))
+        drafted += is_draft
+    assert drafted > 10
+    return worst
+
+
+def reachable(engine: ExactEngine, request: Request, text: list[int]) -> bool:
+    rows = [(text[:n], text[n]) for n in range(len(text))]
+    probs = [ruled_probs(engine.target, PROMPT, own, request.params)[x] for own, x in rows]
+    return min(probs, default=1.0) > 0
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_every_node_has_the_targets_distribution_under_its_own_path(engine, judged, name, plan):
+    sample(engine, params_of(name), plan, SEEDS)
+    assert largest_error(engine, judged) < 1e-6
+
+
+@pytest.mark.parametrize("name", BY_PATH)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_rule_that_does_not_follow_the_path_is_seen_at_a_node(
+    engine, judged, name, mistake, monkeypatch
+):
+    plant(monkeypatch, mistake)
+    sample(engine, params_of(name), PLANS["otbv"], SEEDS)
+    assert largest_error(engine, judged) > 0.05
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_is_forbidden_is_not_drafted(engine, judged, name):
+    """Otherwise it would be rejected. (Steps that are replayed draft as if there were no rules.)"""
+    requests = sample(engine, params_of(name), PLANS["otbv"], SEEDS)
+    assert all(reachable(engine, request, text) for request, text, _, _ in nodes_of(judged))
+    assert sum(sum(request.metrics.accepted_by_depth) for request in requests) > SEEDS
+
+
+def law(engine: ExactEngine, params: SamplingParams, plan: Plan) -> float:
+    requests = sample(engine, params, plan, SAMPLES)
+    for request in requests:  # one that ended repeats its last token
+        request.token_ids += request.token_ids[-1:] * (TOKENS - len(request.token_ids))
+    exact = ruled_joint(engine.target, PROMPT, TOKENS, params)
+    result = g_test(cells_of(requests, VOCAB), exact, shift=SHIFT, level=LEVEL)
+    assert result.power > POWER, result
+    return result.p_value
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("min_tokens", "otbv"),
+        ("bad_words", "specinfer"),
+        ("together", "otbv"),
+        ("together", "greedy_block"),
+    ],
+)
+def test_texts_follow_the_targets_distribution_under_the_rules(engine, name, plan):
+    assert law(engine, params_of(name), PLANS[plan]) > LEVEL
+
+
+@pytest.mark.parametrize("name", BY_PATH)
+def test_texts_tell_a_rule_that_acts_on_the_last_node_alone(engine, name, monkeypatch):
+    plant(monkeypatch, last_node_alone)
+    params = params_of(name)
+    requests = sample(engine, params, PLANS["otbv"], 200)
+    assert not all(reachable(engine, request, request.token_ids) for request in requests)
+
+
+def test_requests_with_rules_and_without_share_steps(engine):
+    """And each text is that of a request alone."""
+    kinds = [
+        SamplingParams(max_tokens=12, seed=1, **settings)
+        for settings in ({}, {"min_tokens": 1}, {"allowed_token_ids": (1, 2, 3), "temperature": 0})
+    ]
+    plan = PLANS["otbv"]
+    together = [engine.engine.add(PROMPT, params, plan) for params in kinds]
+    engine.run()
+    for params, request in zip(kinds, together, strict=True):
+        alone = exact_engine(slots=512)
+        again = alone.engine.add(PROMPT, params, plan)
+        alone.run()
+        assert again.token_ids == request.token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, r"logit_bias=7: expected token ids in \[0, 7\)"),
+        ({"allowed_token_ids": (1, VOCAB)}, "allowed_token_ids=7: expected token ids"),
+        ({"bad_words": ((1, VOCAB),)}, "bad_words=7: expected token ids"),
+        ({"bad_words": "word"}, "bad_words='word': expected token ids, as this engine has no"),
+    ],
+)
+def test_tokens_that_the_target_does_not_have_are_refused(engine, settings, message):
+    with pytest.raises(InvalidArgument, match=message):
+        engine.engine.add(PROMPT, SamplingParams(**settings), PLANS["otbv"])
+
+
+def test_rules_that_leave_no_token_end_their_own_request(engine):
+    params = SamplingParams(max_tokens=8, allowed_token_ids=(1, 2), bad_words=((1,), (2,)))
+    doomed = engine.engine.add(PROMPT, params, PLANS["otbv"])
+    other = engine.engine.add(PROMPT, SamplingParams(max_tokens=8, seed=1), PLANS["otbv"])
+    engine.run()
+    assert doomed.finish_reason is FinishReason.ERROR
+    assert "do not forbid every token" in str(doomed.error)
+    assert len(other.token_ids) == 8
