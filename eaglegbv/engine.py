@@ -46,7 +46,13 @@ from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.token_rules import TokenRules
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import plain_numbers, require_integer
-from eaglegbv.verification import Verification, VerifyOutput, read_outputs, tree_records
+from eaglegbv.verification import (
+    Verification,
+    VerifyOutput,
+    read_outputs,
+    score_prompts,
+    tree_records,
+)
 from eaglegbv.verifiers.base import fault_error
 
 _log = logging.getLogger(__name__)
@@ -231,6 +237,8 @@ class Engine:
             recording = any(trees for _, trees in self._observers)
             verified = self._verification.verify(forward, output.logits, record=recording)
             decided = read_outputs(verified)
+            if forward.prompts:
+                score_prompts(forward, output.logits)
         with watch.phase(Phase.COMMIT):
             for group, own in zip(verified, decided, strict=True):
                 outputs += self._commit(group, own, output.features)
@@ -264,6 +272,7 @@ class Engine:
         if keep is not None and keep < len(request.token_ids):
             request.metrics.committed_tokens -= len(request.token_ids) - keep
             del request.token_ids[keep:]
+            del request.logprobs[keep:]
         self._scheduler.remove(request)
         self._vacate(request)
         request.target_layers = ()
@@ -387,6 +396,7 @@ class Engine:
         request, prefilling = output.request, not output.request.prefilled
         kept = self._cut(request, output.token_ids)
         request.token_ids += kept
+        request.logprobs += output.logprobs[: len(kept)]
         request.step += 1
         if not prefilling:
             offered, accepted = output.depth, len(output.nodes)

@@ -55,6 +55,7 @@ from eaglegbv.text import (
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, log_once
 from eaglegbv.verification import check_plan
+from eaglegbv.verifiers.registry import with_fitting_paths
 
 _SAMPLING = SamplingParams.__struct_fields__
 
@@ -391,7 +392,7 @@ class LLM(TextGenerator):
                 ``"eagle3"`` and ``"eagle1"``, and for ``smollm2``, which has its own.
             verifier: See :class:`eaglegbv.config.Plan` for this and the next five. Where none of
                 the first four is given, the engine chooses paths and depth itself, step by step.
-            paths: Number of drafted paths.
+            paths: Number of drafted paths; 3 by default, or as many as the verifier takes.
             depth: Length of a drafted path.
             draft_sampling: How a tree's children arise.
             draft_width: Candidates a draft distribution keeps.
@@ -436,7 +437,9 @@ class LLM(TextGenerator):
         choices = PlanChoices(
             verifier, paths, depth, draft_sampling, draft_width, draft_temperature
         )
-        planning = choices.planning() if plan is None else choices.give_way_to(plan)
+        planning = (
+            with_fitting_paths(choices).planning() if plan is None else choices.give_way_to(plan)
+        )
         # What can be wrong is found before minutes go by with loading.
         if not any(p.asks_drafter for p in plans_of(planning, greedy=False)):
             models = replace(models, drafter=None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eaglegbv.config import AutoPlan, Plan
 from eaglegbv.errors import EagleGBVError
+from eaglegbv.logprobs import TokenLogprobs
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams
@@ -76,6 +77,10 @@ class Request:
     rules: TokenRules | None = None  # what `params` forbid and favour, or None
     priority: int = 0  # lower numbers are served first; equal ones in order of arrival
     token_ids: list[int] = field(default_factory=list)  # tokens generated so far
+    # Of each generated token, and of each token of the prompt (None at the first); empty where
+    # nobody asked.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     # [context] int64, KV slots of the tokens that were forwarded; the last generated token has
     # none yet.
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -96,6 +101,11 @@ class Request:
     def looks_up(self) -> bool:
         """Whether the engine may look up its drafts in its own sequence."""
         return self.auto is not None and bool(self.auto.lookups) and self.params.greedy
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of its prompt are still wanted: of all positions."""
+        return self.params.prompt_logprobs is not None and not self.prefilled
 
     @property
     def ruled_row(self) -> RuledRow:
@@ -167,3 +177,4 @@ class RequestOutput:
     depth: int = 0  # depth of the tree
     drafted: int = 0  # number of nodes of the tree, without the root
     fault: int = 0  # faults of the probabilities on which this rests, or 0
+    logprobs: Sequence[TokenLogprobs] = ()  # those of its tokens, if asked for

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from eaglegbv.arguments import refuse_unknown
 from eaglegbv.devices import PIECE, runs_kernels, upload
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.logprobs import LogprobsMode
 from eaglegbv.rng import request_seed
 from eaglegbv.utils import make_numbers_plain, require_integer, require_integers, require_number
 
@@ -73,6 +74,12 @@ class SamplingParams(
         include_stop_str_in_output: Keep in the text the stop string, or the text of the stop token,
             that ended it.
         skip_special_tokens: Leave special tokens, such as an end of sequence, out of the text.
+        logprobs: How many of the most likely tokens to give the log-probabilities of at each token
+            of the answer, beside the token itself; -1 for all, None for no log-probabilities.
+        prompt_logprobs: The same at each token of the prompt, but for the first; it is then read
+            whole, also where another text began alike. They are always raw.
+        logprobs_mode: Whether ``logprobs`` are of the target's distribution as it was computed,
+            ``"raw_logprobs"``, or after these settings, ``"processed_logprobs"``.
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
@@ -97,6 +104,9 @@ class SamplingParams(
     allowed_token_ids: tuple[int, ...] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -114,8 +124,18 @@ class SamplingParams(
         require_number("repetition_penalty", self.repetition_penalty, _LEAST_PENALTY, 100.0)
         require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        optional = {"top_k": (1, None), "max_tokens": (1, None), "seed": (0, 2**64 - 1)}
+        optional = {
+            "top_k": (1, None),
+            "max_tokens": (1, None),
+            "seed": (0, 2**64 - 1),
+            "logprobs": (-1, None),
+            "prompt_logprobs": (-1, None),
+        }
         require_integers(self, optional, **optional, n=(1, None))
+        if self.logprobs_mode not in list(LogprobsMode):
+            expected = one_of(LogprobsMode, self.logprobs_mode)
+            raise InvalidArgument("logprobs_mode", self.logprobs_mode, expected)
+        msgspec.structs.force_setattr(self, "logprobs_mode", LogprobsMode(self.logprobs_mode))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "true or false")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from eaglegbv.chat import Message as Message
 from eaglegbv.chat import plain_message
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
+from eaglegbv.logprobs import TokenLogprobs
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
@@ -44,6 +45,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         error: What went wrong, if the reason is ``error``.
         stop_reason: The stop string, or the one of ``stop_token_ids``, that ended the text; None
             where it ended otherwise, by an end of sequence too.
+        logprobs: Log-probabilities at each token, by token id; None unless they were asked for.
+        prompt_logprobs: The same of the prompt, None at its first token.
         metrics: Counts and times.
         others: The prompt's other answers, where ``n`` of them were asked for.
     """
@@ -54,6 +57,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     error: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
     others: list["Completion"] = msgspec.field(default_factory=list)
 
@@ -73,12 +78,14 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         text: New text; may be empty while a character or a possible stop string is incomplete.
         token_ids: New tokens.
+        logprobs: Log-probabilities at the new tokens; None unless they were asked for.
         completion: The complete answer, in its last piece only.
         index: Which of the stream's answers it belongs to: ``n`` for each prompt, in their order.
     """
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
     completion: Completion | None = None
     index: int = 0
 
@@ -365,7 +372,21 @@ class Answer:
         if not new or self.text.stopped:
             return None
         text = self.text.feed(new)
-        return Delta(text=text, token_ids=self.text.token_ids[before:])
+        tokens = self.text.token_ids[before:]
+        logprobs = self._logprobs(self.request.logprobs[before : self.kept])
+        return Delta(text=text, token_ids=tokens, logprobs=logprobs)
+
+    def _logprobs(self, places: Sequence[TokenLogprobs]) -> list[TokenLogprobs] | None:
+        """Return log-probabilities with their tokens' texts, or None if nobody asked."""
+        if self.request.params.logprobs is None:
+            return None
+        return [self._decoded(place) for place in places]
+
+    def _decoded(self, place: TokenLogprobs) -> TokenLogprobs:
+        return {
+            token: msgspec.structs.replace(known, decoded_token=self.text.tokenizer.decode([token]))
+            for token, known in place.items()
+        }
 
     @property
     def stops_here(self) -> bool:
@@ -389,9 +410,17 @@ class Answer:
             finish_reason=request.finish_reason,
             error=None if request.error is None else str(request.error),
             stop_reason=self._stop_reason(),
+            logprobs=self._logprobs(request.logprobs),
+            prompt_logprobs=self._prompt_logprobs(),
             metrics=request.metrics,
         )
         return Result(completion, request.error)
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        if self.request.params.prompt_logprobs is None:
+            return None
+        known = self.request.prompt_logprobs
+        return [None if place is None else self._decoded(place) for place in known]
 
     def _stop_reason(self) -> int | str | None:
         request = self.request

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.attention.kv_cache import SlotAllocator
@@ -26,6 +27,7 @@ from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.logprobs import LogprobsMode, RankedRows
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
@@ -69,6 +71,7 @@ class VerifyOutput:
     # For each request, what it leaves to the target of the next tokens.
     target_layers: list[tuple[TargetLayer, ...]]
     target: TargetProbs | None  # p at the nodes; None unless trees are recorded
+    logprobs: RankedRows | None  # [batch * (length + 1)] rows; None where nobody asks
     node_stats: Callable[[], NodeStats]  # returns the other numbers on which the verdict rests
 
 
@@ -141,7 +144,9 @@ class Verification:
             verdict, faults = checked.verify(tree, target, uniforms)
             stats = partial(checked.verifier.stats, tree, target, uniforms)
         kept = target if record else None
-        return VerifyOutput(group, verdict, faults, layers, kept, stats)
+        asked = [request for request in requests if request.params.logprobs is not None]
+        logprobs = _rank_committed(group, logits, target, verdict) if asked else None
+        return VerifyOutput(group, verdict, faults, layers, kept, logprobs, stats)
 
     def _checked(self, verifier: str, draft_sampling: DraftSampling) -> CheckedVerifier:
         """Return a verifier with the check of what it is given; graphs take independent paths."""
@@ -237,14 +242,20 @@ def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
     for output in outputs:
         tree, verdict = output.group.tree, output.verdict
         depth, tokens = tree.depth.amax(dim=1), tree.token_ids.gather(1, verdict.path_nodes)
-        columns = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
-        tables.append(torch.cat((torch.stack(columns, dim=1), verdict.path_nodes, tokens), dim=1))
-    [fetched] = fetch(torch.cat([table.flatten() for table in tables]))
+        facts = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
+        tables.append(torch.cat((torch.stack(facts, dim=1), verdict.path_nodes, tokens), dim=1))
+    ranked = [output.logprobs for output in outputs if output.logprobs is not None]
+    numbers = torch.cat([table.flatten() for table in tables])
+    fetched, *columns = fetch(numbers, *(column for rows in ranked for column in rows.tensors))
     decided = []
     parts = fetched.split([table.numel() for table in tables])
     for output, table, own in zip(outputs, tables, parts, strict=True):
         rows = zip(output.group.requests, own.view(table.shape).tolist(), strict=True)
-        decided.append([_request_output(request, row) for request, row in rows])
+        results = [_request_output(request, row) for request, row in rows]
+        if output.logprobs is not None:
+            columns_of, columns = columns[:3], columns[3:]
+            results = _with_logprobs(results, RankedRows(*columns_of))
+        decided.append(results)
     return decided
 
 
@@ -254,10 +265,70 @@ def _request_output(request: Request, row: list[int]) -> RequestOutput:
     return RequestOutput(request, [*drafted, token], path[:accepted], depth, nodes - 1, fault)
 
 
-def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
-    """Warp the logits of a group's nodes, each with its request's settings and its own path.
+def _rank_committed(
+    group: Group, logits: Tensor, target: TargetProbs, verdict: Verdict
+) -> RankedRows:
+    """Rank the tokens at which each request's committed tokens were drawn.
+
+    There are ``length + 1`` rows of each request: of the root, and of the nodes of its path. Those
+    behind the last accepted node mean nothing.
+    """
+    params = [request.params for request in group.requests]
+    steps = torch.arange(group.tree.length + 1, device=logits.device)
+    accepted = verdict.accepted.unsqueeze(1)
+    nodes = pad(verdict.path_nodes, (1, 0))
+    following = pad(group.tree.token_ids.gather(1, nodes)[:, 1:], (0, 1))
+    chosen = torch.where(steps < accepted, following, verdict.token_ids.unsqueeze(1))
+    rows = target.rows.gather(1, nodes)
+    scored = logits[group.logits].index_select(0, rows.flatten())
+    processed = [own.logprobs_mode is LogprobsMode.PROCESSED for own in params]
+    if any(processed):
+        greedy = params[0].greedy  # as all of the group
+        after = processed_logits(group, logits) if greedy else target.logits
+        which = upload(processed, dtype=torch.bool, device=logits.device)
+        each = which.repeat_interleave(len(steps), output_size=rows.numel()).unsqueeze(1)
+        scored = torch.where(each, after.index_select(0, rows.flatten()), scored)
+    counts = [own.logprobs for own in params if own.logprobs is not None]
+    return RankedRows.of(scored, chosen.flatten(), -1 if min(counts) < 0 else max(counts))
+
+
+def _with_logprobs(results: list[RequestOutput], ranked: RankedRows) -> list[RequestOutput]:
+    """Add to results what was ranked for them; see :func:`_rank_committed`."""
+    each = [part.split(len(ranked.rank) // len(results)) for part in ranked.tensors]
+    added: list[RequestOutput] = []
+    for result, ids, logprobs, rank in zip(results, *each, strict=True):
+        count = result.request.params.logprobs
+        if count is not None:
+            table = RankedRows(ids, logprobs, rank).table(count)
+            result = replace(result, logprobs=table[: len(result.token_ids)])
+        added.append(result)
+    return added
+
+
+def score_prompts(forward: Forward, logits: Tensor) -> None:
+    """Note the log-probabilities of the parts of prompts that a forward read.
 
     ``logits`` ``[rows, vocab]`` are those of the whole forward.
+    """
+    ranked: list[RankedRows] = []
+    for part in forward.prompts:
+        own = logits[part.first_logit : part.first_logit + part.count]
+        tokens = part.request.prompt_ids[part.position : part.position + part.count]
+        chosen = upload(tokens, dtype=torch.int64, device=logits.device)
+        ranked.append(RankedRows.of(own, chosen, part.request.params.prompt_logprobs or 0))
+    columns = fetch(*(tensor for rows in ranked for tensor in rows.tensors))
+    for number, part in enumerate(forward.prompts):
+        request = part.request
+        rows = RankedRows(*columns[3 * number : 3 * number + 3])
+        del request.prompt_logprobs[part.position :]  # of a prompt that is read again
+        request.prompt_logprobs += [None] * (part.position - len(request.prompt_logprobs))
+        request.prompt_logprobs += rows.table(request.params.prompt_logprobs or 0)
+
+
+def processed_logits(group: Group, logits: Tensor) -> Tensor:
+    """Return the logits of a group's nodes, ``[rows, vocab]``, after all settings but warping.
+
+    ``logits`` ``[rows, vocab]`` are those of the whole forward; each node has its own path.
     """
     params = [request.params for request in group.requests]
     own = logits[group.logits]
@@ -265,8 +336,17 @@ def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
         own = own.float() + bias_of(_ruled_rows(group), own.device)
     if any(p.penalised for p in params):
         own = penalise(own, *_occurrences(group, logits.shape[1]), params, group.counts)
+    return own
+
+
+def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
+    """Warp the logits of a group's nodes, each with its request's settings and its own path.
+
+    ``logits`` ``[rows, vocab]`` are those of the whole forward.
+    """
+    params = [request.params for request in group.requests]
     settings = WarpSettings.of(params, group.counts, device=logits.device)
-    warped, normalisers = warped_rows(own, settings)
+    warped, normalisers = warped_rows(processed_logits(group, logits), settings)
     rows = send(group.node_rows(), logits.device)
     if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]

@@ -107,12 +107,23 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """A part of a prompt whose log-probabilities are asked for."""
+
+    request: Request  # the request whose prompt it is
+    position: int  # position of its first token that is scored
+    count: int  # number of tokens that are scored, each by the row of the token before it
+    first_logit: int  # the first of these rows of the forward's logits
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """A step's packed forward of the target."""
 
     groups: list[Group]  # trees and ends of prompts
     chunks: list[Chunk]  # other prefill chunks, after the groups
     logit_rows: Tensor  # [rows] int64, the packed rows whose logits are wanted
+    prompts: list[ScoredPrompt]  # parts of prompts that are scored, by the last of those rows
 
     @classmethod
     def of(cls, groups: list[Group], chunks: list[Chunk]) -> Self:
@@ -125,7 +136,27 @@ class Forward:
             for segment, count in zip(group.segments, group.counts, strict=True):
                 token += segment.num_new
                 wanted.extend(range(token - count, token))
-        return cls(placed, chunks, torch.tensor(wanted, dtype=torch.int64))
+        forward = cls(placed, chunks, torch.tensor(wanted, dtype=torch.int64), [])
+        requests = [request for group in groups for request in group.requests]
+        requests += [chunk.request for chunk in chunks]
+        if all(request.params.prompt_logprobs is None for request in requests):
+            return forward
+        return forward._with_prompts(requests)
+
+    def _with_prompts(self, requests: list[Request]) -> Self:
+        """Add the rows that score prompts; ``requests`` are those of the segments, in order."""
+        prompts: list[ScoredPrompt] = []
+        parts = [self.logit_rows]
+        logits, first = len(self.logit_rows), 0
+        for request, segment in zip(requests, self.segments, strict=True):
+            if request.scores_prompt:
+                position = request.context + 1
+                count = min(segment.num_new, len(request.prompt_ids) - position)
+                prompts.append(ScoredPrompt(request, position, count, logits))
+                parts.append(torch.arange(first, first + count))
+                logits += count
+            first += segment.num_new
+        return replace(self, logit_rows=torch.cat(parts), prompts=prompts)
 
     @property
     def segments(self) -> list[Segment]:

@@ -74,7 +74,7 @@ class PrefixCache:
 
     def match(self, request: Request) -> list[Block]:
         """Return the blocks that ``request`` need not prefill; at least one token is left."""
-        if not self.enabled:
+        if not self.enabled or request.scores_prompt:
             return []
         tokens = request.tokens_from(0)[: request.prefill_length]
         if not request.drafted:

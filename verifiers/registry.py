@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from eaglegbv.compiling import EXAMPLE_WIDTH, compile_graph, making_graphs
+from eaglegbv.config import PLAIN, Plan, PlanChoices
 from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.rng import RequestRng
@@ -46,6 +47,8 @@ from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifie
 from eaglegbv.verifiers.token import TokenVerifier, token
 from eaglegbv.verifiers.traversal import TraversalVerifier, traversal
 
+OwnVerifier = TypeVar("OwnVerifier", bound=type[Verifier] | type[StatefulVerifier])
+
 _RULES: tuple[tuple[type[Verifier], Verify], ...] = (
     (TokenVerifier, token),
     (BlockVerifier, block),
@@ -67,23 +70,56 @@ _STATEFUL_RULES: tuple[tuple[type[StatefulVerifier], VerifyWithState], ...] = (
     (SpecTrGbvVerifier, greedy_block),
 )
 
-VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType({cls.name: cls for cls, _ in _RULES})
+VERIFIERS: dict[str, type[Verifier]] = {cls.name: cls for cls, _ in _RULES}
 """Every verifier whose steps are lossless by themselves, keyed by its name."""
 
-STATEFUL_VERIFIERS: Mapping[str, type[StatefulVerifier]] = MappingProxyType(
-    {cls.name: cls for cls, _ in _STATEFUL_RULES}
-)
+STATEFUL_VERIFIERS: dict[str, type[StatefulVerifier]] = {
+    cls.name: cls for cls, _ in _STATEFUL_RULES
+}
 """Every verifier that leaves a modified target to the next step, keyed by its name."""
 
-ALL_VERIFIERS: Mapping[str, type[Verifier] | type[StatefulVerifier]] = MappingProxyType(
-    {**VERIFIERS, **STATEFUL_VERIFIERS}
-)
+ALL_VERIFIERS: dict[str, type[Verifier] | type[StatefulVerifier]] = {
+    **VERIFIERS,
+    **STATEFUL_VERIFIERS,
+}
 
 REFERENCES: Mapping[str, VerifyWithState] = MappingProxyType(
     {cls.name: stateless(verify) for cls, verify in _RULES}
     | {cls.name: verify for cls, verify in _STATEFUL_RULES}
 )
 """The reference of every verifier, keyed by its name."""
+
+
+def register_verifier(rule: OwnVerifier) -> OwnVerifier:
+    """Let plans name a class of yours, a decorator; see docs/add_a_verifier.md.
+
+    That it is lossless for the draft samplings it names is its own claim: ``eaglegbv audit
+    --module`` checks it.
+
+    Raises:
+        InvalidArgument: The class has no name, or one that is taken.
+    """
+    name = getattr(rule, "name", None)
+    if not isinstance(name, str) or name in (*ALL_VERIFIERS, GreedyWalkVerifier.name, "none"):
+        raise InvalidArgument("name", name, f"a new one, not {one_of(sorted(ALL_VERIFIERS))}")
+    ALL_VERIFIERS[name] = rule
+    if issubclass(rule, StatefulVerifier):
+        STATEFUL_VERIFIERS[name] = rule
+    else:
+        VERIFIERS[name] = rule
+    return rule
+
+
+def with_fitting_paths(choices: PlanChoices) -> PlanChoices:
+    """Return choices that name a verifier alone with as many paths as it takes.
+
+    Raises:
+        InvalidArgument: No verifier has that name.
+    """
+    name = choices.verifier
+    if name is None or name == PLAIN.verifier or choices.paths is not None:
+        return choices
+    return replace(choices, paths=make_any_verifier(name).fitting_paths(Plan().paths))
 
 
 def make_verifier(name: str) -> Verifier:

@@ -270,15 +270,14 @@ def plan_choices(
     draft_temperature: float,
 ) -> "PlanChoices":
     """Return these choices, with as many paths as a verifier takes where it alone is named."""
-    from eaglegbv.config import PLAIN, Plan, PlanChoices
-    from eaglegbv.verifiers.registry import make_any_verifier
+    from eaglegbv.config import PlanChoices
+    from eaglegbv.verifiers.registry import with_fitting_paths
 
     if verifier is not None:
         check_verifier(verifier)
-        if paths is None and verifier != PLAIN.verifier:
-            paths = make_any_verifier(verifier).fitting_paths(Plan().paths)
     sampling = draft_sampling_named(draft_sampling)
-    return PlanChoices(verifier, paths, depth, sampling, draft_width, draft_temperature)
+    choices = PlanChoices(verifier, paths, depth, sampling, draft_width, draft_temperature)
+    return with_fitting_paths(choices)
 
 
 def check_out(path: Path | None, option: str = "out") -> None:

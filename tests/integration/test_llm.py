@@ -22,6 +22,7 @@ from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Delta
 from eaglegbv.utils import log_once
+from eaglegbv.verifiers import registry
 
 PARAMS = SamplingParams(max_tokens=12, seed=1)
 LONG = SamplingParams(max_tokens=200, seed=5, ignore_eos=True)
@@ -177,6 +178,30 @@ def test_the_text_of_an_ordinary_token_that_ends_an_answer_is_no_part_of_it(llm,
     assert llm.generate(CHAT, beyond).text == llm.tokenizer.decode(full)
 
 
+@pytest.fixture
+def own_rules(monkeypatch):
+    """Registrations that end with the test."""
+    for name in ("VERIFIERS", "ALL_VERIFIERS"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+
+
+def test_a_rule_of_ones_own_is_named_by_plans(llm, own_rules):
+    @registry.register_verifier
+    class Mine(registry.TokenVerifier):
+        name = "mine"
+
+    plans = [Plan(verifier=name, paths=1, depth=3) for name in ("mine", "token")]
+    own, usual = (llm.generate("rule", PARAMS, plan=plan).token_ids for plan in plans)
+    assert own == usual
+    with pytest.raises(InvalidArgument, match="name='mine': expected a new one, not"):
+        registry.register_verifier(Mine)
+
+
+def test_a_rule_of_one_path_needs_no_paths(saved_pair):
+    for verifier, paths in (("token", 1), ("gbv", 3), ("none", 3)):
+        assert LLM(*saved_pair, verifier=verifier).plan.paths == paths
+
+
 def test_a_completion_says_what_stopped_it(llm):
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     full = llm.generate("stop", params)
@@ -192,6 +217,27 @@ def test_a_completion_says_what_stopped_it(llm):
         cut = llm.generate("stop", including)
         assert (cut.text, cut.stop_reason) == (text, reason)
         assert "".join(piece.text for piece in llm.stream("stop", including)) == text
+
+
+def test_log_probabilities_come_with_the_tokens(llm):
+    params = SamplingParams(max_tokens=30, seed=5, logprobs=1, prompt_logprobs=0, ignore_eos=True)
+    whole = llm.generate("score", params)
+    assert len(whole.logprobs) == len(whole.token_ids) == 30
+    for token, place in zip(whole.token_ids, whole.logprobs, strict=True):
+        assert place[token].decoded_token == llm.decode([token])
+        assert place[token].logprob <= 0
+    assert [place and list(place) for place in whole.prompt_logprobs] == [
+        None,
+        *([token] for token in whole.prompt_token_ids[1:]),
+    ]
+    stopping = msgspec.structs.replace(params, stop=(whole.text[10:12],))
+    pieces = list(llm.stream("score", stopping))
+    end = pieces[-1].completion
+    assert len(end.token_ids) < 30
+    assert [place for piece in pieces[:-1] for place in piece.logprobs] == end.logprobs
+    assert [next(iter(place)) for place in end.logprobs] == end.token_ids
+    assert json.loads(json.dumps(end.to_dict()))["logprobs"]
+    assert llm.generate("score", PARAMS).logprobs is None
 
 
 def test_bad_words_are_told_as_texts(llm):

@@ -67,6 +67,9 @@ BAD_SAMPLING = [
     ("allowed_token_ids", 3, "token ids, or None"),
     ("include_stop_str_in_output", 1, "true or false"),
     ("skip_special_tokens", None, "true or false"),
+    ("logprobs", -2, "an integer of at least -1"),
+    ("prompt_logprobs", True, "an integer of at least -1"),
+    ("logprobs_mode", "raw", "one of raw_logprobs, processed_logprobs"),
     ("stop", ("",), "non-empty strings"),
     ("stop_token_ids", 3, "a sequence of token ids"),
 ]

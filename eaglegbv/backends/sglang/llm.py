@@ -26,6 +26,7 @@ from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt, Result
 from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.registry import with_fitting_paths
 
 ANSWERS_WITHIN = 3600.0
 OPENAI_NAMES = {
@@ -98,7 +99,9 @@ class SGLangLLM(TextGenerator):
         models = named_models(model, drafter)
         chosen = {field.name for field in fields(PlanChoices)} & arguments.keys()
         choices = PlanChoices(**{name: arguments.pop(name) for name in chosen})
-        self._plan = _served_plan(choices.plan() if plan is None else choices.give_way_to(plan))
+        self._plan = _served_plan(
+            with_fitting_paths(choices).plan() if plan is None else choices.give_way_to(plan)
+        )
         if not self._plan.speculative:
             models = replace(models, drafter=None)
         elif models.drafter is None:
@@ -300,19 +303,27 @@ _SGLANG_NAMES = {
     "min_tokens": "min_new_tokens",
     "include_stop_str_in_output": "no_stop_trim",
 }
-_LOCAL_SETTINGS = ("bad_words", "allowed_token_ids")  # SGLang has none of these
+_LOCAL_SETTINGS = {
+    "bad_words": "SGLang has no such setting",
+    "allowed_token_ids": "SGLang has no such setting",
+    "logprobs": "ask SGLang's own API for return_logprob",
+    "prompt_logprobs": "ask SGLang's own API for return_logprob",
+}
 
 
 def to_sglang(params: SamplingParams) -> dict[str, Any]:
     """Return the same settings under the names of SGLang's engine and ``/generate``.
 
     Raises:
-        InvalidArgument: One is set that SGLang does not have.
+        InvalidArgument: One is set that is not passed on.
     """
     settings = msgspec.structs.asdict(params)
-    for name in _LOCAL_SETTINGS:
-        if value := settings.pop(name):
-            raise InvalidArgument(name, value, "none: SGLang has no such setting")
+    del settings["logprobs_mode"]
+    unset = SamplingParams()
+    for name, reason in _LOCAL_SETTINGS.items():
+        value, usual = settings.pop(name), getattr(unset, name)
+        if value != usual:
+            raise InvalidArgument(name, value, f"{usual} with SGLang: {reason}")
     for name, theirs in _SGLANG_NAMES.items():
         settings[theirs] = settings.pop(name)
     seed = settings.pop("seed")
