@@ -701,7 +701,7 @@ def draft_trees(
     width = support(plan, draft_sampling, len(draft_to_target))
     params = [draft_params(request.params, plan) for request in requests]
 
-    ruled = GrowingRows([request.ruled_row for request in requests]) if call.ruled else None
+    ruled = GrowingRows([request.ruled_row() for request in requests]) if call.ruled else None
 
     def probs_of(logits: Tensor, counts: Sequence[int]) -> DraftProbs:
         if ruled is not None:

@@ -14,14 +14,18 @@ R = TypeVar("R")
 _BY_PARAMS = "sampling_params=SamplingParams({})"
 _PARALLEL = "one device here; SGLang spreads a model: backend='sglang', tp_size=..."
 _DRAFTS = "drafter=..., and verifier=..., paths=..., depth=... for a fixed plan"
+_STRUCTURED = "SamplingParams(json_schema=...), regex=... or grammar=..."
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "assistant_model": _DRAFTS,
         "disable_log_stats": "no argument: llm.metrics counts, and nothing is logged",
+        "bad_words_ids": "SamplingParams(bad_words=...), which takes token ids too",
         "do_sample": "SamplingParams(temperature=0) for greedy decoding",
+        "ebnf": "SamplingParams(grammar=...), in Lark's notation",
         "enable_prefix_caching": "engine=EngineConfig(prefix_cache=...)",
         "enforce_eager": "engine=EngineConfig(cuda_graphs='off')",
+        "guided_decoding": _STRUCTURED,
         "generation_config": "sampling_params=SamplingParams(...)",
         "kv_cache_dtype": "no argument: keys and values are kept in the model's dtype",
         "length_penalty": "no argument: there is no beam search",
@@ -32,18 +36,22 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "mem_fraction_static": "gpu_memory_utilization=...",
         "min_new_tokens": "SamplingParams(min_tokens=...)",
         "model_path": "model=...",
+        "no_stop_trim": "SamplingParams(include_stop_str_in_output=...)",
         "num_beams": "no argument: there is no beam search",
         "num_return_sequences": "SamplingParams(n=...)",
         "num_speculative_tokens": "depth=..., the tokens of a drafted path",
         "pipeline_parallel_size": _PARALLEL,
         "prompt_token_ids": "prompts=[...], or {'prompt_token_ids': [...]}",
         "quantization": "no argument: a model is read with the quantisation its files name",
+        "return_logprob": "SamplingParams(logprobs=..., prompt_logprobs=...)",
         "sampling_seed": "SamplingParams(seed=...)",
         "speculative_config": _DRAFTS,
         "speculative_model": "drafter=...",
+        "structured_outputs": _STRUCTURED,
         "swap_space": "no argument: a request that gives up its KV slots is prefilled again",
         "tensor_parallel_size": _PARALLEL,
         "tokenizer_mode": "no argument: the tokenizer is the one its files name",
+        "top_logprobs_num": "SamplingParams(logprobs=...)",
         "torch_dtype": "dtype=...",
         "tp_size": _PARALLEL,
         "use_tqdm": "progress=...",

@@ -15,6 +15,7 @@ from eaglegbv.devices import torch_as_usual
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
+from eaglegbv.grammars import Grammars
 from eaglegbv.metrics import (
     ATTENTION_FALLBACKS,
     CACHED,
@@ -84,11 +85,14 @@ class Engine:
                 with nothing.
             compile_backend: Compile the verifiers of plans, when first checked, by this backend of
                 ``torch.compile``; None runs them as they are.
-            tokenizer: The target's, for settings that are texts, such as bad words; None where
-                there are none.
+            tokenizer: The target's, for settings that are texts, bad words and grammars; None
+                where there are none.
         """
         self._target = target
         self._tokenizer = tokenizer
+        self._grammars = Grammars(
+            tokenizer, vocab=target.vocab_size, eos_token_ids=target.eos_token_ids
+        )
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._kv = KVSlots(target.allocator, self._cache)
@@ -154,6 +158,7 @@ class Engine:
             vocab=self._target.vocab_size,
             eos_token_ids=self._target.eos_token_ids,
             tokenizer=self._tokenizer,
+            grammar=self._grammars.of(params),
         )
         # Behind the checks: what is refused changes no other request's numbers.
         number, self._added = self._added, self._added + 1

@@ -22,6 +22,7 @@ from eaglegbv.arguments import known_arguments
 from eaglegbv.attention.kv_cache import PoolSize
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
+    PLAIN,
     AutoPlan,
     EngineConfig,
     PlanChoices,
@@ -47,6 +48,7 @@ from eaglegbv.text import (
     Message,
     Prompt,
     Result,
+    Score,
     encode_prompt,
     is_one,
     per_prompt,
@@ -569,6 +571,23 @@ class LLM(TextGenerator):
                 yield _checked(piece)
         finally:
             caller.left = True
+
+    def score(self, prompts: object, *, logprobs: int = 0) -> Score | list[Score]:
+        """Return how likely the target finds a text, or each of many, token by token.
+
+        Texts are read in the engine's packed forwards, many at once and long ones in parts.
+
+        Args:
+            prompts: What :meth:`generate` takes as prompts.
+            logprobs: How many of the most likely tokens to give beside each token; -1 for all.
+
+        Raises:
+            EagleGBVError: A single text is not usable; of many, its score has the error.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs)
+        call = self._call(prompts, params, PLAIN, 0)
+        found = _answers(self._run(call, progress=False), one=call.one)
+        return [Score.of(own) for own in found] if isinstance(found, list) else Score.of(found)
 
     def close(self) -> None:
         """See :meth:`TextGenerator.close`."""

@@ -107,11 +107,10 @@ class Request:
         """Whether the logits of its prompt are still wanted: of all positions."""
         return self.params.prompt_logprobs is not None and not self.prefilled
 
-    @property
     def ruled_row(self) -> RuledRow:
-        """The row of the next token, of a request with rules."""
+        """Return the row of the next token, of a request with rules."""
         assert self.rules is not None
-        return RuledRow(self.rules, tuple(self.token_ids))
+        return self.rules.row_after(tuple(self.token_ids))
 
     @property
     def context(self) -> int:

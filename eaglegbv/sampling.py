@@ -74,6 +74,11 @@ class SamplingParams(
         include_stop_str_in_output: Keep in the text the stop string, or the text of the stop token,
             that ended it.
         skip_special_tokens: Leave special tokens, such as an end of sequence, out of the text.
+        json_schema: A JSON schema, as text or as a dictionary, that the text is an instance of. Of
+            this and the next two at most one may be given; then an end-of-sequence token ends what
+            is complete. They need the extra ``grammar``.
+        regex: A regular expression that the whole text matches.
+        grammar: A context-free grammar in Lark's notation, as llguidance reads it.
         logprobs: How many of the most likely tokens to give the log-probabilities of at each token
             of the answer, beside the token itself; -1 for all, None for no log-probabilities.
         prompt_logprobs: The same at each token of the prompt, but for the first; it is then read
@@ -104,6 +109,9 @@ class SamplingParams(
     allowed_token_ids: tuple[int, ...] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
@@ -146,6 +154,15 @@ class SamplingParams(
             require_integer("stop_token_ids", token, 0)
         require_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         self._check_token_ids()
+        if isinstance(self.json_schema, Mapping):
+            schema = msgspec.json.encode(self.json_schema).decode()
+            msgspec.structs.force_setattr(self, "json_schema", schema)
+        given = [name for name in _STRUCTURES if getattr(self, name) is not None]
+        for name in given:
+            if not isinstance(getattr(self, name), str):
+                raise InvalidArgument(name, getattr(self, name), "text")
+        if len(given) > 1:
+            raise InvalidArgument(given[1], getattr(self, given[1]), f"None beside {given[0]}")
 
     def _check_token_ids(self) -> None:
         """Check what names tokens, and make tuples of it."""
@@ -184,12 +201,22 @@ class SamplingParams(
         return self.temperature == 0.0
 
     @property
+    def structured(self) -> tuple[str, str] | None:
+        """What the text must be, its setting's name and its source; None for any text."""
+        for name in _STRUCTURES:
+            source = getattr(self, name)
+            if source is not None:
+                return name, source
+        return None
+
+    @property
     def penalised(self) -> bool:
         """Whether any penalty changes the logits."""
         own = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return own != (1.0, 0.0, 0.0)
 
 
+_STRUCTURES = ("json_schema", "regex", "grammar")
 _WORDS = "non-empty texts, or sequences of token ids"
 
 

@@ -72,6 +72,35 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         return cast("dict[str, Any]", msgspec.to_builtins(self))
 
 
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """What the target thinks of a text.
+
+    Attributes:
+        token_ids: The text as the model reads it.
+        logprobs: Log-probabilities at each token, by token id; None at the first.
+        error: What went wrong, or None.
+    """
+
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = msgspec.field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def total(self) -> float:
+        """Log-probability of all tokens after the first."""
+        places = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(place[token].logprob for token, place in places if place is not None)
+
+    @classmethod
+    def of(cls, completion: Completion) -> Self:
+        """Return the score of the prompt of an answer."""
+        return cls(
+            token_ids=completion.prompt_token_ids,
+            logprobs=completion.prompt_logprobs or [],
+            error=completion.error,
+        )
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a streamed answer.
 

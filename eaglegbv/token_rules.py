@@ -8,17 +8,17 @@ too, so that what is drafted can be accepted.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eaglegbv.devices import upload
+from eaglegbv.devices import send, upload
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.grammars import Grammar, Text
 from eaglegbv.sampling import SamplingParams
-
-Text: TypeAlias = tuple[int, ...]  # the tokens generated before a place, on its own path
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class TokenRules:
     min_tokens: int = 0
     ends: frozenset[int] = frozenset()  # tokens that may not come before `min_tokens` others
     bad_words: tuple[Text, ...] = ()
+    grammar: Grammar | None = None
 
     @classmethod
     def of(
@@ -40,8 +41,9 @@ class TokenRules:
         vocab: int,
         eos_token_ids: Collection[int],
         tokenizer: PreTrainedTokenizerBase | None = None,
+        grammar: Grammar | None = None,
     ) -> Self | None:
-        """Return the rules of such settings, None if there are none.
+        """Return the rules of such settings and their grammar, None if there are none.
 
         Raises:
             InvalidArgument: A token id is not within the vocabulary, or there is no tokenizer for
@@ -55,6 +57,7 @@ class TokenRules:
             min_tokens=params.min_tokens,
             ends=frozenset(ends if params.min_tokens else ()),
             bad_words=tuple(_words(params.bad_words, tokenizer)),
+            grammar=grammar,
         )
         named = {
             "logit_bias": [token for token, _ in rules.logit_bias],
@@ -68,7 +71,10 @@ class TokenRules:
         return None if rules == cls(vocab) else rules
 
     def forbidden_after(self, text: Text) -> set[int]:
-        """Return the tokens that may not follow ``text``, besides those never allowed."""
+        """Return the tokens that may not follow ``text``, but for what is never allowed.
+
+        What the grammar forbids is not among them.
+        """
         forbidden = set(self.ends) if len(text) < self.min_tokens else set()
         for *before, last in self.bad_words:
             if text[len(text) - len(before) :] == tuple(before):
@@ -79,7 +85,15 @@ class TokenRules:
         """Return whether ``token`` may follow ``text``."""
         if self.allowed is not None and token not in self.allowed:
             return False
-        return token not in self.forbidden_after(text)
+        if token in self.forbidden_after(text):
+            return False
+        return self.grammar is None or self.grammar.allows(text, token)
+
+    def row_after(self, text: Text) -> "RuledRow":
+        """Return the row after the tokens that are committed."""
+        if self.grammar is not None:
+            self.grammar.go_on_to(text)
+        return RuledRow(self, text)
 
 
 def _words(
@@ -152,6 +166,7 @@ def bias_of(rows: Sequence[RuledRow], device: torch.device) -> Tensor:
     if forbidden:
         places = upload(forbidden, dtype=torch.int64, device=device)
         bias.view(-1).index_fill_(0, places, -torch.inf)
+    _forbid_by_grammar(bias, rows)
     unreached = [row.text is None for row in rows]
     if any(unreached):
         never = upload(unreached, dtype=torch.bool, device=device)
@@ -169,6 +184,23 @@ def _add_constant(bias: Tensor, rules: TokenRules) -> None:
         places = upload(tokens, dtype=torch.int64, device=bias.device)
         added = upload(values, dtype=torch.float32, device=bias.device)
         bias.index_add_(1, places, added.expand(len(bias), -1))
+
+
+def _forbid_by_grammar(bias: Tensor, rows: Sequence[RuledRow]) -> None:
+    """Forbid what the rows' grammars do; ``bias`` is ``[rows, vocab]``."""
+    masks = {
+        number: row.rules.grammar.mask_after(row.text)
+        for number, row in enumerate(rows)
+        if row.rules.grammar is not None and row.text is not None
+    }
+    if not masks:
+        return
+    places = upload(list(masks), dtype=torch.int64, device=bias.device)
+    words = send(torch.from_numpy(np.stack(list(masks.values()))), bias.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=bias.device)
+    allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : bias.shape[1]] == 1
+    own = bias.index_select(0, places).masked_fill(~allowed, -torch.inf)
+    bias.index_copy_(0, places, own)
 
 
 class GrowingRows:

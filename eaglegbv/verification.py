@@ -361,7 +361,7 @@ def _ruled_rows(group: Group) -> list[RuledRow]:
     trees = zip(group.requests, group.counts, token_ids.tolist(), parents.tolist(), strict=True)
     rows: list[RuledRow] = []
     for request, count, tokens, above in trees:
-        rows += rows_of_tree(request.ruled_row, tokens[:count], above[:count])
+        rows += rows_of_tree(request.ruled_row(), tokens[:count], above[:count])
     return rows
 
 

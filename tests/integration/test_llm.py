@@ -240,6 +240,47 @@ def test_log_probabilities_come_with_the_tokens(llm):
     assert llm.generate("score", PARAMS).logprobs is None
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"fruit": {"enum": ["fig", "plum"]}, "ripe": {"type": "boolean"}},
+    "required": ["fruit", "ripe"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_answers_are_what_was_asked_for(llm):
+    """Of prompts with a bad schema and good ones, the bad one ends with an error of its own."""
+    bad, whole = ({**SCHEMA, "type": kind} for kind in ("objekt", "object"))
+    params = [
+        SamplingParams(max_tokens=120, seed=n, json_schema=own)
+        for n, own in enumerate((whole, bad, json.dumps(whole)))
+    ]
+    first, refused, last = llm.generate([CHAT] * 3, params)
+    for answer in (first, last):
+        assert answer.finish_reason is FinishReason.STOP
+        content = json.loads(answer.text)
+        assert content["fruit"] in ("fig", "plum")
+        assert content["ripe"] in (True, False)
+        assert answer.metrics.accepted_tokens > 0
+    assert refused.finish_reason is FinishReason.ERROR
+    assert "Invalid type: objekt" in refused.error
+
+
+def test_texts_are_scored(llm):
+    texts = ["A text to be scored.", [3, 4, 5]]
+    found = llm.score(texts, logprobs=2)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    for score, answer in zip(found, llm.generate(texts, params), strict=True):
+        assert score.token_ids == answer.prompt_token_ids
+        assert score.logprobs == answer.prompt_logprobs
+        places = zip(score.token_ids[1:], score.logprobs[1:], strict=True)
+        assert score.total == sum(place[token].logprob for token, place in places) < 0
+    assert llm.score(texts[1]).total == pytest.approx(found[1].total)
+    with pytest.raises(InvalidArgument, match="expected a text that is not empty"):
+        llm.score("")
+    assert "a text that is not empty" in llm.score(["", "a b"])[0].error
+
+
 def test_bad_words_are_told_as_texts(llm):
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     usual = llm.generate("words", params)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 import pytest
-from support.exact_engine import VOCAB, ExactEngine, exact_engine
+from support.exact_engine import VOCAB, ExactEngine, exact_engine, piece_tokenizer
 from support.g_test import g_test
-from support.ruled import ruled_joint, ruled_probs
+from support.ruled import LANGUAGE, MATCHES, ruled_joint, ruled_probs, spelled
 from support.tiny_engine import cells_of
 
 from eaglegbv import token_rules, verification
@@ -33,6 +33,7 @@ RULES = {
     "logit_bias": {"logit_bias": {1: 2.5, 4: -3.0, 6: 1.0}},
     "bad_words": {"bad_words": ((3,), (1, 4), (4, 1, 1), (5, 5))},
     "allowed_token_ids": {"allowed_token_ids": (0, 1, 4, 6)},
+    "regex": {"regex": LANGUAGE},
     "together": {
         "min_tokens": 2,
         "stop_token_ids": (6,),
@@ -44,7 +45,7 @@ RULES = {
         "temperature": 1.2,
     },
 }
-BY_PATH = ("min_tokens", "bad_words", "together")  # those that differ along a path
+BY_PATH = ("min_tokens", "bad_words", "regex", "together")  # those that differ along a path
 PLANS = {
     "otbv": Plan(paths=3, depth=3),
     "specinfer": Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, paths=3, depth=3),
@@ -77,6 +78,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., list[RuledRow]
 @pytest.fixture
 def engine() -> ExactEngine:
     return exact_engine(slots=16_384, max_batch=512)
+
+
+def engine_for(name: str) -> ExactEngine:
+    """An engine that takes those settings."""
+    tokenizer = piece_tokenizer() if name == "regex" else None
+    return exact_engine(slots=16_384, max_batch=512, tokenizer=tokenizer)
 
 
 def sample(engine: ExactEngine, params: SamplingParams, plan: Plan, count: int) -> list[Request]:
@@ -135,31 +142,33 @@ def largest_error(engine: ExactEngine, judged: Sequence[tuple[Group, TargetProbs
 
 
 def reachable(engine: ExactEngine, request: Request, text: list[int]) -> bool:
-    rows = [(text[:n], text[n]) for n in range(len(text))]
-    probs = [ruled_probs(engine.target, PROMPT, own, request.params)[x] for own, x in rows]
-    return min(probs, default=1.0) > 0
+    for n, token in enumerate(text):
+        if ruled_probs(engine.target, PROMPT, text[:n], request.params)[token] == 0:
+            return False
+    return True
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-def test_every_node_has_the_targets_distribution_under_its_own_path(engine, judged, name, plan):
+def test_every_node_has_the_targets_distribution_under_its_own_path(judged, name, plan):
+    engine = engine_for(name)
     sample(engine, params_of(name), plan, SEEDS)
     assert largest_error(engine, judged) < 1e-6
 
 
 @pytest.mark.parametrize("name", BY_PATH)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_rule_that_does_not_follow_the_path_is_seen_at_a_node(
-    engine, judged, name, mistake, monkeypatch
-):
+def test_a_rule_that_does_not_follow_the_path_is_seen_at_a_node(judged, name, mistake, monkeypatch):
+    engine = engine_for(name)
     plant(monkeypatch, mistake)
     sample(engine, params_of(name), PLANS["otbv"], SEEDS)
     assert largest_error(engine, judged) > 0.05
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_forbidden_is_not_drafted(engine, judged, name):
+def test_what_is_forbidden_is_not_drafted(judged, name):
     """Otherwise it would be rejected. (Steps that are replayed draft as if there were no rules.)"""
+    engine = engine_for(name)
     requests = sample(engine, params_of(name), PLANS["otbv"], SEEDS)
     assert all(reachable(engine, request, text) for request, text, _, _ in nodes_of(judged))
     assert sum(sum(request.metrics.accepted_by_depth) for request in requests) > SEEDS
@@ -180,16 +189,19 @@ def law(engine: ExactEngine, params: SamplingParams, plan: Plan) -> float:
     [
         ("min_tokens", "otbv"),
         ("bad_words", "specinfer"),
+        ("regex", "otbv"),
+        ("regex", "greedy_block"),
         ("together", "otbv"),
         ("together", "greedy_block"),
     ],
 )
-def test_texts_follow_the_targets_distribution_under_the_rules(engine, name, plan):
-    assert law(engine, params_of(name), PLANS[plan]) > LEVEL
+def test_texts_follow_the_targets_distribution_under_the_rules(name, plan):
+    assert law(engine_for(name), params_of(name), PLANS[plan]) > LEVEL
 
 
 @pytest.mark.parametrize("name", BY_PATH)
-def test_texts_tell_a_rule_that_acts_on_the_last_node_alone(engine, name, monkeypatch):
+def test_texts_tell_a_rule_that_acts_on_the_last_node_alone(name, monkeypatch):
+    engine = engine_for(name)
     plant(monkeypatch, last_node_alone)
     params = params_of(name)
     requests = sample(engine, params, PLANS["otbv"], 200)
@@ -212,9 +224,36 @@ def test_requests_with_rules_and_without_share_steps(engine):
         assert again.token_ids == request.token_ids
 
 
+def test_structured_text_ends_when_it_is_complete():
+    engine = engine_for("regex")
+    params = SamplingParams(max_tokens=9, regex=LANGUAGE)
+    for plan in PLANS.values():
+        for request in sample(engine, params, plan, 20):
+            *text, end = request.token_ids
+            assert (end, request.finish_reason) == (0, FinishReason.STOP)
+            assert spelled(text) in MATCHES
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"regex": "(a"}, r"regex='\(a': expected one that llguidance reads \(.*regex parse error"),
+        ({"json_schema": {"type": "objekt"}}, "json_schema=.*Invalid type: objekt"),
+        ({"json_schema": "{"}, "json_schema='{': expected one that llguidance reads"),
+        ({"grammar": "start: what"}, "grammar=.*unknown name"),
+    ],
+)
+def test_a_structure_that_is_none_ends_its_own_request(settings, message):
+    engine = engine_for("regex").engine
+    with pytest.raises(InvalidArgument, match=message):
+        engine.add(PROMPT, SamplingParams(**settings), PLANS["otbv"])
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"regex": "a"}, "regex='a': expected None, as this engine has no fast tokenizer"),
         ({"logit_bias": {VOCAB: 1.0}}, r"logit_bias=7: expected token ids in \[0, 7\)"),
         ({"allowed_token_ids": (1, VOCAB)}, "allowed_token_ids=7: expected token ids"),
         ({"bad_words": ((1, VOCAB),)}, "bad_words=7: expected token ids"),

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
 from eaglegbv.config import EngineConfig, Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.engine import Engine
@@ -67,7 +71,21 @@ class ExactEngine:
         return self._alone[spec]
 
 
-def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
+PIECES = ("<end>", "a", "b", "ab", "1", "a1", "2")
+"""The texts of the tokens; the first ends a text where the engine has a tokenizer."""
+
+
+def piece_tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(BPE({piece: n for n, piece in enumerate(PIECES)}, []))
+    core.add_special_tokens(list(PIECES[:1]))
+    core.decoder = decoders.ByteLevel()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=PIECES[0])
+
+
+def exact_engine(
+    *, slots: int, tokenizer: PreTrainedTokenizerFast | None = None, **settings: int | bool
+) -> ExactEngine:
     """Build one over a pool of ``slots``, with further settings of ``EngineConfig``."""
     # The drafter does not look at features; the engine hands them around all the same.
     target = TabularTarget(
@@ -76,4 +94,7 @@ def exact_engine(*, slots: int, **settings: int | bool) -> ExactEngine:
     model = TabularTarget(vocab_size=VOCAB, order=1, seed=1, scale=1.0, max_slots=slots)
     config = EngineConfig(kv_slots=slots, check_slots=True, **settings)
     drafter = StandaloneDrafter(model, vocab_size=VOCAB)
-    return ExactEngine(Engine(target, drafter, config), target, model)
+    if tokenizer is not None:
+        target.eos_token_ids = frozenset({tokenizer.eos_token_id})
+    engine = Engine(target, drafter, config, tokenizer=tokenizer)
+    return ExactEngine(engine, target, model)

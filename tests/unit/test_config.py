@@ -67,6 +67,8 @@ BAD_SAMPLING = [
     ("allowed_token_ids", 3, "token ids, or None"),
     ("include_stop_str_in_output", 1, "true or false"),
     ("skip_special_tokens", None, "true or false"),
+    ("regex", 3, "text"),
+    ("json_schema", True, "text"),
     ("logprobs", -2, "an integer of at least -1"),
     ("prompt_logprobs", True, "an integer of at least -1"),
     ("logprobs_mode", "raw", "one of raw_logprobs, processed_logprobs"),
@@ -101,6 +103,7 @@ BAD_TOGETHER = [
     (SamplingParams, {"bad_words": " "}, "bad_words=' '", WORDS),
     (SamplingParams, {"bad_words": [()]}, "bad_words=()", WORDS),
     (SamplingParams, {"bad_words": [(-1,)]}, "bad_words=-1", "an integer of at least 0"),
+    (SamplingParams, {"regex": "a", "grammar": "b"}, "grammar='b'", "None beside regex"),
     (SamplingParams, {"stop": ""}, "stop=('',)", "non-empty strings"),
     (SamplingParams, {"stop_token_ids": (-1,)}, "stop_token_ids=-1", "an integer of at least 0"),
 ]

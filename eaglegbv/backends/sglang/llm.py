@@ -52,6 +52,7 @@ LOCAL_ALONE: Mapping[str, str] = {
     "observe": "SGLang's steps are its own",
     "pair": "SGLang holds the models",
     "reset_prefix_cache": "SGLang keeps its own cache",
+    "score": "ask its own API for return_logprob with logprob_start_len=0",
     "stream_async": "SGLang has an event loop of its own",
     "unobserve": "SGLang's steps are its own",
 }
@@ -306,6 +307,7 @@ _SGLANG_NAMES = {
 _LOCAL_SETTINGS = {
     "bad_words": "SGLang has no such setting",
     "allowed_token_ids": "SGLang has no such setting",
+    "grammar": "its own notation is another, ebnf",
     "logprobs": "ask SGLang's own API for return_logprob",
     "prompt_logprobs": "ask SGLang's own API for return_logprob",
 }

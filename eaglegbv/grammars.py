@@ -1,0 +1,131 @@
+"""Structured output: what a grammar allows after a text, by llguidance.
+
+A place in a text has a state of its own, so drafted paths need no rollback. States are functions of
+the text: those that drafting met are found again when its tree is verified.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Text: TypeAlias = tuple[int, ...]  # the tokens generated before a place, on its own path
+Mask: TypeAlias = NDArray[np.int32]  # a bit for each token of the vocabulary, the lowest first
+
+_PACKAGE = "llguidance"
+
+
+class Grammars:
+    """Makes the grammars of an engine's requests."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        vocab: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        """Take the target's tokenizer, or None where no request has a grammar."""
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._ends = sorted(eos_token_ids)
+        self._spellings: LLTokenizer | None = None
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def of(self, params: SamplingParams) -> "Grammar | None":
+        """Return the grammar of a request with such settings, or None.
+
+        Raises:
+            InvalidArgument: The schema, expression or grammar is none, or nothing here reads it.
+        """
+        if params.structured is None:
+            return None
+        return Grammar(self._compiled(*params.structured))
+
+    def _compile(self, name: str, source: str) -> "LLMatcher":
+        """Return the state before the first token."""
+        if find_spec(_PACKAGE) is None:
+            expected = f"None without {_PACKAGE}: pip install 'eaglegbv[grammar]'"
+            raise InvalidArgument(name, source, expected)
+        from llguidance import LLMatcher
+
+        readers: Mapping[str, Callable[[str], str]] = {
+            "json_schema": LLMatcher.grammar_from_json_schema,
+            "regex": LLMatcher.grammar_from_regex,
+            "grammar": LLMatcher.grammar_from_lark,
+        }
+        spellings = self._read_vocabulary(name, source)
+        try:
+            grammar = readers[name](source)
+            fault = LLMatcher.validate_grammar(grammar, spellings)
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            raise InvalidArgument(name, source, f"one that {_PACKAGE} reads ({fault.strip()})")
+        return LLMatcher(spellings, grammar, log_level=0)
+
+    def _read_vocabulary(self, name: str, source: str) -> "LLTokenizer":
+        from llguidance.hf import from_tokenizer
+
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise InvalidArgument(name, source, "None, as this engine has no fast tokenizer")
+        if self._spellings is None:
+            self._spellings = from_tokenizer(
+                self._tokenizer, n_vocab=self._vocab, eos_token=self._ends or None
+            )
+        return self._spellings
+
+
+class Grammar:
+    """What one request's grammar allows, place by place."""
+
+    def __init__(self, start: "LLMatcher") -> None:
+        """Begin before the first token."""
+        self._committed: Text = ()
+        # The states after the committed tokens and others, by those others.
+        self._states: dict[Text, LLMatcher] = {(): start}
+        self._masks: dict[Text, Mask] = {}
+
+    def go_on_to(self, text: Text) -> None:
+        """Forget all places that do not follow ``text``, which follows those committed before."""
+        new = text[len(self._committed) :]
+        if not new:
+            return
+        self._state(new)
+        begun = [path for path in self._states if path[: len(new)] == new]
+        self._states = {path[len(new) :]: self._states[path] for path in begun}
+        self._masks = {path[len(new) :]: self._masks[path] for path in begun if path in self._masks}
+        self._committed = text
+
+    def mask_after(self, text: Text) -> Mask:
+        """Return which tokens may follow ``text``; it follows the committed tokens."""
+        path = text[len(self._committed) :]
+        if path not in self._masks:
+            bits = self._state(path).compute_bitmask()
+            self._masks[path] = np.frombuffer(bits, dtype=np.int32)
+        return self._masks[path]
+
+    def allows(self, text: Text, token: int) -> bool:
+        """Return whether ``token`` may follow ``text``."""
+        return bool(self.mask_after(text)[token // 32] >> token % 32 & 1)
+
+    def _state(self, path: Text) -> "LLMatcher":
+        known = len(path)
+        while path[:known] not in self._states:
+            known -= 1
+        state = self._states[path[:known]]
+        for end in range(known, len(path)):
+            state = state.deep_copy()
+            state.consume_token(path[end])
+            self._states[path[: end + 1]] = state
+        return state
