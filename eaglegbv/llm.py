@@ -493,7 +493,7 @@ class LLM(TextGenerator):
             config,
             planner=planner,
             compile_backend=compile_backend,
-            tokenizer=tokenizer,
+            tokenizer=words,
         )
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
@@ -586,7 +586,7 @@ class LLM(TextGenerator):
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs)
         call = self._call(prompts, params, PLAIN, 0)
-        found = _answers(self._run(call, progress=False), one=call.one)
+        found = call.answers(self._run(call, progress=False))
         return [Score.of(own) for own in found] if isinstance(found, list) else Score.of(found)
 
     def close(self) -> None:
