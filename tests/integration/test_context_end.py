@@ -62,6 +62,7 @@ def test_texts_fill_a_pool_that_holds_no_more_than_them(plan):
     assert tiny.tokens(PROMPTS, GREEDY, plan) == expected
 
 
+@pytest.mark.thorough
 def test_the_distribution_is_the_targets_to_the_last_token():
     vocab, context, prompt = 4, 5, [2]
     tiny = limited(context, vocab=vocab, slots=1 << 16, max_batch=1024)

@@ -49,6 +49,7 @@ def random_specs(rng: np.random.Generator, count: int) -> list[Spec]:
     return [Spec(prompt(), params(), PLANS[rng.integers(len(PLANS))]) for _ in range(count)]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_crowds_cancelled_and_preempted_at_random_answer_as_if_alone():
     rng = np.random.default_rng(0)

@@ -218,6 +218,7 @@ def test_joint_distribution_is_the_targets_over_steps(crowded):
         assert result.p_value > LEVEL, result
 
 
+@pytest.mark.thorough
 def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(crowded, monkeypatch):
     """True features give other probabilities than the step drew from, which biases the text."""
     trails = verification._trails
@@ -237,6 +238,7 @@ def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(crowded, m
     assert result.p_value < LEVEL, result
 
 
+@pytest.mark.thorough
 def test_dropped_layers_are_noticed(crowded, monkeypatch):
     after = verification._layers_after
     monkeypatch.setattr(verification, "_layers_after", lambda *args: [() for _ in after(*args)])

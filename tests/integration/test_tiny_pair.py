@@ -90,6 +90,7 @@ class LatePlanner(Planner):
             request.plan = Plan(paths=1, depth=3) if late else PLAIN
 
 
+@pytest.mark.thorough
 def test_the_end_of_what_a_drafter_missed_is_enough(monkeypatch):
     monkeypatch.setattr(Planner, "worth_reading", lambda *_, **__: False)
     config = EngineConfig(prefix_cache=False, max_batch=64)
@@ -132,6 +133,7 @@ def expected(prompts: list[list[dict[str, str]]]) -> list[str]:
         return [llm.tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason=f"needs {', '.join(PACKAGES)}")
 @pytest.mark.skipif(not MT_BENCH.is_file(), reason="needs a file of MT-Bench's questions")
 @pytest.mark.parametrize("drafter", [None, "ngram"], ids=["head", "lookup"])

@@ -68,6 +68,7 @@ def first_run(folder: Path, scratch: Path, *phases: str, **settings: str) -> str
 
 
 @pytest.mark.timeout(1800)  # seven processes, each of which loads PyTorch
+@pytest.mark.thorough
 def test_every_phase_runs_dry(prepared, tmp_path):
     shown = first_run(prepared, tmp_path, *PHASES)
     files = sorted(file.name for file in (tmp_path / "out").iterdir())

@@ -137,6 +137,7 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path):
     assert sglang == []
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL on Windows")
 def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(cli, pair, tmp_path):
     out = tmp_path / "run"

@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from support.cli import documented_commands, process
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
@@ -70,6 +71,7 @@ def test_every_documented_pair_has_a_stand_in():
     assert all(command[:3] == ["eaglegbv", "bench", "mt-bench"] for command in commands())
 
 
+@pytest.mark.thorough
 def test_they_run_as_documented(tmp_path):
     home, prompts = tmp_path / "home", tmp_path / "data" / "prompts"
     for (model, drafter), name in STAND_INS.items():

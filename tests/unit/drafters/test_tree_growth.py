@@ -76,7 +76,9 @@ def test_trees_are_those_of_plain_growth(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.thorough])]
+)
 @torch.inference_mode()
 def test_compiled_they_are_too(backend: str) -> None:
     """By the graphs that are made at the start, whatever the plan."""

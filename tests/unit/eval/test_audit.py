@@ -261,6 +261,7 @@ def audited(llm: LLM, params: SamplingParams = PARAMS, plan: Plan = PLAN, **opti
     return result
 
 
+@pytest.mark.thorough
 def test_rules_share_models_prompts_and_what_they_are_compared_with(llm: LLM) -> None:
     plans = [PLAN, Plan(verifier="block", paths=1, depth=2), PLAIN]
     results = list(audit_pair(llm, ["ab", "hello"], PARAMS, plans, samples=400, exact=False))
@@ -286,6 +287,7 @@ def halved(pair: tuple[Path, Path]) -> LLM:
     return LLM(*pair, plan=PLAN, device="cpu", dtype=torch.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_wrong_rule_in_an_engine_is_rejected(llm, halved, exact, monkeypatch) -> None:
     planted = CheckedVerifier(Gullible())

@@ -132,6 +132,7 @@ def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(monkeypatch) -> N
     assert report(setting, pair).block_efficiency == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 @pytest.mark.parametrize("graphs", [GraphMode.OFF, GraphMode.EAGER])
 def test_operations_of_compiled_steps_are_counted(graphs: GraphMode) -> None:

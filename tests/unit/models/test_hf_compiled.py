@@ -40,7 +40,13 @@ def outputs(target: HFTarget) -> list[TargetOutput]:
     return found
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "llama" else pytest.mark.thorough)
+        for name in COMPILED
+    ],
+)
 def test_compiled_forwards_equal_plain_ones(name):
     features = (1, 3)
     plain = HFTarget(tiny_model(name), features=features, max_slots=256)
@@ -48,6 +54,7 @@ def test_compiled_forwards_equal_plain_ones(name):
     check_same(compiled, plain)
 
 
+@pytest.mark.thorough
 def test_compiled_targets_of_one_class_keep_apart():
     # Their graphs are not guarded by what they were made from, which differs here: the number of
     # layers, what is captured, the weights.
@@ -66,6 +73,7 @@ def test_compiled_targets_of_one_class_keep_apart():
         check_same(compiled, plain)
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.timeout(600)
 def test_generated_products_are_the_targets_and_no_row_depends_on_another(tmp_path, monkeypatch):

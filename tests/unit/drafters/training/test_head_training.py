@@ -80,6 +80,7 @@ def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) ->
     assert scores(tmp_path / "more")[-1] == pytest.approx(min(found), abs=0.02)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_ends_as_an_undisturbed_one(target, chats, tmp_path, train, kill_after):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     short = ("--steps", "9", "--validate", "0")
