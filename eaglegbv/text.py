@@ -198,7 +198,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Chat messages, and how the chat template writes them."""
 
     messages: list[Message]
-    tools: list[dict[Any, Any]] | None = None
+    tools: list[Any] | None = None  # descriptions of functions, as JSON schemas
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None  # None: unless the last message is continued

@@ -13,7 +13,7 @@ import typer
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.utils import DRAFT_WIDTH
 
 if TYPE_CHECKING:
@@ -240,12 +240,17 @@ def serve(
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,
     seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
+    backend: Annotated[
+        str, opt("sglang; or local, this package's engine: see 'serve --backend local --help'.")
+    ] = "sglang",
     dry_run: Annotated[
         bool, opt("Check all that needs no accelerator, print the command and stop.", "--dry-run")
     ] = False,
 ) -> None:
     """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
     given = locals()
+    if backend != "sglang":  # main() has the local one served by a command of its own
+        raise InvalidArgument("backend", backend, one_of(("local", "sglang"), backend))
     from eaglegbv.backends.sglang.launch import check_ready, launch
     from eaglegbv.backends.sglang.server_args import check_command
     from eaglegbv.backends.sglang.settings import Settings

@@ -1,5 +1,6 @@
 """The ``eaglegbv`` command."""
 
+import argparse
 import codecs
 import json
 import logging
@@ -123,14 +124,29 @@ def _telling() -> Iterator[None]:
             log.setLevel(logging.NOTSET)
 
 
+def _command(words: list[str]) -> tuple[typer.Typer, list[str]]:
+    """Return the application of a command line, and its arguments.
+
+    A server of the package's own engine has other options than one of SGLang's.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--backend")
+    if words[:1] == ["serve"] and parser.parse_known_args(words)[0].backend == "local":
+        return import_module("eaglegbv.cli.serve_local").app, words[1:]
+    return app, words
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
     _escape_what_the_console_lacks()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = app
     try:
+        command, words = _command(words)
         with _telling():
-            app(arguments)
+            command(words)
     except InvalidArgument as error:
-        told = _in_own_terms(error, app, sys.argv[1:] if arguments is None else arguments)
+        told = _in_own_terms(error, command, words)
     except (EagleGBVError, OSError) as error:
         told = str(error)
     typer.echo(f"eaglegbv: {told}", err=True)

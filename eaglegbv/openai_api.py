@@ -1,0 +1,245 @@
+"""OpenAI's protocol: what a request asks of an LLM, and its answer as the client reads it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from eaglegbv.arguments import refuse_unknown
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.request import FinishReason
+from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import ChatPrompt, Completion, Delta
+
+IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
+"""Fields that a client may send and that change no answer."""
+
+
+NOT_OFFERED = ("logprobs", "top_logprobs", "prompt_logprobs", "response_format", "functions")
+"""Fields that are refused unless they ask for nothing."""
+
+_NOTHING = (False, 0, {"type": "text"})
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``stream_options`` of a request."""
+
+    include_usage: bool = False
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What completions and chats have in common; settings of the sampling are beside it."""
+
+    KIND: ClassVar[str]
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
+
+    @classmethod
+    def of(cls, body: bytes) -> Self:
+        """Read a request's body; its settings of the sampling become a SamplingParams.
+
+        Raises:
+            InvalidArgument: It is no JSON object, or a field is unknown or not usable.
+        """
+        try:
+            given = msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise InvalidArgument(
+                "body", f"{len(body)} bytes", f"a JSON object ({error})"
+            ) from error
+        fields = {name: value for name, value in given.items() if value is not None}
+        for name in IGNORED:
+            fields.pop(name, None)
+        for name in NOT_OFFERED:
+            value = fields.pop(name, False)
+            if value not in _NOTHING:
+                raise InvalidArgument(name, value, "nothing: this server does not offer it")
+        settings = cls.settings(fields)
+        sampling = {
+            name: fields.pop(name)
+            for name in SamplingParams.__struct_fields__
+            if name in fields and name not in cls.__struct_fields__
+        }
+        known = {*cls.__struct_fields__, *SamplingParams.__struct_fields__} - {"sampling"}
+        refuse_unknown(fields, known)
+        if isinstance(stop := sampling.get("stop"), str):
+            sampling["stop"] = [stop]
+        try:
+            params = msgspec.convert(settings | sampling, SamplingParams)
+            request = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, InvalidArgument):  # it names the field and its value
+                raise error.__cause__ from None
+            raise InvalidArgument("body", "JSON", f"other values: {error}") from error
+        return msgspec.structs.replace(request, sampling=params)
+
+    @classmethod
+    def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Take from ``fields`` what the sampling calls otherwise; return it with our names."""
+        raise NotImplementedError
+
+    @property
+    def prompts(self) -> Any:  # noqa: ANN401  whatever LLM takes
+        """The prompts, as :meth:`eaglegbv.llm.LLM.generate` takes them."""
+        raise NotImplementedError
+
+    @property
+    def usage_streamed(self) -> bool:
+        """Whether a last chunk says what was used."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Request, frozen=True, kw_only=True):
+    """A request to ``/v1/completions``."""
+
+    KIND: ClassVar[str] = "text_completion"
+
+    prompt: str | list[str | int | list[int]]  # text or ids, of one prompt or of several
+
+    @classmethod
+    def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`Request.settings`."""
+        for name, usual in (("echo", False), ("suffix", ""), ("best_of", fields.get("n", 1))):
+            value = fields.pop(name, usual)
+            if value != usual:
+                raise InvalidArgument(name, value, f"{usual!r}: there is no {name} here")
+        return {"max_tokens": fields.pop("max_tokens", 16)}  # OpenAI's default
+
+    @property
+    def prompts(self) -> Any:  # noqa: ANN401
+        """See :meth:`Request.prompts`."""
+        return self.prompt
+
+
+class ChatRequest(Request, frozen=True, kw_only=True):
+    """A request to ``/v1/chat/completions``."""
+
+    KIND: ClassVar[str] = "chat.completion"
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_choice not in ("auto", "none"):
+            expected = "'auto' or 'none': nothing here makes a model use a tool"
+            raise InvalidArgument("tool_choice", self.tool_choice, expected)
+
+    @classmethod
+    def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`Request.settings`."""
+        most = fields.pop("max_completion_tokens", None)  # the newer name
+        return {"max_tokens": fields.pop("max_tokens", None) if most is None else most}
+
+    @property
+    def prompts(self) -> Any:  # noqa: ANN401
+        """See :meth:`Request.prompts`."""
+        shared = {name: getattr(self, name) for name in ChatPrompt.__struct_fields__}
+        if self.tool_choice == "none":
+            shared["tools"] = None
+        return shared
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of tokens; the details are OpenAI's where it has names for them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Completion]) -> Self:
+        """Return the counts of answers; those of one prompt count its tokens once."""
+        choices = [choice for answer in prompts for choice in answer.choices]
+        read = sum(len(answer.prompt_token_ids) for answer in prompts)
+        written = sum(len(choice.token_ids) for choice in choices)
+        drafted = sum(choice.metrics.drafted_nodes for choice in choices)
+        accepted = sum(choice.metrics.accepted_tokens for choice in choices)
+        return cls(
+            prompt_tokens=read,
+            completion_tokens=written,
+            total_tokens=read + written,
+            prompt_tokens_details={
+                "cached_tokens": sum(answer.metrics.cached_tokens for answer in prompts)
+            },
+            completion_tokens_details={
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+                "drafted_tokens": drafted,
+                "target_forwards": sum(choice.metrics.target_forwards for choice in choices),
+            },
+        )
+
+
+def answer(
+    request: Request, prompts: Sequence[Completion], name: str, model: str
+) -> dict[str, Any]:
+    """Return the answer to a request that is not streamed, under the ``name`` it is given."""
+    choices = [choice for completion in prompts for choice in completion.choices]
+    return {
+        **_head(request, name, model),
+        "choices": [_choice(request, index, choice) for index, choice in enumerate(choices)],
+        "usage": msgspec.to_builtins(Usage.of(prompts)),
+    }
+
+
+def _choice(request: Request, index: int, choice: Completion) -> dict[str, Any]:
+    chat = isinstance(request, ChatRequest)
+    message = {"role": "assistant", "content": choice.text}
+    text = {"message": message} if chat else {"text": choice.text}
+    finish_reason = str(choice.finish_reason)
+    return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def first_chunk(request: Request, index: int, name: str, model: str) -> dict[str, Any] | None:
+    """Return the chunk that begins a choice of a chat; completions have none."""
+    if not isinstance(request, ChatRequest):
+        return None
+    beginning = {"delta": {"role": "assistant", "content": ""}}
+    choice = {"index": index, **beginning, "logprobs": None, "finish_reason": None}
+    return {**_chunk_head(request, name, model), "choices": [choice]}
+
+
+def chunk(request: Request, piece: Delta, name: str, model: str) -> dict[str, Any]:
+    """Return a piece of a streamed answer."""
+    chat = isinstance(request, ChatRequest)
+    text = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
+    ended = None if piece.completion is None else str(piece.completion.finish_reason)
+    choice = {"index": piece.index, **text, "logprobs": None, "finish_reason": ended}
+    return {**_chunk_head(request, name, model), "choices": [choice]}
+
+
+def usage_chunk(
+    request: Request, prompts: Sequence[Completion], name: str, model: str
+) -> dict[str, Any]:
+    """Return the last chunk of a stream whose client wants to know what was used."""
+    usage = msgspec.to_builtins(Usage.of(prompts))
+    return {**_chunk_head(request, name, model), "choices": [], "usage": usage}
+
+
+def _head(request: Request, name: str, model: str) -> dict[str, Any]:
+    return {"id": name, "object": request.KIND, "created": int(time.time()), "model": model}
+
+
+def _chunk_head(request: Request, name: str, model: str) -> dict[str, Any]:
+    head = _head(request, name, model)
+    return {**head, "object": f"{request.KIND}.chunk"} if isinstance(request, ChatRequest) else head
+
+
+def error_body(message: str, kind: str, parameter: str | None = None) -> Mapping[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": None}}
+
+
+def ended_well(completion: Completion) -> bool:
+    """Whether an answer is one that a client may take for whole."""
+    return completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -1,0 +1,178 @@
+"""The server of the package's own engine, asked by OpenAI's client and by plain requests."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from support.requests import idle
+from support.soak import soak
+
+from eaglegbv import LLM, EngineConfig, SamplingParams
+from eaglegbv.cli.main import main
+from eaglegbv.cli.serve_local import Server
+
+CHAT = [{"role": "user", "content": "Name a fruit."}]
+
+
+class AddressedServer(Server):
+    url = ""  # where it is served
+
+
+@pytest.fixture(scope="module")
+def llm(saved_pair: tuple[Path, Path]) -> LLM:
+    engine = EngineConfig(check_slots=True, max_batch=16)
+    return LLM(*saved_pair, paths=2, depth=3, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[AddressedServer]:
+    server = AddressedServer(llm, "pair", "secret", limit=40)
+    config = uvicorn.Config(server.app(), host="127.0.0.1", port=0, log_level="error")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    [socket] = running.servers[0].sockets
+    server.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+    yield server
+    running.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(served: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+def test_completions(client, llm):
+    asked = {"model": "pair", "prompt": "abc", "max_tokens": 9, "seed": 3, "n": 2}
+    answer = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    params = SamplingParams(max_tokens=9, seed=3, n=2, ignore_eos=True)
+    expected = llm.generate("abc", params)
+    assert [c.text for c in answer.choices] == [c.text for c in expected.choices]
+    assert [c.finish_reason for c in answer.choices] == ["length", "length"]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 18)
+    details = answer.usage.completion_tokens_details
+    accepted = sum(c.metrics.accepted_tokens for c in expected.choices)
+    drafted = sum(c.metrics.drafted_nodes for c in expected.choices)
+    assert details.accepted_prediction_tokens == accepted
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == drafted
+    pieces = list(client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
+    for index, choice in enumerate(expected.choices):
+        mine = [c for piece in pieces for c in piece.choices if c.index == index]
+        assert "".join(c.text for c in mine) == choice.text
+        assert mine[-1].finish_reason == "length"
+
+
+def test_chats(client, llm):
+    asked = {"model": "pair", "messages": CHAT, "max_completion_tokens": 9, "seed": 3}
+    answer = client.chat.completions.create(**asked)
+    expected = llm.chat(CHAT, SamplingParams(max_tokens=9, seed=3))
+    [choice] = answer.choices
+    assert (choice.message.content, choice.message.role) == (expected.text, "assistant")
+    streamed = client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    first, *pieces, usage = streamed
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
+    assert usage.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_several_prompts_and_stop(client, llm):
+    full = llm.generate("stop", SamplingParams(max_tokens=30, seed=5, ignore_eos=True)).text
+    asked = {"model": "pair", "max_tokens": 30, "seed": 5, "extra_body": {"ignore_eos": True}}
+    answer = client.completions.create(prompt=["stop", "other"], stop=full[8:10], **asked)
+    first, second = answer.choices
+    assert (first.text, first.finish_reason) == (full[: full.index(full[8:10])], "stop")
+    assert second.index == 1
+    ids = client.completions.create(prompt=llm.tokenizer.encode("stop"), **asked)
+    assert ids.choices[0].text == full
+
+
+def test_what_else_is_served(client, served, llm):
+    assert [model.id for model in client.models.list()] == ["pair"]
+    assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
+    metrics = httpx.get(f"{served.url}/metrics")
+    assert "eaglegbv_steps_total " in metrics.text
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "parameter", "message"),
+    [
+        ({"prompt": ""}, "prompt", "expected a text that is not empty"),
+        ({"temperature": -1}, "temperature", "temperature=-1"),
+        ({"temperature": "hot"}, "body", r"Expected `float`, got `str`"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "SamplingParams(max_tokens=...)"),
+        ({"temprature": 1}, "temprature", "temperature, perhaps"),
+        ({"sampling": {}}, "sampling", "no such argument"),
+        ({"echo": True}, "echo", "there is no echo here"),
+        ({"logprobs": 3}, "logprobs", "this server does not offer it"),
+        ({"prompt": 5}, "body", "got `int` - at `$.prompt`"),
+        ({"model": "gpt"}, "model", "no model 'gpt', only 'pair'"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_bad_requests_are_named(served, asked, parameter, message, stream):
+    body = {"prompt": "abc", "max_tokens": 3, "stream": stream} | asked
+    headers = {"Authorization": "Bearer secret"}
+    refused = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers)
+    assert refused.status_code == (404 if parameter == "model" else 400)
+    error = refused.json()["error"]
+    assert error["param"] == parameter
+    assert message in error["message"]
+
+
+def test_a_key_is_needed_and_the_queue_is_bounded(client, served, llm):
+    stranger = client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+        stranger.models.list()
+    with pytest.raises(openai.RateLimitError, match="41 more are too many"):
+        client.completions.create(model="pair", prompt="abc", n=41)
+    assert served.unfinished == 0
+    broken = httpx.post(
+        f"{served.url}/v1/completions", content=b"{", headers={"Authorization": "Bearer secret"}
+    )
+    assert broken.status_code == 400
+
+
+def test_a_client_that_goes_away_ends_its_request(client, served, llm):
+    long = {"model": "pair", "prompt": "abc", "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(**long, stream=True) as stream:
+        next(stream)
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.02).completions.create(**long, n=8)
+    deadline = time.monotonic() + 60
+    while served.unfinished or not idle(llm):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_few_clients_that_leave_and_err_lose_nothing(served, llm):
+    served.key = None
+    try:
+        outcomes = asyncio.run(soak(served.url, requests=40, clients=8))
+    finally:
+        served.key = "secret"
+    assert sum(outcomes.values()) == 40
+    assert set(outcomes) == {"whole", "streamed", "left", "refused 400"}
+    deadline = time.monotonic() + 60
+    while served.unfinished or not idle(llm):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_command_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", "tiny", "--backend", "local", "--verifier", "nope"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith("eaglegbv: --verifier='nope': expected ")
