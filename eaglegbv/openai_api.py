@@ -8,6 +8,7 @@ import msgspec
 
 from eaglegbv.arguments import refuse_unknown
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.logprobs import Logprob, TokenLogprobs
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import ChatPrompt, Completion, Delta
@@ -16,10 +17,11 @@ IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
 """Fields that a client may send and that change no answer."""
 
 
-NOT_OFFERED = ("logprobs", "top_logprobs", "prompt_logprobs", "response_format", "functions")
-"""Fields that are refused unless they ask for nothing."""
+NOT_OFFERED = ("prompt_logprobs", "functions", "function_call")
+"""Fields that are refused."""
 
-_NOTHING = (False, 0, {"type": "text"})
+LEAST_LOGPROB = -9999.0
+"""What stands for the logarithm of 0, which JSON has no number for."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +41,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
     @classmethod
-    def of(cls, body: bytes) -> Self:
+    def of(cls, body: bytes, defaults: SamplingParams) -> Self:
         """Read a request's body; its settings of the sampling become a SamplingParams.
+
+        What it does not set is as in ``defaults``.
 
         Raises:
             InvalidArgument: It is no JSON object, or a field is unknown or not usable.
@@ -55,10 +59,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         for name in IGNORED:
             fields.pop(name, None)
         for name in NOT_OFFERED:
-            value = fields.pop(name, False)
-            if value not in _NOTHING:
-                raise InvalidArgument(name, value, "nothing: this server does not offer it")
-        settings = cls.settings(fields)
+            if name in fields:
+                expected = "nothing: this server does not offer it"
+                raise InvalidArgument(name, fields[name], expected)
+        settings = msgspec.to_builtins(defaults) | cls.settings(fields) | _structure(fields)
         sampling = {
             name: fields.pop(name)
             for name in SamplingParams.__struct_fields__
@@ -136,7 +140,13 @@ class ChatRequest(Request, frozen=True, kw_only=True):
     def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Request.settings`."""
         most = fields.pop("max_completion_tokens", None)  # the newer name
-        return {"max_tokens": fields.pop("max_tokens", None) if most is None else most}
+        settings = {"max_tokens": fields.pop("max_tokens", None) if most is None else most}
+        top = fields.pop("top_logprobs", 0)
+        if fields.pop("logprobs", False):
+            settings["logprobs"] = top
+        elif top:
+            raise InvalidArgument("top_logprobs", top, "0 without logprobs")
+        return settings
 
     @property
     def prompts(self) -> Any:  # noqa: ANN401
@@ -195,9 +205,63 @@ def answer(
 def _choice(request: Request, index: int, choice: Completion) -> dict[str, Any]:
     chat = isinstance(request, ChatRequest)
     message = {"role": "assistant", "content": choice.text}
-    text = {"message": message} if chat else {"text": choice.text}
-    finish_reason = str(choice.finish_reason)
-    return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+    return {
+        "index": index,
+        **({"message": message} if chat else {"text": choice.text}),
+        "logprobs": _logprobs(request, choice),
+        "finish_reason": str(choice.finish_reason),
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _structure(fields: dict[str, Any]) -> dict[str, Any]:
+    """Take ``response_format`` from ``fields``; return it as a setting of the sampling."""
+    asked = fields.pop("response_format", {"type": "text"})
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "json_schema" and isinstance(asked.get("json_schema"), Mapping):
+        return {"json_schema": asked["json_schema"].get("schema", {"type": "object"})}
+    expected = "a type of text, json_object, or json_schema with a json_schema"
+    raise InvalidArgument("response_format", asked, expected)
+
+
+def _logprobs(request: Request, answer: Completion | Delta) -> dict[str, Any] | None:
+    """Return the log-probabilities of an answer's tokens, or of a piece's, where asked for."""
+    if answer.logprobs is None:
+        return None
+    places = list(zip(answer.token_ids, answer.logprobs, strict=True))
+    if isinstance(request, ChatRequest):
+        count = request.sampling.logprobs or 0
+        return {"content": [_chat_place(token, place, count) for token, place in places]}
+    return {
+        "tokens": [_text(place[token]) for token, place in places],
+        "token_logprobs": [_number(place[token]) for token, place in places],
+        "top_logprobs": [
+            {_text(entry): _number(entry) for entry in place.values()} for _, place in places
+        ],
+    }
+
+
+def _chat_place(token: int, place: TokenLogprobs, count: int) -> dict[str, Any]:
+    """Return the log-probabilities at one place: the chosen token's, and the ``count`` largest."""
+    likely = sorted(place.values(), key=_number, reverse=True)
+    return {**_told(place[token]), "top_logprobs": [_told(entry) for entry in likely[:count]]}
+
+
+def _told(entry: Logprob) -> dict[str, Any]:
+    text = _text(entry)
+    return {"token": text, "logprob": _number(entry), "bytes": list(text.encode())}
+
+
+def _text(entry: Logprob) -> str:
+    return entry.decoded_token or ""
+
+
+def _number(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST_LOGPROB)
 
 
 def first_chunk(request: Request, index: int, name: str, model: str) -> dict[str, Any] | None:
@@ -214,7 +278,8 @@ def chunk(request: Request, piece: Delta, name: str, model: str) -> dict[str, An
     chat = isinstance(request, ChatRequest)
     text = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
     ended = None if piece.completion is None else str(piece.completion.finish_reason)
-    choice = {"index": piece.index, **text, "logprobs": None, "finish_reason": ended}
+    logprobs = _logprobs(request, piece)
+    choice = {"index": piece.index, **text, "logprobs": logprobs, "finish_reason": ended}
     return {**_chunk_head(request, name, model), "choices": [choice]}
 
 

@@ -18,7 +18,6 @@ from eaglegbv.config import EngineConfig
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 from eaglegbv.llm import LLM
-from eaglegbv.loading import TINY
 from eaglegbv.text import Completion
 from eaglegbv.utils import DRAFT_WIDTH
 
@@ -93,7 +92,7 @@ class Server:
 
     async def _answer(self, http: Request, kind: type[api.Request]) -> Response:
         self._check_key(http)
-        request = kind.of(await http.body())
+        request = kind.of(await http.body(), self.llm.sampling_defaults)
         if request.model not in (None, self.name):
             raise Refused(404, f"no model {request.model!r}, only {self.name!r}", "model")
         name = f"{request.KIND.partition('.')[0]}-{uuid.uuid4().hex}"
@@ -275,12 +274,16 @@ def serve(
     served_model_name: Annotated[str | None, opt("What clients call it.", shown="MODEL")] = None,
     max_batch: Annotated[int, opt("Most answers that are computed at once.")] = 64,
     max_waiting: Annotated[int, opt("Most answers that wait; more are refused (429).")] = 256,
+    kv_slots: Annotated[
+        int | None, opt("Tokens that the KV pools hold.", shown="by free memory")
+    ] = None,
     seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
     device: opts.Device = None,
-    dtype: opts.Dtype = None,
+    dtype: opts.Dtype = "auto",
     compile_backend: opts.CompileBackend = None,
     cuda_graphs: opts.CudaGraphs = "auto",
     trust_remote_code: opts.TrustRemoteCode = False,
+    generation_config: opts.GenerationConfig = "auto",
 ) -> None:
     """Serve MODEL by this package's engine, with the endpoints of OpenAI's API."""
     given = locals()
@@ -288,8 +291,7 @@ def serve(
         raise InvalidArgument("backend", backend, "local or sglang")
     plan = opts.made_of(given, opts.plan_choices).planning()
     graphs = opts.member("cuda-graphs", cuda_graphs, GraphMode)
-    config = EngineConfig(cuda_graphs=graphs, max_batch=max_batch, seed=seed)
-    target = None if model == TINY.name else model
-    llm = opts.made_of(given | {"model": target}, opts.Models).load(plan, config)
+    config = EngineConfig(cuda_graphs=graphs, max_batch=max_batch, kv_slots=kv_slots, seed=seed)
+    llm = opts.made_of(given, opts.Models).load(plan, config)
     server = Server(llm, served_model_name or model, api_key, limit=max_batch + max_waiting)
     uvicorn.run(server.app(), host=host, port=port, timeout_graceful_shutdown=SHUTDOWN_SECONDS)

@@ -87,6 +87,26 @@ def test_chats(client, llm):
     assert usage.usage.completion_tokens == len(expected.token_ids)
 
 
+def test_logprobs_are_those_of_the_completion(client, llm):
+    params = SamplingParams(max_tokens=5, seed=3, logprobs=2, ignore_eos=True)
+    expected = llm.generate("abc", params)
+    chosen = [place[t] for t, place in zip(expected.token_ids, expected.logprobs, strict=True)]
+    asked = {"model": "pair", "seed": 3, "max_tokens": 5, "extra_body": {"ignore_eos": True}}
+    told = client.completions.create(prompt="abc", logprobs=2, **asked).choices[0].logprobs
+    assert told.token_logprobs == pytest.approx([entry.logprob for entry in chosen])
+    assert [len(top) >= 2 for top in told.top_logprobs] == 5 * [True]
+    streamed = client.completions.create(prompt="abc", logprobs=2, stream=True, **asked)
+    pieces = [piece.choices[0].logprobs for piece in streamed]
+    numbers = [n for piece in pieces if piece is not None for n in piece.token_logprobs]
+    assert numbers == pytest.approx(told.token_logprobs)
+    chat = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **asked)
+    for place in chat.choices[0].logprobs.content:
+        assert len(place.top_logprobs) == 2
+        numbers = [top.logprob for top in place.top_logprobs]
+        assert numbers == sorted(numbers, reverse=True)
+        assert place.logprob <= numbers[0]
+
+
 def test_several_prompts_and_stop(client, llm):
     full = llm.generate("stop", SamplingParams(max_tokens=30, seed=5, ignore_eos=True)).text
     asked = {"model": "pair", "max_tokens": 30, "seed": 5, "extra_body": {"ignore_eos": True}}
@@ -116,7 +136,8 @@ def test_what_else_is_served(client, served, llm):
         ({"temprature": 1}, "temprature", "temperature, perhaps"),
         ({"sampling": {}}, "sampling", "no such argument"),
         ({"echo": True}, "echo", "there is no echo here"),
-        ({"logprobs": 3}, "logprobs", "this server does not offer it"),
+        ({"prompt_logprobs": 3}, "prompt_logprobs", "this server does not offer it"),
+        ({"response_format": {"type": "xml"}}, "response_format", "a type of text, json_object"),
         ({"prompt": 5}, "body", "got `int` - at `$.prompt`"),
         ({"model": "gpt"}, "model", "no model 'gpt', only 'pair'"),
     ],
