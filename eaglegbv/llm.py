@@ -5,7 +5,7 @@ import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
@@ -554,7 +554,7 @@ class LLM(TextGenerator):
         *,
         plan: AnyPlan = None,
         priority: int = 0,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt piece by piece, as :meth:`stream` does, while other tasks go on.
 
         A task that is cancelled, or stops iterating, cancels the request.

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -110,7 +110,7 @@ class Server:
                 _check_end(choice)
         return JSONResponse(api.answer(request, prompts, name, self.name))
 
-    async def _events(self, request: api.Request, name: str) -> AsyncIterator[bytes]:
+    async def _events(self, request: api.Request, name: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed answer; one that breaks off ends by an error event."""
         begun: set[int] = set()
         ended: dict[int, Completion] = {}
@@ -220,14 +220,14 @@ def _events_of(content: Mapping[str, Any] | None) -> bytes:
     return b"" if content is None else b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-async def _resumed(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
     """Yield the first event, then the others; whoever stops iterating stops them too."""
     try:
         yield first
         async for event in events:
             yield event
     finally:
-        await events.aclose()  # type: ignore[attr-defined]  # it is a generator
+        await events.aclose()
 
 
 async def _unless_gone(http: Request, answers: Awaitable[Value]) -> Value:
