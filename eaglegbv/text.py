@@ -244,7 +244,7 @@ def _apply_chat_template(
     try:
         encoded = tokenizer.apply_chat_template(
             plain,
-            tools=chat.tools,
+            tools=cast("Any", chat.tools),
             add_generation_prompt=generating,
             continue_final_message=chat.continue_final_message,
             tokenize=True,
