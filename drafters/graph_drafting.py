@@ -150,6 +150,8 @@ class DeviceDrafting:
             raise NotRecordable("shape")
         if call.ruled:
             raise NotRecordable("rules")
+        if plan.widths and draft_sampling is not DraftSampling.FIXED:
+            raise NotRecordable("widths")
         if padded * frontier_rows(plan, draft_sampling) > MAX_ROWS:
             raise NotRecordable("too many rows")
         params = [draft_params(request.params, plan) for request in requests]

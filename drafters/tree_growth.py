@@ -6,16 +6,18 @@ node gets children by it, and some of the children are the next frontier:
     sampling         children of a row                              next frontier
     iid              K of the root, one of a path; drawn            all
     wor, greedy      K of the root, all different, and one below    all
+    the same, widths widths[d] of each row of depth d               all
     hub              a pair: a drawn token and the most likely one  the K // 2 most likely
     fixed            the ``beam`` most likely tokens, in order      the ``beam`` most likely
     fixed, a shape   the ranks that the shape names                 those that the shape continues
 
-K is the number of paths. All children of a node are drawn at once, and whether a node goes on
-depends only on earlier draws, not on its own children: that is what keeps verification lossless.
+K is the number of paths. A row stands for a draw, so a node has as many rows as drafts equal to it.
+All children of a node are drawn at once, and whether a node goes on depends only on earlier draws,
+not on its own children: that is what keeps verification lossless.
 
-A request's tree has its own matrix of uniform numbers ``[K, L]``; column d draws the children of
-nodes of depth d. Which number a draw uses depends on what was drawn before, never on its own
-outcome, and none is used twice.
+A request's tree has its own matrix of uniform numbers ``[K, L]``, K the most draws of a level;
+column d draws the children of nodes of depth d. Which number a draw uses depends on what was drawn
+before, never on its own outcome, and none is used twice.
 
 Growing reads nothing on the host: rows that have ended continue as meaningless ones, and missing
 nodes are padding. So a recorded loop (:mod:`eaglegbv.drafters.graph_drafting`) runs every row,
@@ -110,13 +112,14 @@ def frontier_rows(plan: Plan, draft_sampling: DraftSampling) -> int:
 
 def in_columns(plan: Plan, draft_sampling: DraftSampling) -> bool:
     """Return whether trees are K paths that fork at the root alone, each a column of draws."""
-    del plan
-    return draft_sampling not in {DraftSampling.FIXED, DraftSampling.HUB}
+    return draft_sampling not in {DraftSampling.FIXED, DraftSampling.HUB} and not plan.widths
 
 
-def level_draws(plan: Plan, draft_sampling: DraftSampling) -> int:
+def most_draws(plan: Plan, draft_sampling: DraftSampling) -> int:
     """Return the most draws of a level of sampled trees."""
-    return 2 * max(1, plan.paths // 2) if draft_sampling is DraftSampling.HUB else plan.paths
+    if draft_sampling is DraftSampling.HUB:
+        return 2 * max(1, plan.paths // 2)
+    return max(plan.level_draws)
 
 
 def draft_params(params: SamplingParams, plan: Plan) -> SamplingParams:
@@ -426,13 +429,15 @@ class TreeGrowth:
             return probs.ids.shape[2]
         if self._sampling is DraftSampling.HUB:
             return 2
+        if self._plan.widths:
+            return self._plan.widths[len(self._levels)]
         return 1 if self._levels else self._plan.paths
 
     def _numbers_of(self, width: int) -> Tensor:
         """Return the numbers of children, in the order of rows; ended rows use none."""
         numbers, alive = self._numbers[len(self._levels)], self._rows.alive
         if self._sampling is DraftSampling.IID:
-            return numbers
+            return numbers[:, : alive.shape[1] * width]
         first = (alive.cumsum(1) - 1).clamp(min=0) * width
         each = first.unsqueeze(2) + torch.arange(width, device=first.device)
         return numbers.gather(1, each.flatten(1))
@@ -475,7 +480,7 @@ class TreeGrowth:
         rows, tokens, parents = children.rows, children.token_ids, None
         chosen = self._chosen(rows.alive, scores)
         if chosen is None:  # paths: every child goes on
-            if self._rows.node.shape[1] > 1 and width > 1:
+            if len(self._levels) > 1 and width > 1:
                 parents = torch.arange(tokens.shape[1], device=tokens.device) // width
                 parents = parents.expand_as(tokens)
         else:
@@ -542,7 +547,7 @@ class TreeGrowth:
 
     def _draws(self, children: Sequence[Children]) -> Tensor:
         """Return ``[batch, depth, drafts]`` int64: the child of every draw of each level."""
-        most = level_draws(self._plan, self._sampling)
+        most = most_draws(self._plan, self._sampling)
         levels = [own.rows.node * own.rows.alive for own in children]
         levels = [pad(own, (0, most - own.shape[1])) for own in levels]
         missing = self._plan.depth - len(levels)

@@ -1,15 +1,20 @@
 """Settings that a user makes once: how to speculate, and how large the engine is."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from math import prod
+from operator import mul
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import (
     DRAFT_WIDTH,
@@ -20,6 +25,7 @@ from eaglegbv.utils import (
 )
 
 MAX_PATHS = 16
+MAX_LEAVES = 64  # of a sampled tree of given widths
 MAX_DEPTH = 32
 MAX_WIDTH = 1 << 18
 MAX_BEAM = 64
@@ -37,6 +43,45 @@ EAGLE1_SHAPE: Shape = (
 )
 # fmt: on
 """EAGLE-1's tree of 25 nodes and depth 5 (arXiv 2401.15077, its public code's ``mc_sim_7b_63``)."""
+
+
+_IID, _WOR, _GREEDY = DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY
+
+WIDTHS: Mapping[str, frozenset[DraftSampling]] = MappingProxyType(
+    {
+        "token": frozenset(),
+        "block": frozenset(),
+        "greedy_block": frozenset(),
+        "gbv": frozenset(),
+        "spectr_gbv": frozenset(),
+        "otbv": frozenset({_IID, _GREEDY}),
+        "specinfer": frozenset({_IID, _WOR}),
+        "spectr": frozenset({_IID}),
+        "global_resolution": frozenset({_IID}),
+        "global_resolution_convex": frozenset({_IID}),
+        "global_resolution_max_flow": frozenset({_IID}),
+        "global_resolution_lp": frozenset({_IID}),
+        "traversal": frozenset({_IID, _WOR}),
+        "greedy_draft": frozenset({_GREEDY}),
+        "spechub": frozenset(),
+        "target_only": frozenset({_IID, _WOR, _GREEDY}),
+    }
+)
+"""By rule, the draft samplings of which it takes trees of any widths (:attr:`Plan.widths`).
+
+With its other samplings a rule takes K paths, which fork at the root alone; trees of ``hub`` and
+``fixed`` have shapes of their own, which every rule for them takes. A rule that is not named here
+is somebody's own, and what it takes is for an audit to find out.
+"""
+
+
+def check_widths(verifier: str, draft_sampling: DraftSampling) -> None:
+    """Raise :class:`SamplingMismatch` unless a rule takes sampled trees of any widths."""
+    taken = WIDTHS.get(verifier)
+    if taken is not None and draft_sampling not in taken:
+        judges = f"{verifier!r} takes K paths of {str(draft_sampling)!r}, which fork at the root"
+        instead = f"; of any widths it takes {', '.join(sorted(taken))}" if taken else ""
+        raise SamplingMismatch("widths", verifier, f"another verifier: {judges}{instead}")
 
 
 class Source(StrEnum):
@@ -67,6 +112,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             ``hub``: pairs of drafts below the ``K // 2`` most likely nodes of each level; K is at
             least 2.
             ``fixed``: the ``nodes`` most likely nodes that a beam finds, or a tree of given shape.
+        widths: Drafts of the nodes of each depth, from the root on, instead of ``paths`` and
+            ``depth``: a node of depth d has (the number of drafts equal to it) x ``widths[d]``. So
+            (K, 1, ..., 1) are K paths, and there are at most as many leaves as the product says.
+            Equal drafts of a node can only occur with ``iid``. ``paths`` and ``depth`` are then the
+            number of leaves and of levels.
         draft_width: Number of most likely candidates whose draft probabilities are kept, and
             renormalised.
         whole_vocab: Draft vocabularies of at most this many tokens are kept whole instead: nothing
@@ -84,18 +134,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             r2-th most likely child, counted from 0, of the root's r1-th. Empty for a dynamic tree.
         source: Source of the drafts: the drafter, or ``lookup``.
 
-    At temperature 0 all sampled paths coincide. So a ``fixed`` tree (of ``paths * depth`` nodes
-    unless ``nodes`` or ``shape`` says otherwise) is drafted and judged by the greedy walk, whatever
-    the named verifier.
+    At temperature 0 all sampled paths coincide. So a ``fixed`` tree (of ``paths * depth`` nodes, or
+    as many as the ``widths`` make, unless ``nodes`` or ``shape`` says otherwise) is drafted and
+    judged by the greedy walk, whatever the named verifier.
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
+        SamplingMismatch: The verifier is not lossless on trees of such widths (:data:`WIDTHS`).
     """
 
     verifier: str = "otbv"
     paths: int = 3
     depth: int = 4
     draft_sampling: DraftSampling | None = None
+    widths: tuple[int, ...] = ()
     draft_width: int = DRAFT_WIDTH
     whole_vocab: int = 0
     draft_temperature: float = 1.0
@@ -107,10 +159,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
+        self._take_widths()
         require_integers(
             self,
             optional=("beam", "nodes"),
-            paths=(1, MAX_PATHS),
+            paths=(1, MAX_LEAVES if self.widths else MAX_PATHS),
             depth=(1, MAX_DEPTH),
             draft_width=(1, MAX_WIDTH),
             whole_vocab=(0, MAX_WIDTH),
@@ -125,6 +178,74 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         require_number("min_confidence", self.min_confidence, 0, 1)
         msgspec.structs.force_setattr(self, "shape", _shape(self.shape, self.depth, self.nodes))
         _make_member(self, "source", Source)
+        if self.widths:
+            self._check_widths()
+
+    def _take_widths(self) -> None:
+        """Set paths and depth by the widths; those of K paths are written as such."""
+        widths = self.widths
+        if not isinstance(widths, Sequence) or isinstance(widths, str):
+            raise InvalidArgument("widths", widths, "a sequence of numbers, such as (3, 2, 2, 1)")
+        for width in widths:
+            require_integer("widths", width, 1, MAX_LEAVES)
+        if not widths:
+            return
+        leaves = prod(widths)
+        if leaves > MAX_LEAVES:
+            expected = f"at most {MAX_LEAVES} leaves, the product; here {leaves}"
+            raise InvalidArgument("widths", widths, expected)
+        for name, value in (("paths", leaves), ("depth", len(widths))):
+            if getattr(self, name) not in (value, _USUAL[name]):
+                raise InvalidArgument(name, getattr(self, name), f"none: widths say {value}")
+            msgspec.structs.force_setattr(self, name, value)
+        forks_below = any(width > 1 for width in widths[1:])
+        msgspec.structs.force_setattr(self, "widths", tuple(widths) if forks_below else ())
+
+    def _check_widths(self) -> None:
+        sampling = self.draft_sampling
+        if sampling in (DraftSampling.FIXED, DraftSampling.HUB) or self.shape:
+            drawn = "a shape" if self.shape else f"draft sampling {str(sampling)!r}"
+            raise InvalidArgument("widths", self.widths, f"none: {drawn} says what is drawn")
+        if self.source is Source.LOOKUP:
+            raise InvalidArgument("widths", self.widths, "none where drafts are looked up")
+        if sum(self.level_draws) > MAX_NODES:
+            expected = f"at most {MAX_NODES} nodes; here {sum(self.level_draws)}"
+            raise InvalidArgument("widths", self.widths, expected)
+        if sampling is not None:
+            check_widths(self.verifier, sampling)
+        elif not WIDTHS.get(self.verifier, True):  # whatever it draws
+            check_widths(self.verifier, DraftSampling.IID)
+
+    @classmethod
+    def parse(cls, name: str) -> "Plan":
+        """Return the plan with a name as :func:`plan_name` gives, such as ``otbv 3x2x2x1 iid``.
+
+        What names do not tell, such as the draft width, is as usual.
+        """
+        if name == PLAIN.verifier:
+            return PLAIN
+        found = _PLAN_NAME.fullmatch(name)
+        if found is None:
+            expected = "a name such as 'otbv 3x4', 'otbv 3x2x2x1 iid' or 'none'"
+            raise InvalidArgument("plan", name, expected)
+        sampling, numbers = found["sampling"], tuple(map(int, found["sizes"].split("x")))
+        sizes: dict[str, Any] = {"widths": numbers}
+        if len(numbers) == 2 and found["widths"] is None:
+            sizes = {"paths": numbers[0], "depth": numbers[1]}
+        return cls(
+            verifier=found["verifier"],
+            source=Source(found["source"] or Source.DRAFTER),
+            draft_sampling=None if sampling is None else DraftSampling(sampling),
+            draft_temperature=float(found["temperature"] or 1),
+            **sizes,
+        )
+
+    @property
+    def level_draws(self) -> tuple[int, ...]:
+        """Most draws of each level of a sampled tree."""
+        if not self.widths:
+            return (self.paths,) * self.depth
+        return tuple(accumulate(self.widths, mul))
 
     @property
     def speculative(self) -> bool:
@@ -141,7 +262,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if depth >= self.depth:
             return self
         shape = tuple(ranks for ranks in self.shape if len(ranks) <= depth)
-        return msgspec.structs.replace(self, depth=depth, shape=shape)
+        widths = self.widths[:depth]
+        paths = prod(widths) if widths else self.paths
+        return msgspec.structs.replace(self, paths=paths, depth=depth, widths=widths, shape=shape)
 
     def list_width(self, vocab: int) -> int:
         """Return how many candidates are kept where ``vocab`` tokens can be drafted."""
@@ -157,7 +280,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Most nodes of a ``fixed`` tree, without the root."""
         if self.shape:
             return len(self.shape)
-        return self.paths * self.depth if self.nodes is None else self.nodes
+        return sum(self.level_draws) if self.nodes is None else self.nodes
 
     @property
     def tree_nodes(self) -> int:
@@ -165,7 +288,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not self.speculative:
             return 1
         # At temperature 0, a sampled plan drafts a fixed tree too.
-        drawn = 0 if self.draft_sampling is DraftSampling.FIXED else self.paths * self.depth
+        drawn = 0 if self.draft_sampling is DraftSampling.FIXED else sum(self.level_draws)
         return 1 + max(drawn, self.fixed_nodes)
 
     @property
@@ -261,6 +384,14 @@ def _shape(given: object, depth: int, nodes: int | None) -> Shape:
         raise InvalidArgument("depth", depth, f"{deepest}, the depth of the shape")
     return shape
 
+
+_USUAL = {"paths": 3, "depth": 4}  # of a plan that says neither
+
+_PLAN_NAME = re.compile(
+    r"(?P<verifier>\w+)(?: (?P<source>lookup))?(?: (?P<widths>widths))? (?P<sizes>\d+(?:x\d+)+)"
+    rf"(?: (?P<sampling>{'|'.join(DraftSampling)}))?(?: at (?P<temperature>[\d.e+-]+))?"
+)
+"""The names of :func:`plan_name`. Two numbers are paths and depth unless called widths."""
 
 PLAIN = Plan(verifier="none", paths=1, depth=1)  # plain autoregressive decoding
 
@@ -372,20 +503,26 @@ class PlanChoices:
     draft_sampling: DraftSampling | str | None = None
     draft_width: int = DRAFT_WIDTH
     draft_temperature: float = 1.0
+    widths: tuple[int, ...] | None = None
 
     def plan(self) -> Plan:
         """Return the plan with these choices, and defaults for those that are None."""
         chosen: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
         if self.verifier == PLAIN.verifier:
-            for name in ("paths", "depth", "draft_sampling"):
+            for name in ("paths", "depth", "draft_sampling", "widths"):
                 if name in chosen:
                     expected = "none with verifier 'none', which drafts nothing"
                     raise InvalidArgument(name, chosen[name], expected)
+        if self.widths is not None:
+            for name in ("paths", "depth"):
+                if name in chosen:
+                    raise InvalidArgument(name, chosen[name], "none where widths are given")
         return Plan(**chosen)
 
     def planning(self) -> Planning:
-        """Return such a plan, or the engine's own choice if none of the first four is given."""
-        if (self.verifier, self.paths, self.depth, self.draft_sampling) != (None,) * 4:
+        """Return such a plan, or the engine's own choice if nothing of a tree is given."""
+        tree = (self.verifier, self.paths, self.depth, self.draft_sampling, self.widths)
+        if tree != (None,) * 5:
             return self.plan()
         return AutoPlan(draft_width=self.draft_width, draft_temperature=self.draft_temperature)
 
@@ -408,10 +545,15 @@ def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:
 
 @lru_cache(maxsize=1024)
 def plan_name(plan: Plan) -> str:
-    """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and other choices."""
+    """Return a short name, such as ``otbv 3x4``: verifier, paths and depth, and other choices.
+
+    Widths stand instead of paths and depth, as in ``otbv 3x2x2x1``, or ``otbv widths 3x2``.
+    """
     if not plan.speculative:
         return "none"
     judge = plan.verifier if plan.source is Source.DRAFTER else f"{plan.verifier} {plan.source}"
     draft_sampling = "" if plan.draft_sampling is None else f" {plan.draft_sampling}"
     hot = "" if plan.draft_temperature == 1 else f" at {plan.draft_temperature:g}"
-    return f"{judge} {plan.paths}x{plan.depth}{draft_sampling}{hot}"
+    sizes = "x".join(map(str, plan.widths or (plan.paths, plan.depth)))
+    called = "widths " if len(plan.widths) == 2 else ""
+    return f"{judge} {called}{sizes}{draft_sampling}{hot}"

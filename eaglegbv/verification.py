@@ -182,13 +182,16 @@ def _check_speculation(plan: Plan, drafter: type[Drafter] | None) -> None:
     verifier = make_any_verifier(plan.verifier)
     sampling = sampling_of(plan, verifier, drafter, greedy=False)
     try:
-        verifier.check_sampling(sampling, plan.paths)
+        verifier.check_sampling(sampling, plan.paths, columns=not plan.widths)
     except SamplingMismatch as error:
         if plan.draft_sampling is not None or drafter.draft_samplings != {sampling}:
             raise
         # Nobody has asked for the sampling: it is the only one that the drafter has.
         expected = f"one that is lossless for {str(sampling)!r} drafts, the drafter's only ones"
         raise SamplingMismatch("verifier", plan.verifier, expected) from error
+    if plan.widths and sampling is DraftSampling.FIXED:
+        expected = "none where drafts are not drawn, as this drafter's or this verifier's are"
+        raise InvalidArgument("widths", plan.widths, expected)
     if plan.paths < sampling.min_paths:
         expected = f"at least {sampling.min_paths} for draft distribution {str(sampling)!r}"
         raise InvalidArgument("paths", plan.paths, expected)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eaglegbv.config import check_widths
 from eaglegbv.devices import first_true, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
@@ -94,13 +95,20 @@ class Rule(ABC):
         """Return as many of ``paths`` as the rule can use."""
         return paths if self.max_paths is None else min(paths, self.max_paths)
 
-    def check_sampling(self, draft_sampling: DraftSampling, paths: int) -> None:
-        """Raise :class:`SamplingMismatch` unless the rule is lossless for such trees."""
+    def check_sampling(
+        self, draft_sampling: DraftSampling, paths: int, *, columns: bool = True
+    ) -> None:
+        """Raise :class:`SamplingMismatch` unless the rule is lossless for such trees.
+
+        ``columns`` says whether they are K paths that fork at the root alone.
+        """
         if draft_sampling not in self.draft_samplings:
             expected = f"{one_of(sorted(self.draft_samplings))} for verifier {self.name!r}"
             raise SamplingMismatch("draft_sampling", str(draft_sampling), expected)
         if self.max_paths is not None and paths > self.max_paths:
             raise SamplingMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
+        if not columns and draft_sampling not in (DraftSampling.FIXED, DraftSampling.HUB):
+            check_widths(self.name, draft_sampling)
 
 
 class Verifier(Rule):
@@ -123,7 +131,7 @@ class Verifier(Rule):
             SamplingMismatch: The tree's draft sampling is not among :attr:`draft_samplings`.
         """
         if tree.length > 0:
-            self.check_sampling(tree.draft_sampling, tree.drafts)
+            self.check_sampling(tree.draft_sampling, tree.drafts, columns=tree.columns)
             return self.judge(tree, target, uniforms)
         roots = torch.zeros_like(tree.num_nodes)
         token_ids = draw(target.probs_of(roots), uniforms.correction)

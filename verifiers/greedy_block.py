@@ -172,7 +172,7 @@ class GreedyBlockVerifier(StatefulVerifier):
         lengths = accepted
         stats: Callable[[], NodeStats] = dict
         if tree.length > 0:
-            self.check_sampling(tree.draft_sampling, tree.drafts)
+            self.check_sampling(tree.draft_sampling, tree.drafts, columns=tree.columns)
         visits, chosen = _descend(tree, target, uniforms, layers, layer_probs)
         nodes = torch.stack([visit.node for visit in visits], dim=1)
         if tree.length > 0:

@@ -119,6 +119,8 @@ def with_fitting_paths(choices: PlanChoices) -> PlanChoices:
     name = choices.verifier
     if name is None or name == PLAIN.verifier or choices.paths is not None:
         return choices
+    if choices.widths is not None:
+        return choices
     return replace(choices, paths=make_any_verifier(name).fitting_paths(Plan().paths))
 
 

@@ -178,7 +178,13 @@ def select_draft(
         relabel = node.relabel_probability(rank, partner)
         return partner if accepts(chooser, relabel, Purpose.SELECTION, take) else rank
 
-    return drafts[max(drafts, key=label)]  # equal labels: the first drafted
+    best, highest, top = -1, -1, len(node.order) - 1
+    for number in drafts:
+        if highest < top:  # no label is above the top: other drafts need none
+            rank = label(number)
+            if rank > highest:  # equal labels: the first drafted
+                best, highest = number, rank
+    return drafts[best]
 
 
 @lru_cache(maxsize=1 << 16)

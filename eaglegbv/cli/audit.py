@@ -12,7 +12,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import opt
 from eaglegbv.config import PLAIN, EngineConfig
-from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
 from eaglegbv.eval.audit_engine import audit_pair
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, package_subjects
 from eaglegbv.eval.audit_module import as_subject, load_verifiers
@@ -25,7 +25,7 @@ from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.registry import make_any_verifier
 
 FAILED = 1
-PATHS = 2
+PATHS, DEPTH, ITERATIONS = 2, 2, 2
 
 app = opts.make_app()
 
@@ -40,6 +40,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "verifier": ("verifier", ""),
     "draft_sampling": ("draft_sampling", ""),
     "K": ("paths", "d"),
+    "widths": ("widths", ""),
     "T": ("temperature", "g"),
     "against": ("against", ""),
     "texts": ("samples", "d"),
@@ -72,12 +73,15 @@ def audit(
     every: Annotated[bool, opt("Every verifier on all it accepts.", "--all")] = False,
     module: Annotated[Path | None, opt("Python file with verifiers of your own.")] = None,
     vocab: Annotated[int, opt("Number of tokens.")] = 3,
-    depth: opts.Depth = 2,
+    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="2")] = None,
     paths: Annotated[
         int | None, opt("Drafted paths, K.", shown=opts.FITTING.replace("3", "2"))
     ] = None,
+    widths: opts.Widths = None,
     instances: Annotated[int, opt("Number of random problems.")] = 50,
-    iterations: Annotated[int, opt("Verification steps in a row.")] = 2,
+    iterations: Annotated[
+        int | None, opt("Verification steps in a row.", shown="2; with --widths 1")
+    ] = None,
     samples: Annotated[
         int | None, opt("Test the batched implementation by so many samples of each problem.")
     ] = None,
@@ -98,7 +102,14 @@ def audit(
     if context.invoked_subcommand is not None:
         _refuse_own_options(context)
         return
-    sizes = opts.made_of(given, Sizes, paths=PATHS if paths is None else paths)
+    if widths is None:
+        tree = {"paths": paths or PATHS, "depth": depth or DEPTH, "widths": ()}
+    elif paths is not None or depth is not None:
+        raise InvalidArgument("widths", widths, "neither --paths nor --depth beside it")
+    else:
+        tree = {"paths": PATHS, "depth": DEPTH, "widths": opts.widths_named(widths)}
+    steps = iterations or (1 if widths else ITERATIONS)  # no rule with state takes widths
+    sizes = opts.made_of(given, Sizes, iterations=steps, **tree)
     subjects = _subjects(module, samples)
     if every:
         if verifier is not None or draft_sampling is not None:
@@ -108,6 +119,8 @@ def audit(
             for subject in subjects.values()
             for one in sorted(subject.rule.draft_samplings)
         ]
+        if sizes.widths:
+            jobs = _accepted(jobs)
     else:
         chosen = opts.draft_sampling_named(draft_sampling)
         jobs = [_job(_choose(subjects, verifier), chosen, sizes, clip=paths is None)]
@@ -146,8 +159,23 @@ def _choose(subjects: dict[str, Subject], name: str | None) -> Subject:
 def _job(subject: Subject, chosen: DraftSampling | None, sizes: Sizes, *, clip: bool) -> Job:
     """Return an audit, if ``clip`` with only as many paths as verifier and draft sampling take."""
     chosen = chosen or subject.default_sampling
-    paths = subject.fitting_paths(chosen, sizes.paths) if clip else sizes.paths
+    if sizes.widths or not clip:
+        return subject, chosen, sizes
+    paths = subject.fitting_paths(chosen, sizes.paths)
     return subject, chosen, msgspec.structs.replace(sizes, paths=paths)
+
+
+def _accepted(jobs: Sequence[Job]) -> list[Job]:
+    """Return the audits of rules that take trees of the widths; say which do not."""
+    accepted = []
+    for subject, chosen, sizes in jobs:
+        try:
+            subject.check(chosen, sizes.shape)
+        except SamplingMismatch as error:
+            typer.echo(f"{subject.rule.name} on {chosen} is left out: {error}", err=True)
+        else:
+            accepted.append((subject, chosen, sizes))
+    return accepted
 
 
 def _run(jobs: Sequence[Job], *, as_json: bool) -> list[Result]:
@@ -175,7 +203,8 @@ def pair(
         str, opt("Verifiers to run, as for audit itself, with the same models; or none.")
     ] = "otbv",
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
-    depth: opts.Depth = 2,
+    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="2")] = None,
+    widths: opts.Widths = None,
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,
@@ -203,8 +232,9 @@ def pair(
     the test rejects at level 1e-4.
     """
     given = locals()
+    depth = DEPTH if depth is None and widths is None else depth
     plans = [
-        opts.made_of(given, opts.plan_choices, verifier=name).plan()
+        opts.made_of(given, opts.plan_choices, verifier=name, depth=depth).plan()
         for name in opts.verifier_names(verifier)
     ]
     exact = dtype == "float32" if against is None else against == "exact"

@@ -211,13 +211,13 @@ def _shape(name: str, text: str | None) -> random_models.Shape:
 
 def _plan(name: str, verifier: str) -> Plan | None:
     """Return the plan with a name, of ``verifier`` if it names none; None if it names no plan."""
-    if name == "none":
+    if name == PLAIN.verifier:
         return PLAIN
-    found = re.fullmatch(r"(?:(\w+):)?(\d+)x(\d+)", name)
-    if found is None:
+    judge, _, sizes = name.rpartition(":")
+    if re.fullmatch(r"\d+(x\d+)+", sizes) is None:
         return None
-    opts.check_verifier(found[1] or verifier)
-    return Plan(verifier=found[1] or verifier, paths=int(found[2]), depth=int(found[3]))
+    opts.check_verifier(judge or verifier)
+    return Plan.parse(f"{judge or verifier} {sizes}")
 
 
 def _way(engines: _Engines, name: str, verifier: str) -> throughput.Way:

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from eaglegbv.sampling import SamplingParams
     from eaglegbv.text import Completion
 
-_DRAFTING = ("verifier", "paths", "depth", "draft_width", "draft_temperature")
+_DRAFTING = ("verifier", "widths", "paths", "depth", "draft_width", "draft_temperature")
 Messages = list[dict[str, str]]
 INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
-_AUTO = "otbv; without this, --paths, --depth and --draft-sampling the engine chooses plans"
+_AUTO = (
+    "otbv; without this, --paths, --depth, --widths and --draft-sampling the engine chooses plans"
+)
 _OWN_OR = "the model's own, or {}"
 _SEED = (
-    "Reproduces a text if --verifier, --paths, --depth or --draft-sampling is given; plans that "
-    "the engine chooses depend on timing."
+    "Reproduces a text if --verifier, --paths, --depth, --widths or --draft-sampling is given; "
+    "plans that the engine chooses depend on timing."
 )
 
 
@@ -44,6 +46,7 @@ def generate(
     ] = None,
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
     depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
+    widths: opts.Widths = None,
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,
@@ -237,6 +240,7 @@ def serve(
     verifier: Annotated[str, opt("Verifier of independently drawn paths, such as gbv.")] = "otbv",
     paths: Annotated[int, opt("Drafted paths, K.")] = 3,
     depth: opts.Depth = 4,
+    widths: opts.Widths = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,
     seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
@@ -256,6 +260,8 @@ def serve(
     from eaglegbv.backends.sglang.settings import Settings
     from eaglegbv.loading import named_models
 
+    if widths is not None:
+        paths, depth = opts.paths_of_widths(widths, "SGLang's trees are K paths of equal length")
     settings = opts.made_of(given, Settings)
     models = named_models(model, drafter)
     if models.drafter is None:

@@ -116,6 +116,13 @@ GenerationConfig = Annotated[
 Raw = Annotated[bool, opt("Continue the prompt as it is, without a chat template.", "--raw")]
 Verifier = Annotated[str, opt("Verifier, as in generate.")]
 Depth = Annotated[int, opt("Drafted tokens per path, L.")]
+Widths = Annotated[
+    str | None,
+    opt(
+        "Drafts of the nodes of each depth, such as 3x2x2x1, instead of paths and depth.",
+        shown="K paths",
+    ),
+]
 SamplingName = Annotated[str | None, opt(f"Draft sampling: {SAMPLINGS}.", shown="the verifier's")]
 DraftWidth = Annotated[int, opt("Number of candidates a draft distribution keeps.")]
 DraftTemperature = Annotated[
@@ -236,6 +243,26 @@ def member(option: str, name: str, kind: type[Kind]) -> Kind:
     return kind(name)
 
 
+def widths_named(text: str | None) -> tuple[int, ...] | None:
+    """Return the widths in a text such as 3x2x2x1; None without one."""
+    if text is None:
+        return None
+    parts = text.split("x")
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidArgument("widths", text, "numbers such as 3x2x2x1")
+    return tuple(map(int, parts))
+
+
+def paths_of_widths(text: str, reason: str) -> tuple[int, int]:
+    """Return paths and depth of widths such as 3x1x1x1; raise for others, for a ``reason``."""
+    from eaglegbv.config import Plan
+
+    plan = Plan(widths=widths_named(text) or ())
+    if plan.widths:
+        raise InvalidArgument("widths", text, f"such as 3x1x1x1: {reason}")
+    return plan.paths, plan.depth
+
+
 def check_verifier(name: str) -> None:
     """Raise unless a verifier has this name; ``none`` is plain decoding."""
     from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
@@ -268,6 +295,7 @@ def plan_choices(
     draft_sampling: str | None,
     draft_width: int,
     draft_temperature: float,
+    widths: str | None = None,
 ) -> "PlanChoices":
     """Return these choices, with as many paths as a verifier takes where it alone is named."""
     from eaglegbv.config import PlanChoices
@@ -276,7 +304,8 @@ def plan_choices(
     if verifier is not None:
         check_verifier(verifier)
     sampling = draft_sampling_named(draft_sampling)
-    choices = PlanChoices(verifier, paths, depth, sampling, draft_width, draft_temperature)
+    tree = verifier, paths, depth, sampling
+    choices = PlanChoices(*tree, draft_width, draft_temperature, widths_named(widths))
     return with_fitting_paths(choices)
 
 

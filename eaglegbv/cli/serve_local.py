@@ -262,6 +262,7 @@ def serve(
     ] = None,
     paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
     depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
+    widths: opts.Widths = None,
     draft_sampling: opts.SamplingName = None,
     draft_width: opts.DraftWidth = DRAFT_WIDTH,
     draft_temperature: opts.DraftTemperature = 1.0,

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import comb, perm
+from itertools import accumulate
+from math import comb, perm, prod
+from operator import mul
 from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
@@ -13,9 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from eaglegbv.config import MAX_LEAVES
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import require_integers
+from eaglegbv.utils import require_integer, require_integers
 from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import (
@@ -160,16 +163,23 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int = 3  # number of tokens
     depth: int = 2  # length of a path, L
     paths: int = 2  # paths of an `iid` tree, K; for the other distributions, children of every node
+    # drafts of the nodes of each depth instead, as in `Plan`; `paths` and `depth` follow from them
+    widths: tuple[int, ...] = ()
     instances: int = 50  # number of random problems
     iterations: int = 2  # steps in a row, between which stateful verifiers keep their state
     seed: int = 0  # seed of the problems
 
     def __post_init__(self) -> None:
+        for width in self.widths:
+            require_integer("widths", width, 1, 8)
+        if self.widths:
+            msgspec.structs.force_setattr(self, "depth", len(self.widths))
+            msgspec.structs.force_setattr(self, "paths", prod(self.widths))
         require_integers(
             self,
             vocab=(2, 16),
             depth=(1, 8),
-            paths=(1, 8),
+            paths=(1, MAX_LEAVES if self.widths else 8),
             instances=(1, 1_000_000),
             iterations=(1, 8),
             seed=(0, 2**63 - 1),
@@ -178,7 +188,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shape(self) -> Shape:
         """Sizes of one problem."""
-        return Shape(self.vocab, self.depth, self.paths)
+        return Shape(self.vocab, self.depth, self.paths, self.widths)
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +216,15 @@ class Result(Judged, frozen=True, kw_only=True):
     draft_sampling: str  # the draft distribution
     paths: int  # see `Sizes`
     instances: int  # number of random problems
+    widths: str | None = None  # the widths of its trees, such as 3x2x2x1, if any were given
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Everything by name, with a verdict in words; widths only if there were any."""
+        found = super().facts
+        if self.widths is None:
+            del found["widths"]
+        return found
 
 
 OnInstance: TypeAlias = Callable[[float], object]
@@ -239,13 +258,15 @@ class Subject:
                 paths.
             InvalidArgument: There are too many draft trees.
         """
-        if draft_sampling is DraftSampling.HUB and shape.paths != HUB_PATHS:
+        widths = shape.widths_of(draft_sampling)
+        if draft_sampling is DraftSampling.HUB and set(widths) != {HUB_PATHS}:
             expected = f"{HUB_PATHS}: the distribution 'hub' draws pairs"
             raise SamplingMismatch("paths", shape.paths, expected)
-        self.rule.check_sampling(draft_sampling, shape.paths)
+        columns = shape.in_columns(draft_sampling)
+        self.rule.check_sampling(draft_sampling, shape.paths, columns=columns)
         trees = count_trees(draft_sampling, shape)
         if trees > MOST_TREES:
-            sizes = (shape.vocab, shape.length, shape.paths)
+            sizes = (shape.vocab, shape.length, shape.paths, *shape.widths)
             expected = f"at most {MOST_TREES} draft trees to list; here {trees} of {draft_sampling}"
             raise InvalidArgument("(vocab, depth, paths)", sizes, expected)
 
@@ -265,6 +286,7 @@ class Subject:
             verifier=self.rule.name,
             draft_sampling=str(draft_sampling),
             paths=sizes.paths,
+            widths="x".join(map(str, sizes.widths)) or None,
             instances=sizes.instances,
             seconds=perf_counter() - start,
         )
@@ -331,29 +353,40 @@ def package_subjects() -> dict[str, Subject]:
 
 def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:
     """Return the largest possible number of draft trees of positive probability."""
-    vocab, paths = shape.vocab, shape.paths
+    vocab, widths = shape.vocab, shape.widths_of(draft_sampling)
     if draft_sampling is DraftSampling.IID:
-        return int(vocab ** (paths * shape.length))
-    if draft_sampling is DraftSampling.FIXED:
-        return 1
-    children = min(paths, vocab)
-    inner = sum(children**depth for depth in range(shape.length))
-    ways = {
-        DraftSampling.WOR: perm(vocab, children),
-        DraftSampling.GREEDY: vocab - children + 1,
-        DraftSampling.HUB: 2 * (vocab - 1),
-    }
-    return int(ways[draft_sampling] ** inner)
+        return int(vocab ** sum(accumulate(widths, mul)))
+    trees = nodes = 1
+    for width in widths:
+        children = min(width, vocab)
+        ways = {
+            DraftSampling.FIXED: 1,
+            DraftSampling.WOR: perm(vocab, children),
+            DraftSampling.GREEDY: vocab - children + 1,
+            DraftSampling.HUB: 2 * (vocab - 1),
+        }
+        trees *= ways[draft_sampling] ** nodes
+        nodes *= children
+    return trees
 
 
 def _lp_entries(draft_sampling: DraftSampling, shape: Shape) -> int:
     """Return a bound on the entries of the linear program's matrix."""
     vocab, length, paths = shape.vocab, shape.length, shape.paths
+    widths = shape.widths_of(draft_sampling)
+    draws = list(accumulate(widths, mul))
+    trees = count_trees(draft_sampling, shape)
     if draft_sampling is DraftSampling.IID:
-        trees = comb(vocab**length + paths - 1, paths)
-        nodes = 1 + paths * length
+        # Trees that have the same nodes are one there.
+        sets = 1
+        for most in reversed(draws):
+            sizes = range(1, min(most, vocab) + 1)
+            sets = sum(comb(vocab, size) * sets**size for size in sizes)
+        trees = min(trees, sets)
+        if shape.in_columns(draft_sampling):
+            trees = min(trees, comb(vocab**length + paths - 1, paths))
+        nodes = 1 + sum(draws)
     else:
-        trees = count_trees(draft_sampling, shape)
-        nodes = sum(min(paths, vocab) ** depth for depth in range(length + 1))
+        nodes = 1 + sum(accumulate((min(width, vocab) for width in widths), mul))
     prefixes = sum(vocab**depth for depth in range(1, length + 1))
     return int(trees * nodes * (trees + prefixes))

@@ -342,9 +342,10 @@ class _Bench:
                 raise InvalidArgument("settings", setting.name, "settings that draft")
             rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
             usual = sampling_of(plan, rule, self._drafter, greedy=False)
-            rule.check_sampling(usual, plan.paths)
+            rule.check_sampling(usual, plan.paths, columns=not plan.widths)
             drawn = sampling_of(plan, rule, self._drafter, greedy=greedy)
-            size = {"paths": 1, "depth": 1} if drawn is DraftSampling.IID else {}
+            parts = drawn is DraftSampling.IID and not plan.widths
+            size = {"paths": 1, "depth": 1} if parts else {}
             alike = msgspec.structs.replace(
                 plan, verifier=Plan().verifier, draft_sampling=drawn, **size
             )
@@ -354,7 +355,9 @@ class _Bench:
         found = []
         for (alike, drawn, temperature), members in gathered.items():
             paths, depth = map(max, zip(*members, strict=True))
-            plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
+            plan = alike
+            if not alike.widths:
+                plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
             found.append(_Drafting(plan, drawn, temperature, members))
         return found
 

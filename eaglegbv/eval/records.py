@@ -137,8 +137,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
                 f"N{plan.nodes}": plan.nodes is not None,
                 f"S{ranks}": bool(plan.shape),
             }
+            sizes = [f"K{plan.paths}", f"L{plan.depth}"]
+            if plan.widths:
+                sizes = ["x".join(map(str, plan.widths))]
             unusual = [word for word, is_unusual in told.items() if is_unusual]
-            parts = [plan.verifier, f"K{plan.paths}", f"L{plan.depth}", *unusual]
+            parts = [plan.verifier, *sizes, *unusual]
         if self.temperature != 1.0:
             parts.append(f"T{self.temperature:g}")
         return " ".join(parts)

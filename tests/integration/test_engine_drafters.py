@@ -61,6 +61,15 @@ DRAFTED = {
         TabularDrafter(TABLE),
         Plan(verifier="specinfer", draft_sampling="wor", paths=3, depth=3, min_confidence=0.3),
     ),
+    "table otbv, widths": (TabularDrafter(TABLE), Plan(widths=(2, 2, 1))),
+    "standalone otbv, delayed branching, stopping": (
+        StandaloneDrafter(MODEL, vocab_size=VOCAB),
+        Plan(widths=(1, 3), min_confidence=0.3),
+    ),
+    "table specinfer wor, widths": (
+        TabularDrafter(TABLE),
+        Plan(verifier="specinfer", draft_sampling="wor", widths=(2, 2)),
+    ),
     "table greedy_draft": (
         TabularDrafter(TABLE),
         Plan(verifier="greedy_draft", paths=3, depth=2, draft_temperature=1.5),

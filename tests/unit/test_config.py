@@ -261,3 +261,73 @@ def test_numbers_of_numpy_are_taken_for_what_they_are(make, given):
 def test_numbers_of_numpy_are_checked_as_any(make, name, value):
     with pytest.raises(InvalidArgument, match=f"^{name}="):
         make(**{name: value})
+
+
+# --- widths: the drafts of the nodes of each depth
+def test_widths_of_paths_are_paths() -> None:
+    assert Plan(widths=(3, 1, 1, 1)) == Plan(paths=3, depth=4)
+    assert Plan(widths=[2]) == Plan(paths=2, depth=1)
+
+
+def test_widths_say_how_large_a_tree_is() -> None:
+    plan = Plan(widths=(3, 2, 2, 1))
+    assert (plan.paths, plan.depth) == (12, 4)
+    assert plan.level_draws == (3, 6, 12, 12)
+    assert plan.tree_nodes == 1 + plan.fixed_nodes == 34
+    assert Plan(widths=(4, 4, 4)).tree_nodes == 85
+    assert plan.up_to(2) == Plan(widths=(3, 2))
+    assert plan.up_to(1) == Plan(paths=3, depth=1)
+    assert msgspec.structs.replace(plan, draft_width=9).widths == plan.widths
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"widths": (3, 2), "paths": 2}, "paths=2: expected none: widths say 6"),
+        ({"widths": (3, 2), "depth": 3}, "depth=3: expected none: widths say 2"),
+        ({"widths": (4, 4, 5)}, "at most 64 leaves, the product; here 80"),
+        ({"widths": (64, *[1] * 8, 1)}, "paths=64"),
+        ({"widths": (16, 4, *[1] * 8)}, "at most 512 nodes; here"),
+        ({"widths": (3, 0)}, "widths=0"),
+        ({"widths": "3x2"}, "a sequence of numbers"),
+        ({"widths": (3, 2), "draft_sampling": "fixed"}, "'fixed' says what is drawn"),
+        ({"widths": (3, 2), "source": "lookup"}, "where drafts are looked up"),
+        ({"widths": (3, 2), "verifier": "gbv"}, "'gbv' takes K paths"),
+        ({"widths": (3, 2), "verifier": "specinfer", "draft_sampling": "greedy"}, "iid, wor"),
+    ],
+)
+def test_widths_that_do_not_fit_are_refused_with_the_reason(settings, message) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Plan(**settings)
+
+
+PLANS = [
+    PLAIN,
+    Plan(),
+    Plan(verifier="block", paths=1, depth=6),
+    Plan(widths=(3, 2, 2, 1)),
+    Plan(widths=(3, 2)),
+    Plan(widths=(3, 2, 2), draft_sampling=DraftSampling.IID, draft_temperature=1.4),
+    Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, widths=(2, 2)),
+    Plan(source=config.Source.LOOKUP, paths=1, depth=8),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=plan_name)
+def test_a_plan_is_made_of_its_name(plan: Plan) -> None:
+    assert Plan.parse(plan_name(plan)) == plan
+
+
+def test_names_of_widths() -> None:
+    assert plan_name(Plan(widths=(3, 2, 2, 1))) == "otbv 3x2x2x1"
+    assert plan_name(Plan(widths=(3, 4))) == "otbv widths 3x4"
+    for name in ("", "otbv", "otbv 3", "otbv 3x", "otbv 3x4 of", "otbv 3x4 iid at"):
+        with pytest.raises(InvalidArgument, match="a name such as"):
+            Plan.parse(name)
+
+
+def test_widths_stand_for_paths_and_depth_where_choices_are_made() -> None:
+    assert PlanChoices(widths=(3, 2, 1)).planning() == Plan(widths=(3, 2, 1))
+    with pytest.raises(InvalidArgument, match="depth=3: expected none where widths are given"):
+        PlanChoices(widths=(3, 2, 1), depth=3).planning()

@@ -107,7 +107,7 @@ def exact_tail_probs(q: Probs, kept: Sequence[int]) -> Probs:
 
 
 T = TypeVar("T")
-NEGLIGIBLE = 1e-16
+NEGLIGIBLE = 1e-18
 """Branches in floating point that are less likely exist only by rounding, and are not walked."""
 
 
@@ -168,35 +168,31 @@ class ReplayChooser:
     """Follows ``script``, then takes the first possible entry of every further choice."""
 
     script: tuple[int, ...]  # choices to repeat
-    weight: Number = 1  # probability of the choices made so far
-    # scripts of the branches not taken after the script's end
-    branches: list[tuple[int, ...]] = field(default_factory=list)
+    weight: Number = 1  # probability of the choices made so far, those of the script included
+    # the branches not taken after the script's end: their scripts, and how likely they are
+    branches: list[tuple[tuple[int, ...], Number]] = field(default_factory=list)
     # the numbers drawn; a number must not decide twice
     used: set[tuple[Purpose, int]] = field(default_factory=set)
-    taken: list[int] = field(default_factory=list)
+    further: list[int] = field(default_factory=list)  # choices made after the script's end
 
     def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
         """Return the next entry of the script, or the first possible one."""
-        if (purpose, index) in self.used:
-            raise IndexError(f"the number {purpose!r} {index} decides twice")
+        position = len(self.used)
         self.used.add((purpose, index))
-        total = _total(weights)
-        position = len(self.taken)
+        if len(self.used) == position:
+            raise IndexError(f"the number {purpose!r} {index} decides twice")
         if position < len(self.script):
-            chosen = self.script[position]
-        else:
-            chosen, *others = self._possible(weights, total)
-            self.branches.extend((*self.taken, other) for other in others)
-        self.taken.append(chosen)
+            return self.script[position]
+        total = _total(weights)
+        # The most likely entry comes first: it is never negligible.
+        chosen, *others = sorted(support(weights), key=lambda i: -weights[i])
+        for other in others:
+            mass = self.weight * share(weights[other], total)
+            if mass >= NEGLIGIBLE or isinstance(mass, Fraction):
+                self.branches.append(((*self.script, *self.further, other), mass))
+        self.further.append(chosen)
         self.weight *= share(weights[chosen], total)
         return chosen
-
-    def _possible(self, weights: Sequence[Number], total: Number) -> list[int]:
-        """Return the entries to walk, the most likely one first (it is never negligible)."""
-        first, *others = sorted(support(weights), key=lambda i: -weights[i])
-        mass = {i: self.weight * share(weights[i], total) for i in others}
-        walked = (i for i, m in mass.items() if m >= NEGLIGIBLE or isinstance(m, Fraction))
-        return [first, *walked]
 
 
 def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
@@ -207,12 +203,12 @@ def exact_probs(run: Callable[[Chooser], T]) -> dict[T, Number]:
     rational arithmetic there are none.
     """
     probs: dict[T, Number] = {}
-    scripts: list[tuple[int, ...]] = [()]
-    while scripts:
-        chooser = ReplayChooser(scripts.pop())
+    branches: list[tuple[tuple[int, ...], Number]] = [((), 1)]
+    while branches:
+        chooser = ReplayChooser(*branches.pop())
         result = run(chooser)
         probs[result] = probs.get(result, 0) + chooser.weight
-        scripts.extend(chooser.branches)
+        branches.extend(chooser.branches)
     return probs
 
 

@@ -22,14 +22,14 @@ from eaglegbv.verifiers.proof.chooser import (
 )
 from eaglegbv.verifiers.proof.tree import (
     DrawChildren,
+    Drawing,
     Draws,
     ReferenceTree,
     Stop,
     Verify,
-    draft_iid,
-    draft_tree,
     draw_greedy,
     draw_hub,
+    draw_iid,
     draw_wor,
     never,
 )
@@ -71,6 +71,7 @@ class Problem:
 
 _DRAWS: Mapping[DraftSampling, DrawChildren] = MappingProxyType(
     {
+        DraftSampling.IID: draw_iid,
         DraftSampling.WOR: draw_wor,
         DraftSampling.GREEDY: draw_greedy,
         DraftSampling.FIXED: lambda q, count, *_: most_likely(q, count),
@@ -84,9 +85,7 @@ def draft(
 ) -> Draws:
     """Draw one tree."""
     widths = shape.widths_of(draft_sampling)
-    if draft_sampling is DraftSampling.IID:
-        return draft_iid(q, widths, chooser, stop)
-    return draft_tree(_DRAWS[draft_sampling], q, widths, chooser, stop)
+    return Drawing(_DRAWS[draft_sampling], q, widths, chooser, stop).draws()
 
 
 def trees_probs(
@@ -157,14 +156,14 @@ def _step_probs(
     p, q = (After(own, state.context) for own in (problem.target_probs, problem.draft_probs))
     stop = After(problem.stop, state.context)
     sampling, shape = problem.draft_sampling, problem.shape
-    for draws, mass in trees_probs(sampling, q, shape, stop).items():
-        tree = ReferenceTree(sampling, draws, p, q, reach=shape.length, stop=stop)
+    draw, widths = _DRAWS[sampling], shape.widths_of(sampling)
 
-        def run(chooser: Chooser, tree: ReferenceTree = tree) -> ModifiedTarget:
-            return verify(tree, state, chooser).target
+    def run(chooser: Chooser) -> ModifiedTarget:
+        drawing = Drawing(draw, q, widths, chooser, stop)
+        tree = ReferenceTree(sampling, (), p, q, reach=shape.length, stop=stop, drawing=drawing)
+        return verify(tree, state, chooser).target
 
-        for after, probability in exact_probs(run).items():
-            yield after, mass * probability
+    yield from exact_probs(run).items()
 
 
 def completed(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
+from math import prod
 from typing import TypeAlias
 
 from eaglegbv.errors import InvalidArgument
@@ -56,6 +57,8 @@ class ReferenceTree:
     # length the tree was drawn to, unless it stopped early; by default that of the longest path
     reach: int = 0
     stop: Stop = never  # the rule by which paths stop early
+    # makes the draws when they are asked for; ``draws`` are empty then
+    drawing: "Drawing | None" = None
 
     @property
     def length(self) -> int:
@@ -65,10 +68,14 @@ class ReferenceTree:
     @property
     def most_draws(self) -> int:
         """Most draws of a level, by which uniforms are numbered; K for K paths."""
+        if self.drawing is not None:
+            return prod(self.drawing.widths)
         return max(map(len, self.draws), default=0)
 
     def drafts(self, prefix: Prefix) -> dict[int, int]:
         """Return the drafts at a node: number of the draw in its level -> token."""
+        if self.drawing is not None:
+            return self.drawing.drafts(prefix)
         level = self.draws[len(prefix)] if len(prefix) < len(self.draws) else ()
         found: dict[int, int] = {}
         for number, child in enumerate(level):
@@ -103,7 +110,8 @@ class ReferenceTree:
         """Return every node below the root with its number."""
         if self.node_numbers:
             return {prefix: n for prefix, n in self.node_numbers.items() if prefix}
-        prefixes = [child for level in self.draws for child in level if child is not None]
+        draws = self.draws if self.drawing is None else self.drawing.draws()
+        prefixes = [child for level in draws for child in level if child is not None]
         return {prefix: n for n, prefix in enumerate(dict.fromkeys(prefixes), start=1)}
 
 
@@ -156,54 +164,67 @@ def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> Refer
 
 
 DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence[int]]
-"""Draws up to so many different children of one node from q, in draft order; the last argument
-numbers the uniforms."""
+"""Draws up to so many children of one node from q, in draft order; the last argument numbers the
+uniforms."""
 
 
-def draft_iid(q: ProbsAt, widths: Sequence[int], chooser: Chooser, stop: Stop = never) -> Draws:
-    """Draw a tree level by level, each draw followed by ``widths[d]`` independent ones at its node.
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One tree in the making: what is drawn at a node is drawn when it is first asked for.
 
-    So a node of depth d has (the number of drafts equal to it) x ``widths[d]`` drafts; ``widths``
-    (K, 1, ..., 1) are K independent paths. Draw j of level d has the ``DRAFT`` index
-    j * length + d. Nothing is drawn below a draw after which the tree stops.
+    That gives every tree the probability it has when all is drawn at once, as no draw depends on
+    what other nodes drew. A node of depth d has (the number of draws that led to it) x
+    ``widths[d]`` drafts, so that ``widths`` (K, 1, ..., 1) are K paths. ``DRAFT`` indices are
+    draw * length + depth; draw j of a level has the draws from j * width on below it.
     """
-    draws: list[tuple[Prefix | None, ...]] = []
-    above: tuple[Prefix | None, ...] = ((),)
-    for depth, width in enumerate(widths):
-        level: list[Prefix | None] = []
-        for prefix in above:
-            for _ in range(width):
-                child = None
-                if prefix is not None and not stop(prefix):
-                    index = len(level) * len(widths) + depth
-                    child = (*prefix, chooser.choose(q(prefix), Purpose.DRAFT, index))
-                level.append(child)
-        above = tuple(level)
-        draws.append(above)
-    return tuple(draws)
+
+    draw: DrawChildren
+    draft_probs: ProbsAt
+    widths: Sequence[int]
+    chooser: Chooser
+    stop: Stop = never
+    known: dict[Prefix, dict[int, int]] = field(default_factory=dict)  # drafts by node
+
+    def drafts(self, prefix: Prefix) -> dict[int, int]:
+        """Return the drafts at a node: number of the draw in its level -> token."""
+        if prefix not in self.known:
+            self.known[prefix] = self._drawn(prefix)
+        return self.known[prefix]
+
+    def _drawn(self, prefix: Prefix) -> dict[int, int]:
+        depth, length = len(prefix), len(self.widths)
+        if depth == length or self.stop(prefix):
+            return {}
+        above = [0]
+        if prefix:
+            drafts = self.drafts(prefix[:-1])
+            above = [number for number, token in drafts.items() if token == prefix[-1]]
+        width, drawn = self.widths[depth], dict[int, int]()
+        for number in above:
+            first = number * width
+            indices = count(first * length + depth, length)
+            tokens = self.draw(self.draft_probs(prefix), width, self.chooser, indices)
+            drawn |= dict(enumerate(tokens, first))
+        return drawn
+
+    def draws(self) -> Draws:
+        """Make all draws; return them level by level."""
+        levels: list[tuple[Prefix | None, ...]] = []
+        above: tuple[Prefix | None, ...] = ((),)
+        for width in self.widths:
+            level: list[Prefix | None] = [None] * (len(above) * width)
+            for prefix in dict.fromkeys(above):
+                if prefix is not None:
+                    for number, token in self.drafts(prefix).items():
+                        level[number] = (*prefix, token)
+            above = tuple(level)
+            levels.append(above)
+        return tuple(levels)
 
 
-def draft_tree(
-    draw: DrawChildren, q: ProbsAt, widths: Sequence[int], chooser: Chooser, stop: Stop = never
-) -> Draws:
-    """Draw a tree level by level, ``widths[d]`` different children below each node of depth d.
-
-    ``DRAFT`` indices count the draws. There are fewer children where the draft distribution has
-    fewer tokens.
-    """
-    draws: list[tuple[Prefix | None, ...]] = []
-    above: tuple[Prefix | None, ...] = ((),)
-    indices = count()
-    for width in widths:
-        level: list[Prefix | None] = []
-        for prefix in above:
-            children: list[Prefix | None] = []
-            if prefix is not None and not stop(prefix):
-                children = [(*prefix, x) for x in draw(q(prefix), width, chooser, indices)]
-            level += children + [None] * (width - len(children))
-        above = tuple(level)
-        draws.append(above)
-    return tuple(draws)
+def draw_iid(q: Probs, width: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:
+    """Draw independently; equal draws are one child."""
+    return [chooser.choose(q, Purpose.DRAFT, next(indices)) for _ in range(width)]
 
 
 def draw_wor(q: Probs, count: int, chooser: Chooser, indices: "count[int]") -> Sequence[int]:

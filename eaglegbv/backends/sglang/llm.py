@@ -222,6 +222,9 @@ def _served_plan(plan: Planning | PlanName) -> Plan:
     if plan.draft_sampling not in (None, DraftSampling.IID):
         expected = "'iid': SGLang's trees are independently drawn paths"
         raise InvalidArgument("draft_sampling", str(plan.draft_sampling), expected)
+    if plan.widths:
+        expected = "K paths, such as (3, 1, 1, 1): SGLang's trees have a row for each path"
+        raise InvalidArgument("widths", plan.widths, expected)
     for name in ("whole_vocab", "min_confidence"):
         if value := getattr(plan, name):
             expected = "0: SGLang's drafts have the width and the depth they are given"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from eaglegbv.config import WIDTHS
 from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
@@ -32,6 +33,23 @@ def test_all_is_every_verifier_with_every_distribution(cli):
         assert 1 <= one["block_efficiency"] <= 3
         if one["verifier"] not in ("greedy_block", "spectr_gbv"):  # they borrow from later steps
             assert one["block_efficiency"] <= one["lp_optimum"] + 1e-9
+
+
+def test_widths_are_audited_for_the_rules_that_take_them(cli):
+    options = ("--all", "--widths", "1x2", "--vocab", "2", "--instances", "4", "--json")
+    result = cli("audit", *options)
+    found = [json.loads(line) for line in result.out.splitlines()]
+    rules = {(one["verifier"], one["draft_sampling"]) for one in found}
+    assert rules >= {(name, str(own)) for name, samplings in WIDTHS.items() for own in samplings}
+    assert rules.isdisjoint((name, "iid") for name, samplings in WIDTHS.items() if not samplings)
+    assert "gbv on iid is left out" in result.err
+    assert all(one["max_abs_error"] <= 1e-12 and one["widths"] == "1x2" for one in found)
+    readable = cli("audit", "--verifier", "otbv", "--widths", "1x2", *QUICK)
+    headings, row = readable.out.splitlines()
+    assert "widths" in headings
+    assert "1x2" in row
+    for wrong in (("--widths", "2x2", "--paths", "2"), ("--widths", "two")):
+        assert "widths=" in cli("audit", "--verifier", "otbv", *wrong, status=2).err
 
 
 def test_a_claim_too_many_is_caught(cli, tmp_path):

@@ -109,6 +109,18 @@ def test_the_drafter_is_told_how_to_draft(cli, pair):
     assert json.loads(single.out)["plan"]["paths"] == 1
 
 
+def test_widths_of_paths_give_the_text_of_paths(cli, pair):
+    fixed = ("--prompt", "Hello", "--seed", "1", "--max-tokens", "12")
+    paths = generate(cli, pair, *fixed, "--paths", "3", "--depth", "4").out
+    assert generate(cli, pair, *fixed, "--widths", "3x1x1x1").out == paths
+    for temperature in ("1", "0"):
+        options = ("--widths", "3x2x1", "--temperature", temperature, "--json")
+        found = json.loads(generate(cli, pair, *fixed, *options).out)
+        assert found["plan"]["widths"] == [3, 2, 1]
+    both = generate(cli, pair, *fixed, "--widths", "3x2", "--depth", "2", status=2)
+    assert "depth=2: expected none where widths are given" in both.err
+
+
 def test_without_a_drafter_drafts_are_looked_up_and_a_line_says_so(cli, pair):
     said = "no --drafter: drafts are looked up in the text itself (ngram)\n"
     result = generate(cli, pair[:2], "--prompt", "Hello", "--verifier", "otbv", "--ignore-eos")

@@ -78,7 +78,7 @@ def test_a_text_that_grows_is_looked_up_like_one_that_was_there_at_once(prompt, 
     tree = session.draft([request], DraftSampling.FIXED)
     check_tree(tree)
     assert int(tree.num_nodes[0]) <= plan.tree_nodes
-    assert (tree.paths, tree.length) == (paths, depth)
+    assert (tree.drafts, tree.length) == (paths, depth)
     found = [list(path) for path in paths_of(tree, 0)]
     assert found == drafted(text, plan)
     # Every continuation followed some end of the text where it stood before.

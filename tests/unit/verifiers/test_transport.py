@@ -1,6 +1,7 @@
 """The exact transport: it attains the optimum, and the batched one is the readable one's."""
 
 from fractions import Fraction
+from itertools import count
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support.tables import KINDS, PAIRS, alpha_iid
 from eaglegbv.eval.audit_exact import as_probs
 from eaglegbv.verifiers import transport as transports
 from eaglegbv.verifiers.proof.chooser import Probs, exact_probs, support
-from eaglegbv.verifiers.proof.tree import draft_iid
+from eaglegbv.verifiers.proof.tree import draw_iid
 from eaglegbv.verifiers.transport import RankedProbs, exact_transport, multiplicity_probs, ranked
 
 
@@ -30,8 +31,7 @@ def selected(p: Probs, q: Probs, n: int):
     node = exact_transport(p, q, n)
 
     def run(chooser):
-        [level] = draft_iid(lambda _: q, (n,), chooser)
-        drafts = {k: child[0] for k, child in enumerate(level) if child}
+        drafts = dict(enumerate(draw_iid(q, n, chooser, count())))
         token = transports.select_draft(node, drafts, 0, n, chooser)
         return token, list(drafts.values()).count(token)
 

@@ -4,7 +4,7 @@ The mistakes are those seen in other implementations. What holds is checked firs
 same check catches the mistake.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -30,7 +30,6 @@ from eaglegbv.verifiers.proof.tree import (
     Outcome,
     ReferenceTree,
     Verify,
-    draft_iid,
     draws_of_paths,
 )
 from eaglegbv.verifiers.registry import REFERENCES
@@ -100,11 +99,16 @@ def as_if_drawn(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     return specinfer(replace(tree, draft_sampling=DraftSampling.WOR), chooser)
 
 
+def with_paths(tree: ReferenceTree, paths: Iterable[Prefix]) -> ReferenceTree:
+    """The same tree of other paths."""
+    return replace(tree, draws=draws_of_paths(tuple(paths)), drawing=None)
+
+
 def each_path_alone(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
     """Every path is verified as if it were the only one; the longest acceptance is kept."""
     alone = ModifiedTarget(target.context)
     steps = (
-        greedy_block(replace(tree, draws=draws_of_paths((path,))), alone, Shift(chooser, k))
+        greedy_block(with_paths(tree, [path]), alone, Shift(chooser, k))
         for k, path in enumerate(tree.paths)
     )
     best = max(steps, key=lambda step: len(step.outcome.accepted))
@@ -125,8 +129,7 @@ def duplicates_merged(verify: VerifyWithState) -> VerifyWithState:
     """Equal paths count once."""
 
     def wrong(tree: ReferenceTree, target: ModifiedTarget, chooser: Chooser) -> Step:
-        merged = draws_of_paths(tuple(dict.fromkeys(tree.paths)))
-        return verify(replace(tree, draws=merged), target, chooser)
+        return verify(with_paths(tree, dict.fromkeys(tree.paths)), target, chooser)
 
     return wrong
 
@@ -256,7 +259,7 @@ def written(verify: Verify, seed: int, total: int, keys: Callable) -> tuple[int,
     while len(tokens) < total:
         numbers = Numbers(RequestRng(seed), *keys(step, len(tokens)))
         q, p = TOY.draft_probs, TOY.target_probs
-        draws = draft_iid(q, (1,) * TOY.shape.length, numbers)
+        draws = draft(IID, q, TOY.shape, numbers)
         tokens += verify(ReferenceTree(IID, draws, p, q), numbers).tokens
         step += 1
     return tokens[:total]
