@@ -164,12 +164,15 @@ class Serving:
         """Go on in a process that was forked while the engine was idle."""
         if os.getpid() == self._process:
             return
-        if self._thread is not None:
+        # Behind its last answer the thread may not have ended yet: that is no work.
+        if self._thread is not None and (self.engine.has_work or self._commands):
             raise EagleGBVError(
                 "this LLM was at work when the process was forked: load one in the new process"
             )
         self._process = os.getpid()
         self._lock = threading.Lock()
+        self._thread = None
+        self._open = []
 
     def _run(self) -> None:
         while self._do_commands():
