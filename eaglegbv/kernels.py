@@ -154,7 +154,9 @@ def _top_p_edge(row_at, top_p, edge, vocab, largest, temperature, PIECE: tl.cons
         bits = _bits(row_at, columns, vocab, largest, temperature)
         nearest = tl.maximum(nearest, tl.max(tl.where(bits <= low, bits, 0), axis=0))
     missing = wanted - _mass(row_at, nearest, edge, vocab, largest, temperature, PIECE)
-    return nearest, tl.maximum(tl.ceil(missing / _weights(nearest)), 1.0).to(tl.int32)
+    return nearest, tl.maximum(tl.ceil(missing / tl.maximum(_weights(nearest), _TINY)), 1.0).to(
+        tl.int32
+    )
 
 
 @triton.jit
@@ -355,7 +357,7 @@ def judge_nodes(
     selected = draft
     highest = draft
     if ranked:
-        ratio = target / draft
+        ratio = target / tl.where(draft > 0, draft, 1.0)
         ranks = _ranks(ids, draft, ratio, lanes, draft_ids + list_at, scratch + 2 * list_at, width)
         to = list_at + ranks
         tl.store(ids_out + to, ids, mask=real)
@@ -471,11 +473,13 @@ def judge_paths(
             beneath = _entry(F, lanes, place) - chance
             if K > 1:
                 whole = _power_step(tl.zeros_like(joint) + 1.0, joint, K)
-                draft = _power_step(below + joint * F, joint * draft, K) / whole
+                draft = _power_step(below + joint * F, joint * draft, K)
+                draft /= tl.where(whole > 0, whole, 1.0)
                 tl.store(draft_probs + list_at + lanes, draft, mask=inner & going)
             below += joint * beneath
             joint *= chance
             total = below + joint
+            total = tl.where(total > 0, total, 1.0)
             below /= total
             joint /= total
 
@@ -483,7 +487,8 @@ def judge_paths(
         if RULE != "token":
             kept = tl.sum(tl.minimum(weight * target, draft), axis=0)
             rest = tl.maximum(weight - kept, 0.0)
-            chance = tl.where(weight == 1, 1.0, rest / (rest + (1 - weight)))
+            missing = tl.where(weight == 1, 1.0, 1 - weight)
+            chance = tl.where(weight == 1, 1.0, rest / (rest + missing))
             chance = tl.where(ends, weight, chance)
             uniform = tl.load(test_at - 1, mask=step > 0, other=2.0)
             if going & (uniform < chance):
@@ -494,7 +499,7 @@ def judge_paths(
 
         p = _entry(target, lanes, place)
         b = _entry(draft, lanes, place)
-        ratio = tl.where(b > 0, p / b, (p > 0).to(tl.float64))
+        ratio = tl.where(b > 0, p / tl.where(b > 0, b, 1.0), (p > 0).to(tl.float64))
         if RULE == "token":
             if going:
                 stop = node
@@ -504,7 +509,8 @@ def judge_paths(
             going = going & ~ends & (uniform < ratio)
         else:
             going = going & ~ends
-            log_ratio += tl.minimum(tl.log(ratio), _LARGEST_LOG)
+            log = tl.where(ratio > 0, tl.log(tl.maximum(ratio, _TINY)), -float("inf"))
+            log_ratio += tl.minimum(log, _LARGEST_LOG)
             largest = tl.maximum(largest, log_ratio)
             weight = tl.where(going, tl.exp(log_ratio - largest), weight)
         if going:
