@@ -548,10 +548,17 @@ class TreeGrowth:
     def _draws(self, children: Sequence[Children]) -> Tensor:
         """Return ``[batch, depth, drafts]`` int64: the child of every draw of each level."""
         most = most_draws(self._plan, self._sampling)
-        levels = [own.rows.node * own.rows.alive for own in children]
-        levels = [pad(own, (0, most - own.shape[1])) for own in levels]
-        missing = self._plan.depth - len(levels)
-        return pad(torch.stack(levels, dim=1), (0, 0, 0, missing))
+        nodes = torch.stack([_widened(level.rows.node, most) for level in children], dim=1)
+        alive = torch.stack([_widened(level.rows.alive, most) for level in children], dim=1)
+        missing = self._plan.depth - len(children)
+        draws = nodes * alive
+        return pad(draws, (0, 0, 0, missing)) if missing else draws
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    """Return ``rows`` ``[batch, rows]`` with so many columns, the last of them 0."""
+    missing = width - rows.shape[1]
+    return pad(rows, (0, missing)) if missing else rows
 
 
 class _ShapeLevel(NamedTuple):
