@@ -28,8 +28,7 @@ HEADINGS = "model|batch|cache|T|best fixed|auto/best|0.95|auto/plain|0.97|plans|
 
 def bench(cache: Path, model: str, options: str) -> str:
     """Run ``bench batch`` with a cache folder, and return what it prints."""
-    named = "--model smollm2" if model == "smollm2" else ""
-    command = f"-m eaglegbv bench batch --explain --questions-set builtin {named} {options}"
+    command = f"-m eaglegbv bench batch --explain --questions-set builtin --model {model} {options}"
     cache.mkdir(parents=True, exist_ok=True)
     if not (cache / "models").exists():  # converted weights are no costs
         (cache / "models").symlink_to(cache_folder().absolute() / "models")
