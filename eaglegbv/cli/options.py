@@ -61,6 +61,7 @@ def make_app(text: str | None = None) -> typer.Typer:
     return typer.Typer(
         no_args_is_help=text is not None,
         add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # it would take brackets, as in .[bench], for markup
         help=text,
