@@ -78,10 +78,14 @@ is somebody's own, and what it takes is for an audit to find out.
 def check_widths(verifier: str, draft_sampling: DraftSampling) -> None:
     """Raise :class:`SamplingMismatch` unless a rule takes sampled trees of any widths."""
     taken = WIDTHS.get(verifier)
-    if taken is not None and draft_sampling not in taken:
-        judges = f"{verifier!r} takes K paths of {str(draft_sampling)!r}, which fork at the root"
-        instead = f"; of any widths it takes {', '.join(sorted(taken))}" if taken else ""
-        raise SamplingMismatch("widths", verifier, f"another verifier: {judges}{instead}")
+    if taken is None or draft_sampling in taken:
+        return
+    drawn = str(draft_sampling)
+    able = [name for name, samplings in WIDTHS.items() if draft_sampling in samplings]
+    expected = f"one that takes widths drawn {drawn!r}, not K paths alone: {', '.join(able)}"
+    if taken:
+        expected += f"; {verifier!r} takes those drawn {', '.join(sorted(taken))}"
+    raise SamplingMismatch("verifier", verifier, expected)
 
 
 class Source(StrEnum):

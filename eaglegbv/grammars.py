@@ -4,6 +4,7 @@ A place in a text has a state of its own, so drafted paths need no rollback. Sta
 the text: those that drafting met are found again when its tree is verified.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ Text: TypeAlias = tuple[int, ...]  # the tokens generated before a place, on its
 Mask: TypeAlias = NDArray[np.int32]  # a bit for each token of the vocabulary, the lowest first
 
 _PACKAGE = "llguidance"
+
+_log = logging.getLogger(__name__)
 
 
 class Grammars:
@@ -108,11 +111,18 @@ class Grammar:
         self._committed = text
 
     def mask_after(self, text: Text) -> Mask:
-        """Return which tokens may follow ``text``; it follows the committed tokens."""
+        """Return which tokens may follow ``text``; it follows the committed tokens.
+
+        None may where a limit of the parser is passed.
+        """
         path = text[len(self._committed) :]
         if path not in self._masks:
-            bits = self._state(path).compute_bitmask()
-            self._masks[path] = np.frombuffer(bits, dtype=np.int32)
+            state = self._state(path)
+            mask = np.frombuffer(state.compute_bitmask(), dtype=np.int32)
+            if state.is_error():  # its own mask would end the text as if it were complete
+                _log.warning("%s cannot go on: %s", _PACKAGE, state.get_error().splitlines()[0])
+                mask = np.zeros_like(mask)
+            self._masks[path] = mask
         return self._masks[path]
 
     def allows(self, text: Text, token: int) -> bool:

@@ -49,13 +49,15 @@ class TokenRules:
             InvalidArgument: A token id is not within the vocabulary, or there is no tokenizer for
                 bad words that are texts.
         """
-        allowed, ends = params.allowed_token_ids, (*eos_token_ids, *params.stop_token_ids)
+        allowed = params.allowed_token_ids
+        ends = {*eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
         rules = cls(
             vocab=vocab,
             logit_bias=tuple(dict(params.logit_bias).items()),
             allowed=None if allowed is None else frozenset(allowed),
             min_tokens=params.min_tokens,
-            ends=frozenset(ends if params.min_tokens else ()),
+            # Any number may be given as one that ends a text; what no text can hold ends none.
+            ends=frozenset(token for token in ends if token < vocab),
             bad_words=tuple(_words(params.bad_words, tokenizer)),
             grammar=grammar,
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 from support.exact_engine import VOCAB, ExactEngine, exact_engine, piece_tokenizer
 from support.g_test import g_test
 from support.ruled import LANGUAGE, MATCHES, ruled_joint, ruled_probs, spelled
@@ -17,6 +18,7 @@ from support.tiny_engine import cells_of
 from eaglegbv import token_rules, verification
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.grammars import Grammars
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler.batch import Group
@@ -234,6 +236,28 @@ def test_structured_text_ends_when_it_is_complete():
             assert spelled(text) in MATCHES
 
 
+def test_a_structure_that_outgrows_its_parser_does_not_end_as_if_complete(monkeypatch, caplog):
+    """Past a limit llguidance allows an end of sequence alone, whatever is missing."""
+
+    def narrow(grammars: Grammars, name: str, source: str) -> LLMatcher:
+        spellings = grammars._read_vocabulary(name, source)
+        limits = LLParserLimits(max_lexer_states=100)
+        grammar = LLMatcher.grammar_from_regex(source)
+        return LLMatcher(spellings, grammar, log_level=0, limits=limits)
+
+    monkeypatch.setattr(Grammars, "_compile", narrow)
+    engine = engine_for("regex").engine
+    params = SamplingParams(max_tokens=40, seed=1, regex="(a|b)*a(a|b){20}")
+    doomed = engine.add(PROMPT, params, PLANS["otbv"])
+    other = engine.add(PROMPT, SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PLANS["otbv"])
+    while engine.has_work:
+        engine.step()
+    assert doomed.finish_reason is FinishReason.ERROR
+    assert doomed.token_ids
+    assert len(other.token_ids) == 8
+    assert "too many states" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -263,6 +287,19 @@ def test_a_structure_that_is_none_ends_its_own_request(settings, message):
 def test_tokens_that_the_target_does_not_have_are_refused(engine, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         engine.engine.add(PROMPT, SamplingParams(**settings), PLANS["otbv"])
+
+
+def test_tokens_that_no_text_can_hold_end_none(engine):
+    """They take nothing from the tokens of another row, and break no step."""
+    settings = {"max_tokens": 8, "min_tokens": 4, "seed": 2, "ignore_eos": True}
+    texts = []
+    for ends in ((), (VOCAB + 1,), (10**9,)):
+        params = SamplingParams(stop_token_ids=ends, **settings)
+        request = engine.engine.add(PROMPT, params, PLANS["otbv"])
+        engine.run()
+        assert request.finish_reason is FinishReason.LENGTH
+        texts.append(request.token_ids)
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_rules_that_leave_no_token_end_their_own_request(engine):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from eaglegbv.config import Plan
 from eaglegbv.drafting import Drafting
+from eaglegbv.errors import SamplingMismatch
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp, warped_rows
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.tree import DraftSampling, TargetProbs
@@ -54,11 +56,17 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def batch_for(rule: str, seed: int, count: int = 3) -> Batch:
-    """Ragged trees, some of which end early; the lists of draft tokens are in any order."""
+def batch_for(rule: str, seed: int, count: int = 3, widths: tuple[int, ...] = ()) -> Batch:
+    """Ragged trees, some of which end early; the lists of draft tokens are in any order.
+
+    They are paths that fork at the root alone, or have ``widths``.
+    """
     rng = np.random.default_rng(seed)
     most = make_verifier(rule).max_paths or 4
     shape = Shape(vocab=int(rng.integers(3, 7)), paths=most, length=int(rng.integers(1, 4)))
+    if widths:
+        leaves = int(np.prod(widths))
+        shape = Shape(shape.vocab, len(widths), leaves, widths)
     batch = random_batch(DraftSampling.IID, rng, count, shape)
     target, uniforms = batch.target, batch.uniforms
     return Batch(
@@ -91,6 +99,31 @@ def test_verdicts_are_those_of_the_tensor_code(rule, seed):
     assert_same(got, verifier.verify(batch.tree, batch.target, batch.uniforms))
 
 
+WIDTHS = [(2, 2), (3, 1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_verdicts_on_trees_of_widths_are_those_of_the_tensor_code(widths, seed):
+    batch, verifier = batch_for("otbv", seed, count=4, widths=widths), make_verifier("otbv")
+    assert not batch.tree.columns
+    forks = (batch.tree.draft_counts() > 1) & (batch.tree.depth > 0)
+    assert forks.any()
+    assert fused.takes(verifier, batch.tree)
+    got, faults = CheckedVerifier(verifier).verify(batch.tree, batch.target, batch.uniforms)
+    assert not faults.any()
+    assert_same(got, verifier.verify(batch.tree, batch.target, batch.uniforms))
+
+
+@pytest.mark.parametrize("rule", sorted(fused.RULES - {"otbv"}))
+def test_rules_of_paths_take_no_trees_of_widths(rule):
+    batch, verifier = batch_for("otbv", seed=0, widths=(1, 2)), make_verifier(rule)
+    assert not fused.takes(verifier, batch.tree)
+    for judge in (CheckedVerifier(verifier).verify, partial(fused.verdict, verifier)):
+        with pytest.raises(SamplingMismatch):
+            judge(batch.tree, batch.target, batch.uniforms)
+
+
 def chances_of(rule: str, batch: Batch) -> tuple[DraftedPath, torch.Tensor]:
     """Return the path that a rule judges, and the chance of its test at each depth."""
     verifier = make_verifier(rule)
@@ -101,9 +134,11 @@ def chances_of(rule: str, batch: Batch) -> tuple[DraftedPath, torch.Tensor]:
     return path, acceptance_chances(path, prefix_weights(path.ratios()))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_chances_agree_to_a_billionth(rule):
-    batch, verifier = batch_for(rule, seed=5, count=4), make_verifier(rule)
+@pytest.mark.parametrize(
+    ("rule", "widths"), [*((rule, ()) for rule in RULES), *(("otbv", own) for own in WIDTHS)]
+)
+def test_chances_agree_to_a_billionth(rule, widths):
+    batch, verifier = batch_for(rule, seed=5, count=4, widths=widths), make_verifier(rule)
     path, chances = chances_of(rule, batch)
     for factor in (1 - MARGIN, 1 + MARGIN):
         acceptance = batch.uniforms.acceptance.clone()

@@ -69,7 +69,7 @@ def test_rules_of_paths_would_be_wrong_on_widths() -> None:
 def test_rules_of_paths_refuse_widths(name: str) -> None:
     sampling = ALL_VERIFIERS[name].default_sampling
     if sampling is IID:
-        with pytest.raises(SamplingMismatch, match=f"widths='{name}'.*paths"):
+        with pytest.raises(SamplingMismatch, match=f"verifier='{name}'.*widths.*K paths"):
             Plan(verifier=name, widths=(1, 2))
     rng = np.random.default_rng(0)
     batch = build_batch(random_trees(IID, rng, 4, shaped(3, 1, 2)), 3, rng)
