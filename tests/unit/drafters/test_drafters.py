@@ -163,15 +163,42 @@ def test_drawn_trees_carry_the_plain_distributions(subject, draft_sampling, plan
         numbers = np.stack([r.rng.draw(r.step, Purpose.DRAFT, count) for r in requests])
         uniforms = numbers.reshape(-1, plan.paths, plan.depth)
         assert_grown(tree, plan, draft_sampling, [carried(tree, b) for b in range(3)], uniforms)
+        assert_plain_distributions(subject, tree, requests)
         for b, request in enumerate(requests):
-            temperature = request.params.temperature * plan.draft_temperature
-            known, text = prefixes(tree, b), text_of(request)
-            for node in drafting.inner_nodes(tree, b):
-                how = {"temperature": temperature, "width": plan.draft_width}
-                expected = subject.probs(text, known[node], **how)
-                subject.assert_close(drafting.full_probs(tree, b, node, VOCAB), expected)
             # Requests advance by different numbers of tokens.
             advance(session, request, tree, b, (accepted + b) % 5, VOCAB)
+
+
+def assert_plain_distributions(subject: Subject, tree: DraftTree, requests: list[Request]) -> None:
+    """Check what was drawn from at every node."""
+    for b, request in enumerate(requests):
+        plan = request.plan
+        temperature = request.params.temperature * plan.draft_temperature
+        known, text = prefixes(tree, b), text_of(request)
+        for node in drafting.inner_nodes(tree, b):
+            how = {"temperature": temperature, "width": plan.draft_width}
+            expected = subject.probs(text, known[node], **how)
+            subject.assert_close(drafting.full_probs(tree, b, node, VOCAB), expected)
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "plan"),
+    [
+        (DraftSampling.IID, Plan(widths=(2, 1, 2, 1), draft_width=VOCAB)),
+        (DraftSampling.WOR, Plan(verifier="specinfer", widths=(1, 3, 2), draft_width=10)),
+    ],
+)
+def test_trees_of_widths_carry_the_plain_distributions(subject, draft_sampling, plan) -> None:
+    """Each node that of its own path, whatever row of the level before it continues."""
+    session = subject.session()
+    requests = starts(session, plan)
+    for accepted in ACCEPTED:
+        tree = session.draft(requests, draft_sampling)
+        forks = (tree.draft_counts() > 1) & (tree.depth > 0)
+        assert forks.any(dim=1).all()
+        assert_plain_distributions(subject, tree, requests)
+        for b, request in enumerate(requests):
+            advance(session, request, tree, b, (accepted + b) % plan.depth, VOCAB)
 
 
 def best_first_prefixes(subject: Subject, text: Sequence[int], plan: Plan) -> set[Prefix]:
