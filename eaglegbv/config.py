@@ -210,6 +210,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if sampling in (DraftSampling.FIXED, DraftSampling.HUB) or self.shape:
             drawn = "a shape" if self.shape else f"draft sampling {str(sampling)!r}"
             raise InvalidArgument("widths", self.widths, f"none: {drawn} says what is drawn")
+        if not self.speculative:
+            expected = f"none with verifier {PLAIN.verifier!r}, which drafts nothing"
+            raise InvalidArgument("widths", self.widths, expected)
         if self.source is Source.LOOKUP:
             raise InvalidArgument("widths", self.widths, "none where drafts are looked up")
         if sum(self.level_draws) > MAX_NODES:
