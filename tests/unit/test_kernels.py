@@ -266,7 +266,8 @@ def launches_of(rule: str, batch: Batch) -> list[str]:
     params = SamplingParams(temperature=0.8, top_p=0.9)
     plan = Plan(verifier=rule, paths=batch.tree.drafts, depth=batch.tree.length)
     requests = [make_request(b, (1,), params=params, plan=plan) for b in range(len(counts))]
-    forward = Forward([Group(requests, batch.tree, counts, [])], [], torch.arange(sum(counts)))
+    group = Group(requests, batch.tree, counts, [])
+    forward = Forward([group], [], [], torch.arange(sum(counts)))
     logits = torch.randn(sum(counts), batch.target.vocab, device=DEVICE)
     target = SimpleNamespace(vocab_size=batch.target.vocab, device=DEVICE)
     verification = Verification(target, Drafting(None))
