@@ -104,6 +104,10 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]]  # text or ids, of one prompt or of several
 
+    def __post_init__(self) -> None:
+        if self.prompt == []:
+            raise InvalidArgument("prompt", self.prompt, "at least one prompt")
+
     @classmethod
     def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Request.settings`."""

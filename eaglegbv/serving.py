@@ -157,7 +157,12 @@ class Serving:
             if self._thread is None:
                 # A daemon, as its owner stops it at the interpreter's exit.
                 self._thread = threading.Thread(target=self._run, name="eaglegbv", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the system has no more threads: a later call may get one
+                    self._thread = None
+                    self._commands.pop()
+                    raise
         return future
 
     def _check_process(self) -> None:

@@ -16,7 +16,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.config import EngineConfig
 from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
+from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled, OutOfSlots
 from eaglegbv.llm import LLM
 from eaglegbv.text import Completion
 from eaglegbv.utils import DRAFT_WIDTH
@@ -99,7 +99,7 @@ class Server:
         if request.stream:
             # The first piece comes before the head of the response: what is refused has a status.
             events = self._events(request, name)
-            first = await anext(events)
+            first = await _unless_gone(http, anext(events))
             return StreamingResponse(_resumed(first, events), media_type="text/event-stream")
         with self._counted(request):
             answers = self.llm.generate_async(request.prompts, request.sampling)
@@ -142,6 +142,8 @@ class Server:
         prompts = getattr(request, "prompt", None)
         many = len(prompts) if isinstance(prompts, list) and _is_list(prompts) else 1
         count = many * request.sampling.n
+        if count > self.limit:
+            raise Refused(400, f"{count} answers: expected at most {self.limit} in one request")
         if self.unfinished + count > self.limit:
             waiting = f"{self.unfinished} answers are computed or wait, {count} more are too many"
             raise Refused(429, waiting, kind="rate_limit_exceeded")
@@ -184,6 +186,8 @@ def _error(error: EagleGBVError) -> tuple[int, Mapping[str, Any]]:
         return error.status, api.error_body(str(error), error.kind, error.parameter)
     if isinstance(error, InvalidArgument):
         return 400, api.error_body(str(error), "invalid_request_error", error.argument)
+    if isinstance(error, OutOfSlots) and error.wanted > error.total:
+        return 400, api.error_body(str(error), "invalid_request_error", "prompt")
     return 500, api.error_body(str(error), "server_error")
 
 

@@ -404,6 +404,21 @@ def test_an_idle_engine_has_no_thread(llm):
         time.sleep(0.001)
 
 
+def test_a_call_that_gets_no_thread_raises_and_later_ones_are_served(llm, monkeypatch):
+    expected = llm.generate("Once", params(0))
+    while llm._serving._thread is not None:
+        time.sleep(0.001)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            llm.generate("Once", params(0))
+    assert llm.generate("Once", params(0)).token_ids == expected.token_ids
+
+
 def test_errors_of_tasks_are_those_of_calls(llm):
     with pytest.raises(InvalidArgument, match="expected a text that is not empty"):
         asyncio.run(llm.generate_async("", params(1)))

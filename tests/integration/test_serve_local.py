@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,10 @@ from support.soak import soak
 from eaglegbv import LLM, EngineConfig, SamplingParams
 from eaglegbv.cli.main import main
 from eaglegbv.cli.serve_local import Server
+from eaglegbv.engine import Engine
+from eaglegbv.errors import OutOfSlots
+from eaglegbv.request import FinishReason, Request
+from eaglegbv.text import Delta
 
 CHAT = [{"role": "user", "content": "Name a fruit."}]
 
@@ -130,6 +134,8 @@ def test_what_else_is_served(client, served, llm):
     ("asked", "parameter", "message"),
     [
         ({"prompt": ""}, "prompt", "expected a text that is not empty"),
+        ({"prompt": []}, "prompt", "expected at least one prompt"),
+        ({"n": 41}, None, "41 answers: expected at most 40 in one request"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
         ({"temperature": "hot"}, "body", r"Expected `float`, got `str`"),
         ({"max_new_tokens": 5}, "max_new_tokens", "SamplingParams(max_tokens=...)"),
@@ -157,9 +163,13 @@ def test_a_key_is_needed_and_the_queue_is_bounded(client, served, llm):
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
         stranger.models.list()
-    with pytest.raises(openai.RateLimitError, match="41 more are too many"):
-        client.completions.create(model="pair", prompt="abc", n=41)
-    assert served.unfinished == 0
+    served.unfinished = 39
+    try:
+        with pytest.raises(openai.RateLimitError, match="2 more are too many"):
+            client.completions.create(model="pair", prompt="abc", n=2)
+        assert served.unfinished == 39
+    finally:
+        served.unfinished = 0
     broken = httpx.post(
         f"{served.url}/v1/completions", content=b"{", headers={"Authorization": "Bearer secret"}
     )
@@ -176,6 +186,44 @@ def test_a_client_that_goes_away_ends_its_request(client, served, llm):
     while served.unfinished or not idle(llm):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_client_that_goes_away_before_the_first_piece_ends_its_request(served, llm, monkeypatch):
+    async def silent(*_: object) -> AsyncGenerator[Delta, None]:
+        await asyncio.Event().wait()
+        yield Delta(text="", token_ids=[])
+
+    monkeypatch.setattr(llm, "stream_async", silent)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{served.url}/v1/completions",
+            json={"prompt": "abc", "stream": True},
+            headers={"Authorization": "Bearer secret"},
+            timeout=0.5,
+        )
+    deadline = time.monotonic() + 10
+    while served.unfinished:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_prompt_larger_than_the_pool_is_the_clients_mistake(served, llm, monkeypatch, stream):
+    add = Engine.add
+
+    def crowded(*arguments: object, **named: object) -> Request:
+        request = add(*arguments, **named)
+        request.error = OutOfSlots(1 + 10**9, 0, 10**9)
+        arguments[0].finish(request, FinishReason.ERROR)
+        return request
+
+    monkeypatch.setattr(Engine, "add", crowded)
+    refused = httpx.post(
+        f"{served.url}/v1/completions",
+        json={"prompt": "abc", "stream": stream},
+        headers={"Authorization": "Bearer secret"},
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_a_few_clients_that_leave_and_err_lose_nothing(served, llm):

@@ -6,6 +6,7 @@ import torch
 from support.compilers import needs_packing
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eaglegbv import fused_linears
 from eaglegbv.fused_linears import DenseProduct, PackedProduct, Product, prepare, product_of
@@ -164,3 +165,33 @@ def test_matrices_are_packed_from_a_size_on():
     assert kinds == [PackedProduct, DenseProduct]
     compiled = product_of(torch.zeros(sizes[0]), torch.zeros(512), compiled=True)
     assert type(compiled) is DenseProduct
+
+
+class RowCounts(TorchDispatchMode):
+    """Notes how many rows oneDNN was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.seen.add(args[0].shape[:-1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@needs_packing
+@torch.inference_mode()
+def test_few_numbers_of_rows_reach_onednn_which_keeps_a_kernel_for_each():
+    torch.manual_seed(0)
+    weight = torch.randn(24, 16)
+    packed, dense = PackedProduct(weight, None), DenseProduct(weight, None)
+    counts = RowCounts()
+    for rows in range(1, 520):
+        x = torch.randn(1, rows, 16)
+        with counts:
+            product = packed(x)
+        torch.testing.assert_close(product, dense(x))
+    assert counts.seen >= set(range(1, 17))  # the rows of a draft tree are not padded
+    assert len(counts.seen) <= 60
+    assert max(counts.seen) <= 520 * 9 / 8
