@@ -395,8 +395,9 @@ def _shape(given: object, depth: int, nodes: int | None) -> Shape:
 _USUAL = {"paths": 3, "depth": 4}  # of a plan that says neither
 
 _PLAN_NAME = re.compile(
-    r"(?P<verifier>\w+)(?: (?P<source>lookup))?(?: (?P<widths>widths))? (?P<sizes>\d+(?:x\d+)+)"
-    rf"(?: (?P<sampling>{'|'.join(DraftSampling)}))?(?: at (?P<temperature>[\d.e+-]+))?"
+    r"(?P<verifier>\S+)(?: (?P<source>lookup))?(?: (?P<widths>widths))? (?P<sizes>\d+(?:x\d+)+)"
+    rf"(?: (?P<sampling>{'|'.join(DraftSampling)}))?"
+    r"(?: at (?P<temperature>\d+(?:\.\d+)?(?:e[+-]\d+)?))?"
 )
 """The names of :func:`plan_name`. Two numbers are paths and depth unless called widths."""
 

@@ -315,6 +315,7 @@ PLANS = [
     Plan(widths=(3, 2, 2), draft_sampling=DraftSampling.IID, draft_temperature=1.4),
     Plan(verifier="specinfer", draft_sampling=DraftSampling.WOR, widths=(2, 2)),
     Plan(source=config.Source.LOOKUP, paths=1, depth=8),
+    Plan(verifier="my-own.rule", paths=2, depth=3, draft_temperature=0.05),
 ]
 
 
@@ -326,7 +327,15 @@ def test_a_plan_is_made_of_its_name(plan: Plan) -> None:
 def test_names_of_widths() -> None:
     assert plan_name(Plan(widths=(3, 2, 2, 1))) == "otbv 3x2x2x1"
     assert plan_name(Plan(widths=(3, 4))) == "otbv widths 3x4"
-    for name in ("", "otbv", "otbv 3", "otbv 3x", "otbv 3x4 of", "otbv 3x4 iid at"):
+    for name in (
+        "",
+        "otbv",
+        "otbv 3",
+        "otbv 3x",
+        "otbv 3x4 of",
+        "otbv 3x4 iid at",
+        "otbv 3x4 at ..",
+    ):
         with pytest.raises(InvalidArgument, match="a name such as"):
             Plan.parse(name)
 
