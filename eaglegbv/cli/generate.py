@@ -169,10 +169,7 @@ def answer(
         return _printed(stream, printed=printed)
     except KeyboardInterrupt:
         stream.cancel()
-        completion = _printed(stream, printed=printed)
-        if printed:
-            typer.echo()
-        return completion
+        return _printed(stream, printed=printed)
 
 
 def _printed(stream: "Stream", *, printed: bool) -> "Completion":
