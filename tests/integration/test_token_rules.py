@@ -88,11 +88,14 @@ def engine_for(name: str) -> ExactEngine:
     return exact_engine(slots=16_384, max_batch=512, tokenizer=tokenizer)
 
 
-def sample(engine: ExactEngine, params: SamplingParams, plan: Plan, count: int) -> list[Request]:
+def sample(
+    engine: ExactEngine, params: SamplingParams, plan: Plan, count: int, *, sound: bool = True
+) -> list[Request]:
+    """Requests that were answered; where that is not ``sound``, a grammar's own may have failed."""
     seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(count)]
     requests = [engine.engine.add(PROMPT, own, plan) for own in seeded]
     engine.run()
-    assert not any(request.error for request in requests)
+    assert not (sound and any(request.error for request in requests))
     return requests
 
 
@@ -163,7 +166,7 @@ def test_every_node_has_the_targets_distribution_under_its_own_path(judged, name
 def test_a_rule_that_does_not_follow_the_path_is_seen_at_a_node(judged, name, mistake, monkeypatch):
     engine = engine_for(name)
     plant(monkeypatch, mistake)
-    sample(engine, params_of(name), PLANS["otbv"], SEEDS)
+    sample(engine, params_of(name), PLANS["otbv"], SEEDS, sound=False)
     assert largest_error(engine, judged) > 0.05
 
 
@@ -206,7 +209,7 @@ def test_texts_tell_a_rule_that_acts_on_the_last_node_alone(name, monkeypatch):
     engine = engine_for(name)
     plant(monkeypatch, last_node_alone)
     params = params_of(name)
-    requests = sample(engine, params, PLANS["otbv"], 200)
+    requests = sample(engine, params, PLANS["otbv"], 200, sound=False)
     assert not all(reachable(engine, request, request.token_ids) for request in requests)
 
 
