@@ -91,8 +91,8 @@ def test_prompts_added_before_an_interrupt_do_not_stay(llm, monkeypatch):
     monkeypatch.setattr(Engine, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], PARAMS)
+    assert idle(llm)  # the engine's thread ends them right behind the error
     assert [request.finish_reason for request in added] == 2 * [FinishReason.CANCELLED]
-    assert idle(llm)
 
 
 def test_what_breaks_the_engine_behind_a_commit_loses_no_text(llm, monkeypatch):
