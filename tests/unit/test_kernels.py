@@ -267,7 +267,7 @@ def launches_of(rule: str, batch: Batch) -> list[str]:
     plan = Plan(verifier=rule, paths=batch.tree.drafts, depth=batch.tree.length)
     requests = [make_request(b, (1,), params=params, plan=plan) for b in range(len(counts))]
     group = Group(requests, batch.tree, counts, [])
-    forward = Forward([group], [], [], torch.arange(sum(counts)))
+    forward = Forward([group], [], torch.arange(sum(counts)), [])
     logits = torch.randn(sum(counts), batch.target.vocab, device=DEVICE)
     target = SimpleNamespace(vocab_size=batch.target.vocab, device=DEVICE)
     verification = Verification(target, Drafting(None))
