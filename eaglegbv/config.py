@@ -511,7 +511,7 @@ class PlanChoices:
     draft_sampling: DraftSampling | str | None = None
     draft_width: int = DRAFT_WIDTH
     draft_temperature: float = 1.0
-    widths: tuple[int, ...] | None = None
+    widths: Sequence[int] | None = None
 
     def plan(self) -> Plan:
         """Return the plan with these choices, and defaults for those that are None."""

@@ -92,8 +92,9 @@ class PackedProduct:
         padding = padded(rows) - rows
         if not padding:
             return self._product(x)
-        flat = functional.pad(x.flatten(end_dim=-2), (0, 0, 0, padding))
-        return self._product(flat)[:rows].unflatten(0, x.shape[:-1])
+        flat: Tensor = functional.pad(x.flatten(end_dim=-2), (0, 0, 0, padding))
+        product: Tensor = self._product(flat)[:rows].unflatten(0, x.shape[:-1])
+        return product
 
     def _product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(

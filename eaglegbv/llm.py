@@ -370,6 +370,7 @@ class LLM(TextGenerator):
         draft_sampling: DraftSampling | str | None = None,
         draft_width: int = DRAFT_WIDTH,
         draft_temperature: float = 1.0,
+        widths: Sequence[int] | None = None,
         plan: AnyPlan = None,
         dtype: torch.dtype | str = AUTO_DTYPE,
         device: torch.device | str | None = None,
@@ -392,14 +393,16 @@ class LLM(TextGenerator):
             drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
                 of a table; ``"ngram"`` for prompt lookup, the default but for ``tiny``, which has
                 ``"eagle3"`` and ``"eagle1"``, and for ``smollm2``, which has its own.
-            verifier: See :class:`eaglegbv.config.Plan` for this and the next five. Where none of
-                the first four is given, the engine chooses paths and depth itself, step by step.
+            verifier: See :class:`eaglegbv.config.Plan` for this and the next six. Where no verifier
+                and nothing of a tree is given, the engine chooses paths and depth itself, step by
+                step.
             paths: Number of drafted paths; 3 by default, or as many as the verifier takes.
             depth: Length of a drafted path.
             draft_sampling: How a tree's children arise.
             draft_width: Candidates a draft distribution keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
-            plan: Instead of those six: such a plan, or an :class:`AutoPlan` (``"auto"``) within
+            widths: Drafts below each node of a depth, instead of paths and depth.
+            plan: Instead of those seven: such a plan, or an :class:`AutoPlan` (``"auto"``) within
                 whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
             dtype: A torch dtype or its name; ``"auto"`` takes bfloat16 on a GPU, and on a CPU that
                 multiplies it faster than float32, which is timed.
@@ -437,7 +440,13 @@ class LLM(TextGenerator):
         if revision is not None:
             models = replace(models, target=model_revision(models.target, revision))
         choices = PlanChoices(
-            verifier, paths, depth, draft_sampling, draft_width, draft_temperature
+            verifier,
+            paths,
+            depth,
+            draft_sampling,
+            draft_width,
+            draft_temperature,
+            widths,
         )
         planning = (
             with_fitting_paths(choices).planning() if plan is None else choices.give_way_to(plan)

@@ -193,7 +193,10 @@ class CheckedVerifier:
             return self._verify(tree, target, uniforms)
         # The forks of trees that were drawn on a device are not counted.
         forks = bounded_forks(tree) if tree.forks is None else tree.forks
-        return self._compiled(replace(tree, forks=max(_LEAST_FORKS, forks)), target, uniforms)
+        # A graph is made for one layout in memory, also of dimensions of size 1.
+        draws = tree.draws.clone(memory_format=torch.contiguous_format)
+        tree = replace(tree, draws=draws, forks=max(_LEAST_FORKS, forks))
+        return self._compiled(tree, target, uniforms)
 
     def _verify(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Checked:
         if fused.takes(self.verifier, tree):

@@ -202,6 +202,13 @@ def test_a_rule_of_one_path_needs_no_paths(saved_pair):
         assert LLM(*saved_pair, verifier=verifier).plan.paths == paths
 
 
+def test_widths_are_given_beside_paths_and_depth(saved_pair):
+    assert LLM(*saved_pair, widths=[2, 2]).plan == Plan(widths=(2, 2))
+    for wrong, message in (("2x2", "widths='2x2'"), ((2, 0), "widths=0")):
+        with pytest.raises(InvalidArgument, match=message):
+            LLM(*saved_pair, widths=wrong)
+
+
 def test_a_completion_says_what_stopped_it(llm):
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     full = llm.generate("stop", params)
