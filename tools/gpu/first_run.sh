@@ -93,7 +93,7 @@ probe() { phase probe $PY $tools/probe.py; }
 smoke() { phase smoke $PY $tools/smoke.py $DEV $TOK; }
 steps() { step steps --plans $PLANS --batches $BATCHES --cuda-graphs $GRAPHS; }
 lossless() {
-  phase lossless $PY -m eaglegbv audit pair --device $DEV --dtype bfloat16 --verifier none,otbv,gbv,block --depth 3 \
+  phase lossless $PY -m eaglegbv audit pair --model tiny --device $DEV --dtype bfloat16 --verifier none,otbv,gbv,block --depth 3 \
     --tokens 3 --top-k 5 --samples $N --prompt "Name three kinds of fruit." --prompt "What is 3 + 4?"
 }
 efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
@@ -104,7 +104,7 @@ tests() {                              # attention first, then whole texts with 
 }
 greedy() { step greedy --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
 eager() { step eager --plans 4x6,none --cuda-graphs off; }
-tiny() { batch tiny --ways auto,3x4,none,transformers --questions-set builtin --explain; }
+tiny() { batch tiny --model tiny --ways auto,3x4,none,transformers --questions-set builtin --explain; }
 
 COMPILES=
 setup

@@ -42,7 +42,7 @@ for mode in ([GraphMode.ON] if cuda else []) + [GraphMode.EAGER, GraphMode.OFF]:
     try:
         start = time.perf_counter()
         config = EngineConfig(cuda_graphs=mode, kv_slots=8192, max_batch=4)
-        llm = LLM(device=device, plan=plans["otbv 3x4"], engine=config)
+        llm = LLM("tiny", device=device, plan=plans["otbv 3x4"], engine=config)
         print(f"== {mode}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
         for temperature in (1.0, 0.0):
             params = SamplingParams(
