@@ -233,10 +233,13 @@ def pair(
     """
     given = locals()
     depth = DEPTH if depth is None and widths is None else depth
-    plans = [
-        opts.made_of(given, opts.plan_choices, verifier=name, depth=depth).plan()
-        for name in opts.verifier_names(verifier)
-    ]
+    plans = []
+    for name in opts.verifier_names(verifier):
+        if name == PLAIN.verifier:  # the tree is that of the others
+            plans.append(PLAIN)
+            continue
+        choices = opts.made_of(given, opts.plan_choices, verifier=name, depth=depth)
+        plans.append(choices.plan())
     exact = dtype == "float32" if against is None else against == "exact"
     if against not in (None, "exact", "plain"):
         raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
