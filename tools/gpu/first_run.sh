@@ -8,9 +8,10 @@
 set -u
 # Seconds of each phase, together 530. What a phase does not use, the later ones have.
 declare -A SHARES=(
-  [probe]=70 [smoke]=50 [steps]=90 [lossless]=50 [efficiency]=60 [inductor]=70 [tests]=60 [greedy]=30 [eager]=25 [tiny]=25
+  [probe]=60 [smoke]=50 [steps]=80 [kernels]=45 [lossless]=45 [efficiency]=60 [inductor]=70 [tests]=50 [greedy]=30
+  [eager]=20 [tiny]=20
 )
-PHASES=${*:-probe smoke steps lossless efficiency inductor tests greedy eager tiny}
+PHASES=${*:-probe smoke steps kernels lossless efficiency inductor tests greedy eager tiny}
 LIMIT=${LIMIT:-530} PY=${PY:-python3} DEV=cuda SHAPE=llama-3.1-8b TOK=64 N=${N:-10000} GRAPHS=on
 PLANS=4x6,none,gbv:4x6,block:1x6,1x4,2x4,3x4,2x6 BATCHES=1,4,16 SHORT= LESS=
 if [ -n "${DRY:-}" ]; then
@@ -98,9 +99,10 @@ lossless() {
 }
 efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
 inductor() { step inductor --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor; }
+checks() { TAIL=40 phase "$1" $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short "${@:2}"; }
+kernels() { checks kernels tests/unit/test_kernels.py; }  # compiled there, interpreted elsewhere
 tests() {                              # attention first, then whole texts with graphs
-  TAIL=40 phase tests $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short -m gpu \
-    tests/unit/attention tests/integration/test_engine_graphs.py
+  checks tests -m gpu tests/unit/attention tests/integration/test_engine_graphs.py
 }
 greedy() { step greedy --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
 eager() { step eager --plans 4x6,none --cuda-graphs off; }
