@@ -16,7 +16,7 @@ import eaglegbv
 from eaglegbv.eval.records import project_version
 
 ROOT = Path(__file__).parents[2]
-PHASES = ("probe", "smoke", "steps", "lossless", "efficiency", "tests")
+PHASES = ("probe", "smoke", "steps", "kernels", "lossless", "efficiency", "tests")
 NVCC = """#!/bin/sh
 exec {home}/bin/nvcc "$@"
 """
