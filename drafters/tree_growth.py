@@ -42,7 +42,8 @@ from eaglegbv.config import Plan, Shape
 from eaglegbv.devices import fetch, first_true, most_likely_first, send, upload
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
-from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
+from eaglegbv.sampling_params import COLDEST, HOTTEST
 from eaglegbv.token_rules import GrowingRows
 from eaglegbv.tree import DraftSampling, DraftTree
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eaglegbv.config import AutoPlan, EngineConfig, Plan
     from eaglegbv.errors import EagleGBVError, InvalidArgument
     from eaglegbv.llm import LLM
-    from eaglegbv.sampling import SamplingParams
+    from eaglegbv.sampling_params import SamplingParams
     from eaglegbv.text import Completion, Delta
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ _MODULES = {
     "EngineConfig": "config",
     "InvalidArgument": "errors",
     "Plan": "config",
-    "SamplingParams": "sampling",
+    "SamplingParams": "sampling_params",
 }
 
 

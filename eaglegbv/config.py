@@ -13,9 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
-from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import (
     DRAFT_WIDTH,
     make_numbers_plain,
@@ -23,6 +21,31 @@ from eaglegbv.utils import (
     require_integers,
     require_number,
 )
+
+
+class DraftSampling(StrEnum):
+    """How the children of a node arise. Losslessness belongs to a verifier and one of these."""
+
+    IID = "iid"  # K paths drawn independently from the draft probabilities, with replacement
+    WOR = "wor"  # the children of a node are drawn from the draft probabilities without replacement
+    GREEDY = "greedy"  # the n - 1 most likely tokens, and one drawn from the rest
+    HUB = "hub"  # SpecHub's pair of drafts
+    FIXED = "fixed"  # any function of what the drafter knows before sampling
+
+    @property
+    def min_paths(self) -> int:
+        """Fewest paths for which a drafter needs room."""
+        return 2 if self is DraftSampling.HUB else 1
+
+
+class GraphMode(StrEnum):
+    """Whether forwards of draft trees, and the drafting itself, are recorded and replayed."""
+
+    AUTO = "auto"  # on a CUDA device whose attention can be recorded (FlashInfer's), only there
+    ON = "on"  # like `auto`, but an error where it is impossible
+    OFF = "off"
+    EAGER = "eager"  # the same padded work without recording, on any device, for debugging
+
 
 MAX_PATHS = 16
 MAX_LEAVES = 64  # of a sampled tree of given widths

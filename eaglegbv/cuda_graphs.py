@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eaglegbv.config import GraphMode as GraphMode
 from eaglegbv.errors import InvalidArgument
 
 Work: TypeAlias = Callable[[], tuple[Tensor, ...]]
@@ -40,15 +40,6 @@ REPLAYED = "replayed"  # label of replays in counts of work; other labels say wh
 _log = logging.getLogger(__name__)
 
 _ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, MAX_ROWS)
-
-
-class GraphMode(StrEnum):
-    """Whether forwards of draft trees, and the drafting itself, are recorded and replayed."""
-
-    AUTO = "auto"  # on a CUDA device whose attention can be recorded (FlashInfer's), only there
-    ON = "on"  # like `auto`, but an error where it is impossible
-    OFF = "off"
-    EAGER = "eager"  # the same padded work without recording, on any device, for debugging
 
 
 class NotRecordable(Exception):

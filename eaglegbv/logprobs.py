@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Self, TypeAlias
 
 import msgspec
@@ -10,14 +9,6 @@ import torch
 from torch import Tensor
 
 _ROWS = 64  # rows of the vocabulary that are ranked at a time, as prompts have many
-
-
-class LogprobsMode(StrEnum):
-    """Which distribution log-probabilities are of, by vLLM's names."""
-
-    RAW = "raw_logprobs"  # the target's, before the request's settings
-    # After all of them; at temperature 0 after those that forbid and favour tokens and penalties.
-    PROCESSED = "processed_logprobs"
 
 
 class Logprob(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,28 +17,13 @@ decide depends on that number. A path leads from the root to a leaf; paths follo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling as DraftSampling
 from eaglegbv.devices import send
-
-
-class DraftSampling(StrEnum):
-    """How the children of a node arise. Losslessness belongs to a verifier and one of these."""
-
-    IID = "iid"  # K paths drawn independently from the draft probabilities, with replacement
-    WOR = "wor"  # the children of a node are drawn from the draft probabilities without replacement
-    GREEDY = "greedy"  # the n - 1 most likely tokens, and one drawn from the rest
-    HUB = "hub"  # SpecHub's pair of drafts
-    FIXED = "fixed"  # any function of what the drafter knows before sampling
-
-    @property
-    def min_paths(self) -> int:
-        """Fewest paths for which a drafter needs room."""
-        return 2 if self is DraftSampling.HUB else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.logprobs import LogprobsMode, RankedRows
+from eaglegbv.logprobs import RankedRows
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warped_rows
+from eaglegbv.sampling_params import LogprobsMode
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs

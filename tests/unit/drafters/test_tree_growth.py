@@ -19,7 +19,8 @@ from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.drafters import tree_growth
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.drafters.tree_growth import DraftProbs, compiled_draw_paths, draft_probs, log_probs
-from eaglegbv.sampling import COLDEST, HOTTEST, SamplingParams, WarpSettings, warp
+from eaglegbv.sampling import SamplingParams, WarpSettings, warp
+from eaglegbv.sampling_params import COLDEST, HOTTEST
 from eaglegbv.tree import DraftSampling, DraftTree
 
 VOCAB = 9
