@@ -74,6 +74,7 @@ class EagleDrafter(RowDrafter):
         graphs: GraphMode | Recorder = GraphMode.OFF,
         max_context: int | None = None,
         compile_backend: str | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Wrap a head.
 
@@ -86,6 +87,7 @@ class EagleDrafter(RowDrafter):
             compile_backend: A backend of ``torch.compile``, which compiles the head's forwards now;
                 None runs them uncompiled. Where the loop is recorded, other drafts are not
                 compiled.
+            recorder: The target's, whose CUDA graphs lend theirs their memory.
 
         Raises:
             InvalidArgument: Graphs cannot be recorded, or there is no such backend.
@@ -93,7 +95,9 @@ class EagleDrafter(RowDrafter):
         kind = head.embedding
         self._rounds = kind.dtype.itemsize < torch.float32.itemsize
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
-        recorder = make_recorder(graphs, cuda=cuda, recordable=attention.recordable)
+        recorder = make_recorder(
+            graphs, cuda=cuda, recordable=attention.recordable, shared=recorder
+        )
         self.head = head
         self._forward = HeadForward(
             head, attention, compile_backend=compile_backend, recorded=recorder is not None

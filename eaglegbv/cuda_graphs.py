@@ -76,7 +76,8 @@ class CudaRecorder(Recorder):
 
     def __init__(self) -> None:
         self._pool: Any = None
-        # One stream for all recordings, because libraries keep a workspace for every stream.
+        # One stream to warm up and to record on: libraries keep a workspace for every stream, and
+        # the allocator keeps the memory of each apart.
         self._stream: torch.cuda.Stream | None = None
         self._told: set[str] = set()
 
@@ -107,6 +108,7 @@ class CudaRecorder(Recorder):
         capture = torch.cuda.graph(
             graph,
             pool=self._pool,
+            stream=stream,
             # Other threads may allocate or copy meanwhile, as those of a server do.
             capture_error_mode="thread_local",
         )
@@ -184,11 +186,13 @@ def _never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -> Recorder | None:
+def make_recorder(
+    mode: GraphMode | Recorder, *, cuda: bool, recordable: bool, shared: Recorder | None = None
+) -> Recorder | None:
     """Return the recorder for the user's ``mode``, or None if nothing is recorded.
 
     InvalidArgument if graphs are requested where they are impossible; ``recordable`` says whether
-    the attention can be.
+    the attention can be. CUDA graphs are recorded by ``shared`` if that is given.
     """
     if isinstance(mode, Recorder):
         return mode
@@ -199,7 +203,9 @@ def make_recorder(mode: GraphMode | Recorder, *, cuda: bool, recordable: bool) -
         if cuda:
             expected = "'auto', 'off' or 'eager' without FlashInfer: no other attention is recorded"
         raise InvalidArgument("cuda_graphs", str(mode), expected)
-    return CudaRecorder() if mode is not GraphMode.OFF and cuda and recordable else None
+    if mode is GraphMode.OFF or not (cuda and recordable):
+        return None
+    return shared or CudaRecorder()
 
 
 def spare_slots(mode: GraphMode | Recorder, *, cuda: bool) -> int:

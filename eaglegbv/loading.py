@@ -192,6 +192,7 @@ def load_pair(
             graphs=graphs,
             max_context=target.max_context,
             compile_backend=compile_backend,
+            recorder=target.recorder,
         )
         return Pair(target, drafting)
     if kind is Kind.TABLE:

@@ -154,7 +154,7 @@ class StaticTreeAttention(PagedAttention):
         self._kinds: dict[LayerKind, PlannedWrapper] = {}
         longest = wrappers.longest(max_context)
         self._keys = longest + bucket.rows
-        self._key_slots = wrappers.room_for_keys(bucket.requests * longest + bucket.rows)
+        self._key_slots = wrappers.tree_keys(bucket.requests * longest + bucket.rows)
 
     def plan(self, batch: PackedBatch) -> None:
         """See :meth:`PagedAttention.plan`."""
@@ -477,6 +477,7 @@ class Wrappers:
         self._workspace = pool.keys.new_empty(0, dtype=torch.uint8)
         self._plain: dict[tuple[LayerKind, bool], PlannedWrapper] = {}
         self._row_keys: Tensor | None = None
+        self._tree_keys = self._room_for_keys(0)
 
     def plain(self, kind: LayerKind, *, masked: bool) -> PlannedWrapper:
         """Return the wrapper for a kind of layer with or without masks, to be planned."""
@@ -501,11 +502,20 @@ class Wrappers:
         """Return room for the keys of all requests of a draft, which all drafts share, int32."""
         if self._row_keys is None:
             most = MAX_ROWS * (self.longest(max_context) + MAX_DEPTH)
-            self._row_keys = self.room_for_keys(min(most, _MOST_ROW_KEYS))
+            self._row_keys = self._room_for_keys(min(most, _MOST_ROW_KEYS))
         return self._row_keys
 
-    def room_for_keys(self, count: int) -> Tensor:
-        """Return new room for ``count`` slots, int32."""
+    def tree_keys(self, count: int) -> Tensor:
+        """Return room for ``count`` keys of a batch of trees or more, which all sizes share, int32.
+
+        Each batch is replayed before another one is planned. When more is needed than before,
+        earlier sizes keep the room they got.
+        """
+        if count > len(self._tree_keys):
+            self._tree_keys = self._room_for_keys(1 << (count - 1).bit_length())
+        return self._tree_keys
+
+    def _room_for_keys(self, count: int) -> Tensor:
         with torch.inference_mode(mode=False):
             return torch.zeros(count, dtype=torch.int32, device=self.pool.keys.device)
 

@@ -163,6 +163,7 @@ def random_pair(
         graphs=graphs,
         max_context=target.max_context,
         compile_backend=compile_backend,
+        recorder=target.recorder,
     )
     return target, drafter
 

@@ -85,6 +85,7 @@ class HFTarget(Target):
 
     Attributes:
         self_check: What the check found wrong; None where it passed.
+        recorder: Records its forwards, and those of a drafter that shares it; None if none are.
     """
 
     @torch_as_usual()
@@ -162,9 +163,11 @@ class HFTarget(Target):
                 self._compile(compile_backend)
             self._prove(outputs, self._allowed)
         recordable = self.attention.recordable
-        recorder = make_recorder(graphs, cuda=self.device.type == "cuda", recordable=recordable)
-        if recorder is not None:
-            self._static = StaticForward(self, recorder)
+        self.recorder = make_recorder(
+            graphs, cuda=self.device.type == "cuda", recordable=recordable
+        )
+        if self.recorder is not None:
+            self._static = StaticForward(self, self.recorder)
             self._prove(outputs, self._allowed)  # this forward is recorded
             self._prove(outputs, self._allowed)  # this one is replayed
             self._static.counts.clear()

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eaglegbv.cuda_graphs import REPLAYED, CudaRecorder, NotRecordable, Outcomes
+from eaglegbv.cuda_graphs import (
+    REPLAYED,
+    CudaRecorder,
+    GraphMode,
+    NotRecordable,
+    Outcomes,
+    make_recorder,
+)
 
 
 @pytest.fixture
@@ -43,12 +50,43 @@ def test_captures_leave_other_threads_alone_and_collect_no_garbage(captures, mon
         collecting.append((gc.isenabled(), len(collected)))
         return (torch.ones(2),)
 
-    [result] = CudaRecorder().record(work)()
+    recorder = CudaRecorder()
+    [result] = recorder.record(work)()
     assert torch.equal(result, torch.ones(2))
     # Twice outside, then once in the capture: behind the collection, with none to come.
     assert collecting == [(True, 0), (True, 0), (False, 1)]
     assert gc.isenabled()
-    assert captures == [{"pool": None, "capture_error_mode": "thread_local"}]
+    [how] = captures
+    assert how.pop("stream") is not None
+    assert how == {"pool": None, "capture_error_mode": "thread_local"}
+
+
+def test_all_captures_share_a_stream_with_their_warm_ups_and_memory(captures, monkeypatch):
+    warmed: list[Any] = []
+
+    def on(stream: Any) -> nullcontext[None]:
+        warmed.append(stream)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Mock(pool=lambda: "memory"))
+    recorder = CudaRecorder()
+    for _ in range(3):
+        recorder.record(lambda: (torch.ones(2),))
+    streams = {id(how["stream"]) for how in captures}
+    # The other stream is the one that is current, from which a capture starts.
+    assert streams == {id(stream) for stream in warmed[::2]}
+    assert len(streams) == 1
+    assert [how["pool"] for how in captures] == [None, "memory", "memory"]
+
+
+def test_a_drafter_records_with_its_targets_recorder():
+    shared = CudaRecorder()
+    how: dict[str, Any] = {"cuda": True, "recordable": True, "shared": shared}
+    assert make_recorder(GraphMode.AUTO, **how) is shared
+    assert make_recorder(GraphMode.OFF, **how) is None
+    assert make_recorder(GraphMode.AUTO, **{**how, "recordable": False}) is None
+    assert make_recorder(GraphMode.EAGER, **how) is not shared
 
 
 def test_what_cannot_be_recorded_is_named_and_told_once(captures, caplog):
