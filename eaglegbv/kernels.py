@@ -302,7 +302,6 @@ def judge_nodes(
     token_ids,
     parents,
     draws,
-    drawn,
     draft_ids,
     draft_probs,
     logits,
@@ -343,8 +342,7 @@ def judge_nodes(
     within = order < num_draws
     draws_at = request * num_draws
     children = tl.load(draws + draws_at + order, mask=within, other=0)
-    valid = tl.load(drawn + draws_at + order, mask=within, other=0) != 0
-    here = valid & (tl.load(parents + tree_at + children, mask=within, other=-1) == node)
+    here = (children > 0) & (tl.load(parents + tree_at + children, mask=within, other=-1) == node)
     drafts = tl.sum(here.to(tl.int32), axis=0)
 
     faults = tl.where(normaliser - normaliser != 0, _TARGET_NOT_FINITE, 0)
@@ -379,9 +377,8 @@ def judge_nodes(
     best_place = 0
     for number in range(num_draws):
         child = tl.load(draws + draws_at + number)
-        is_here = tl.load(drawn + draws_at + number) != 0
-        is_here &= tl.load(parents + tree_at + child) == node
-        if is_here:
+        is_here = tl.load(parents + tree_at + child) == node
+        if is_here & (child > 0):
             token = tl.load(token_ids + tree_at + child)
             matches = real & (ids == token) & (draft > 0)
             faults |= tl.where(tl.sum(matches.to(tl.int32), axis=0) == 0, _IMPOSSIBLE_DRAFT, 0)

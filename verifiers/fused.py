@@ -47,7 +47,6 @@ def judge(
     block = max(16, _power_of_two(width))
     warps = max(4, min(16, block // 128))
     draws = tree.draws.flatten(1).contiguous()
-    drawn = (draws > 0).to(torch.int8)
     # [batch, draws, 2]: two numbers for every draw, in the order of draws.
     labels = uniforms.selection.flatten(1, 2).contiguous()
 
@@ -61,7 +60,6 @@ def judge(
         tree.token_ids,
         tree.parents,
         draws,
-        drawn,
         tree.draft_ids,
         tree.draft_probs,
         target.logits,

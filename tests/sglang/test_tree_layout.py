@@ -11,13 +11,8 @@ from support.grown_trees import check_tree
 from support.sglang_batch import sampling
 from torch import Tensor
 
-from eaglegbv.backends.sglang.tree_layout import (
-    NumberedTree,
-    RoundBuffers,
-    ShortProbs,
-    TreeGrowth,
-    draft_tree,
-)
+from eaglegbv.backends.sglang.numbering import NumberedTree, draft_tree
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
 
 WIDTH = 4
 
@@ -66,10 +61,9 @@ def test_tree_is_the_trie_of_the_paths_in_sglangs_numbers(tokens):
                 mark = (depth - 1) * 10 + first + 1.1
                 assert tree.draft_probs[b, node, 0].item() == pytest.approx(mark)
             assert not tree.draft_probs[b, at[-1]].any()
-        assert sorted(own.numbers[b].tolist()) == list(range(nodes))
-        kept = own.numbers[b, :count]
-        assert flat(tokens)[b, kept].tolist() == tree.token_ids[b, :count].tolist()
-        assert (own.rows()[b] - b * nodes).tolist() == kept.tolist() + [0] * (nodes - count)
+        numbers = own.rows[b] - b * nodes
+        assert flat(tokens)[b, numbers[:count]].tolist() == tree.token_ids[b, :count].tolist()
+        assert not numbers[count:].any()
 
 
 def grown(tokens: Tensor) -> Sequence[Tensor]:
@@ -102,13 +96,14 @@ def parents_in_sglang(tree: Sequence[Tensor], b: int, K: int) -> dict[int, int]:
 def test_sglang_finds_the_same_parents(tokens):
     batch, L, K = tokens.shape
     theirs, own = grown(tokens), numbered(tokens)
+    numbers = own.rows - own.rows[:, :1]
     assert theirs[0].shape == (batch, 1 + K * (L - 1) if L > 1 else 0)
     assert theirs[2].tolist() == tokens.flatten(1).tolist()
     for b in range(len(tokens)):
         found = parents_in_sglang(theirs, b, K)
         for place in range(1, int(own.tree.num_nodes[b])):
-            parent = own.numbers[b, own.tree.parents[b, place]]
-            assert found[int(own.numbers[b, place])] == int(parent)
+            parent = numbers[b, own.tree.parents[b, place]]
+            assert found[int(numbers[b, place])] == int(parent)
 
 
 # Greedy requests: the tree of SGLang's EAGLE, written out for one request.

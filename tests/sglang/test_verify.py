@@ -17,9 +17,9 @@ from support.sglang_batch import Req, kernel_arguments, sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang import verify
+from eaglegbv.backends.sglang.numbering import Acceptance
 from eaglegbv.backends.sglang.tree_layout import RoundBuffers
 from eaglegbv.backends.sglang.verify import (
-    Acceptance,
     GraphJudge,
     RequestBook,
     Round,

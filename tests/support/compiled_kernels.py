@@ -15,11 +15,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eaglegbv import kernels
+from eaglegbv.backends.sglang import kernels as sglang_kernels
 from eaglegbv.verifiers import fused
 
 FLOAT64 = {
     *("draft_probs", "target_probs", "normalisers", "normalisers_out", "uniforms", "draft_out"),
-    *("target_out", "scratch", "tests", "weight_out", "weight_at", "weights", "top_ps", "min_ps"),
+    *(
+        "target_out",
+        "scratch",
+        "packed",
+        "probs_out",
+        "tests",
+        "weight_out",
+        "weight_at",
+        "weights",
+        "top_ps",
+        "min_ps",
+    ),
 }
 INT32 = {
     *("child_out", "place_out", "drafts_out", "node_faults", "child_at", "place_at", "drafts_at"),
@@ -28,7 +40,7 @@ INT32 = {
 FLOAT32 = {"logits", "warped_out", "temperatures"}
 NUMBERS = {
     *("nodes", "num_draws", "width", "vocab", "length", "tests_stride", "uniforms_stride"),
-    "row_stride",
+    *("row_stride", "paths"),
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -42,7 +54,7 @@ def type_of(name: str, kernel: str) -> str:
         return "*fp32"
     if name in INT32 or (name == "faults_out" and kernel == "judge_nodes"):
         return "*i32"
-    return "*i8" if name == "drawn" else "*i64"
+    return "*i64"
 
 
 def resources(kernel, constants):
@@ -71,6 +83,8 @@ def main() -> None:
         work.append((kernels.judge_paths, {**sizes, "NODES": 16}))
     work.append((kernels.draw_corrections, {"IN_LOGS": True, **lists, **pieces}))
     work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
+    work.append((sglang_kernels.number_nodes, {"PATHS": 16, **lists}))
+    work.append((sglang_kernels.report_paths, {"STEPS": 32, "NODES": 512}))
     for kernel, constants in work:
         name = f"{kernel.__name__} {constants.get('RULE', '')}"
         sys.stdout.write(" ".join((name, *resources(kernel, constants))) + "\n")

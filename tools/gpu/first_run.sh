@@ -100,7 +100,9 @@ lossless() {
 efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
 inductor() { step inductor --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor; }
 checks() { TAIL=40 phase "$1" $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short "${@:2}"; }
-kernels() { checks kernels tests/unit/test_kernels.py; }  # compiled there, interpreted elsewhere
+kernels() {                            # compiled there, interpreted elsewhere
+  checks kernels tests/unit/test_kernels.py tests/sglang/test_numbering.py
+}
 tests() {                              # attention first, then whole texts with graphs
   checks tests -m gpu tests/unit/attention tests/integration/test_engine_graphs.py
 }

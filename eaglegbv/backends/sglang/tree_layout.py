@@ -1,4 +1,4 @@
-"""The trees of a round as they grow: in SGLang's numbering, and as a :class:`DraftTree`.
+"""The trees of a round as they grow, in SGLang's numbering.
 
 SGLang's trees have a constant number of nodes, ``K L + 1``. In a sampled tree, node ``1 + i K + k``
 is the token that path k drew at depth ``i + 1``. Paths with equal prefixes share the node of the
@@ -9,16 +9,13 @@ Everything here may run inside a CUDA graph: nothing is read on the host.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from eaglegbv.devices import first_true, send
 from eaglegbv.drafters.tree_growth import DraftProbs, pick_places
-from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.paths import rows_at
 
 
@@ -241,63 +238,3 @@ class RoundBuffers:
             peaks = (logits.amax(dim=1) - logits.logsumexp(dim=1)).double().unsqueeze(1)
             packed.append(growth.grow(self.short_probs(logits, temperatures), peaks).pack())
         return growth.tree(), torch.cat(packed, dim=1)
-
-
-@dataclass(frozen=True, slots=True)
-class NumberedTree:
-    """A draft tree, and SGLang's numbers of its nodes."""
-
-    tree: DraftTree  # the tree; nodes that represent no path come last, as padding
-    numbers: Tensor  # [batch, nodes] int64, SGLang's number of each node within its request
-
-    def rows(self) -> Tensor:
-        """Return ``[batch, nodes]``: each node's row among those of all SGLang's nodes."""
-        batch, nodes = self.numbers.shape
-        first = nodes * torch.arange(batch, device=self.numbers.device).unsqueeze(1)
-        real = torch.arange(nodes, device=first.device) < self.tree.num_nodes.unsqueeze(1)
-        return first + torch.where(real, self.numbers, 0)
-
-
-def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
-    """Build the trie of the paths; of a greedy request, whose tree is another, a trie all the same.
-
-    Args:
-        tokens: ``[batch, nodes]`` int64 in SGLang's order: the last committed token, then those
-            drawn at each depth.
-        packed: ``[batch, 1 + (length - 1) * paths, 2, width]``, the distributions at the root and
-            after each path's tokens but the last, packed.
-        paths: K.
-    """
-    K, L = paths, (tokens.shape[1] - 1) // paths
-    drawn = tokens[:, 1:].view(-1, L, K)
-    levels = [representatives(drawn[:, 0])]
-    for depth in range(1, L):
-        levels.append(representatives(drawn[:, depth], levels[-1]))
-    nodes = torch.arange(K * L + 1, device=tokens.device).expand(len(tokens), -1)
-    standing = torch.stack(levels, dim=1)  # [batch, L, K]
-    # SGLang's number of the node that represents each path at each depth, and of the one above.
-    represents = nodes[:, 1::K].unsqueeze(2) + standing
-    above = pad(represents[:, :-1], (0, 0, 1, 0)).flatten(1)
-    stands = pad((represents.flatten(1) == nodes[:, 1:]).long(), (1, 0), value=1)
-    numbers = (1 - stands).argsort(dim=1, stable=True)
-    places = torch.empty_like(numbers).scatter_(1, numbers, nodes)
-    kept = stands.gather(1, numbers)
-
-    def arranged(table: Tensor) -> Tensor:
-        return table.gather(1, numbers) * kept
-
-    # The last nodes are leaves, so they have no distribution.
-    table = pad(packed.flatten(2), (0, 0, 0, K))
-    probs = ShortProbs.unpack(rows_at(table, numbers).unflatten(2, (2, -1)))
-    tree = DraftTree(
-        draft_sampling=DraftSampling.IID,
-        token_ids=arranged(tokens),
-        parents=arranged(places.gather(1, pad(above, (1, 0)))),
-        depth=arranged((nodes + K - 1) // K),
-        num_nodes=stands.sum(dim=1),
-        draws=places.gather(1, represents.flatten(1)).view(-1, L, K),
-        draft_ids=probs.ids,
-        draft_probs=probs.probs * kept.unsqueeze(2),
-        columns=True,
-    )
-    return NumberedTree(tree, numbers)

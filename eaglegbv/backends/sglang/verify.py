@@ -15,16 +15,16 @@ from functools import partial
 from importlib import import_module
 from itertools import count
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from eaglegbv.backends.sglang.metrics import ours
-from eaglegbv.backends.sglang.tree_layout import NumberedTree, RoundBuffers, draft_tree, greedy_rows
+from eaglegbv.backends.sglang.numbering import Acceptance, acceptance, draft_tree
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, greedy_rows
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.request import Request
@@ -32,7 +32,7 @@ from eaglegbv.rng import Purpose, RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.tree import TargetProbs
 from eaglegbv.verifiers import fused
-from eaglegbv.verifiers.base import Verdict, VerifyUniforms
+from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class GraphJudge:
         """Return ``[batch * nodes, vocab]``, where to write the distributions of a batch."""
         return self._probs[:batch].flatten(0, 1)
 
-    def accept(self, tokens: Tensor, draft_probs: Tensor, probs: Tensor) -> "Acceptance":
+    def accept(self, tokens: Tensor, draft_probs: Tensor, probs: Tensor) -> Acceptance:
         """Judge a round.
 
         Args:
@@ -168,7 +168,7 @@ class GraphJudge:
             selection.view(rows, length, paths, 2), acceptances, correction.squeeze(1)
         )
         probs = self._probs[:rows].flatten(0, 1)
-        target = ProbsInPlace(probs, probs.sum(dim=1, dtype=torch.float64), numbered.rows())
+        target = ProbsInPlace(probs, probs.sum(dim=1, dtype=torch.float64), numbered.rows)
         verdict = fused.verdict(self._verifier, numbered.tree, target, uniforms)
         return acceptance(verdict, numbered)
 
@@ -193,29 +193,6 @@ class ProbsInPlace(TargetProbs):
 
     def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
         return logits / self.log_normaliser.take(rows).unsqueeze(-1)
-
-
-class Acceptance(NamedTuple):
-    """A verdict as SGLang's kernels report it; nodes are numbered through the batch."""
-
-    tokens: Tensor  # [batch, nodes] int64, at the root and each accepted node, the token after it
-    nodes: Tensor  # [batch, length + 1] int64, the root and the accepted nodes, then -1
-    accepted: Tensor  # [batch] int64, number of accepted nodes without the root
-
-
-def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
-    """Convert a verdict to SGLang's numbering."""
-    tree, accepted = numbered.tree, verdict.accepted.unsqueeze(1)
-    batch, nodes = tree.token_ids.shape
-    steps = torch.arange(tree.length + 1, device=tree.token_ids.device)
-    # Steps beyond the last accepted node repeat it, so that they write the same values.
-    path = pad(verdict.path_nodes, (1, 0)).gather(1, torch.minimum(steps, accepted))
-    following = pad(tree.token_ids.gather(1, path)[:, 1:], (0, 1))
-    following = torch.where(steps < accepted, following, verdict.token_ids.unsqueeze(1))
-    at = numbered.numbers.gather(1, path)
-    tokens = torch.zeros_like(tree.token_ids).scatter_(1, at, following)
-    first = nodes * torch.arange(batch, device=path.device).unsqueeze(1)
-    return Acceptance(tokens, torch.where(steps <= accepted, first + at, -1), verdict.accepted)
 
 
 def keep(probs: Tensor, **limits: Tensor) -> Tensor:

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.backends.sglang.draft_worker import HeadReplay, RoundStart, SampledDraftWorker
+from eaglegbv.backends.sglang.numbering import Acceptance, acceptance, draft_tree
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_layout import draft_tree
 from eaglegbv.backends.sglang.verify import (
-    Acceptance,
     GraphJudge,
     RequestBook,
     Round,
-    acceptance,
     keep,
     verifying,
 )
@@ -99,7 +97,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         """Judge a round by a verifier with modified-target state."""
         tokens = drafted.draft_token.view(probs.shape[:2])
         numbered = draft_tree(tokens, drafted.draft_probs, self.topk)
-        target = TargetProbs.of_logits(probs.flatten(0, 1).log(), numbered.rows())
+        target = TargetProbs.of_logits(probs.flatten(0, 1).log(), numbered.rows)
         pool = batch.req_pool_indices
         verdict = self._judge(batch.reqs, pool, numbered.tree, target, drafted.start)
         return acceptance(verdict, numbered)
