@@ -70,7 +70,6 @@ class Engine:
         *,
         barrier: Callable[[], None] | None = None,
         planner: Planner | None = None,
-        compile_backend: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Put the parts together.
@@ -83,8 +82,6 @@ class Engine:
                 phase's own; None lets work go on while the next phase is prepared.
             planner: Chooses plans, with what is known of the costs of steps; None has one begin
                 with nothing.
-            compile_backend: Compile the verifiers of plans, when first checked, by this backend of
-                ``torch.compile``; None runs them as they are.
             tokenizer: The target's, for settings that are texts, bad words and grammars; None
                 where there are none.
         """
@@ -107,7 +104,7 @@ class Engine:
         )
         self._barrier = barrier
         self._planner = planner or Planner()
-        self._verification = Verification(target, self._drafting, compile_backend=compile_backend)
+        self._verification = Verification(target, self._drafting)
         self._added = 0
         self._steps = 0
         self._stepping = False

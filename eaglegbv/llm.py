@@ -408,9 +408,9 @@ class LLM(TextGenerator):
                 multiplies it faster than float32, which is timed.
             device: CUDA where there is one, by default.
             engine: Sizes and seed of the engine.
-            compile_backend: ``"inductor"`` has ``torch.compile`` compile the target, an EAGLE head
-                and the verification at the start, in some minutes (less with the compiler's cache),
-                which makes steps of few rows faster. Other backends of its are taken too.
+            compile_backend: ``"inductor"`` has ``torch.compile`` compile the model at the start, in
+                some minutes (less with the compiler's cache), which makes steps of few rows faster.
+                Other backends of its are taken too.
             trust_remote_code: Run the code that a model brings, where transformers has none for it.
             tokenizer: Folder or hub name of another tokenizer than the model's.
             revision: Revision of a hub model.
@@ -501,7 +501,6 @@ class LLM(TextGenerator):
             self.pair.drafter,
             config,
             planner=planner,
-            compile_backend=compile_backend,
             tokenizer=words,
         )
         self._engine.check_plan(planning)

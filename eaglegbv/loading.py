@@ -151,9 +151,8 @@ def load_pair(
     config_of = partial(load_config, trust_remote_code=trust_remote_code)
 
     def open_model(model: str | Path, slots: int | PoolSize, **how: Any) -> HFTarget:  # noqa: ANN401
-        own = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
-        how |= {"compile_backend": compile_backend, "must_pass": self_check}
-        return HFTarget(own, max_slots=slots, **how)
+        network = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
+        return HFTarget(network, max_slots=slots, must_pass=self_check, **how)
 
     folder = None if drafter is None or str(drafter) in DRAFTERS else drafter_folder(drafter)
     kind = None if folder is None else kind_of(folder)
@@ -172,7 +171,14 @@ def load_pair(
         check_tokenizers(model, folder, trust_remote_code=trust_remote_code)
         beside = _slot_bytes(config_of(folder), dtype)
     size = replace(PoolSize.of(slots), beside=beside)
-    target = open_model(model, size, features=features, graphs=graphs, max_context=max_context)
+    target = open_model(
+        model,
+        size,
+        features=features,
+        graphs=graphs,
+        max_context=max_context,
+        compile_backend=compile_backend,
+    )
     if drafter is None:
         return Pair(target, None)
     if folder is None:
@@ -191,7 +197,6 @@ def load_pair(
             slots=target.max_slots,
             graphs=graphs,
             max_context=target.max_context,
-            compile_backend=compile_backend,
             recorder=target.recorder,
         )
         return Pair(target, drafting)

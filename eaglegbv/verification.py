@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name, plans_of
+from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name
 from eaglegbv.devices import fetch, send, upload
 from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
@@ -48,9 +48,9 @@ from eaglegbv.verifiers.base import (
 from eaglegbv.verifiers.paths import rows_at, target_of_tokens
 from eaglegbv.verifiers.registry import (
     STATEFUL_VERIFIERS,
-    CheckedVerifier,
-    checked_verifier,
     make_any_verifier,
+    make_verifier,
+    verify_checked,
 )
 from eaglegbv.verifiers.stateful import (
     Layers,
@@ -79,12 +79,9 @@ class VerifyOutput:
 class Verification:
     """The verifiers of an engine: of each plan by name, checked once."""
 
-    def __init__(
-        self, target: Target, drafting: Drafting, *, compile_backend: str | None = None
-    ) -> None:
-        """Put the parts together; see :class:`eaglegbv.engine.Engine` for ``compile_backend``."""
+    def __init__(self, target: Target, drafting: Drafting) -> None:
+        """Put the parts together."""
         self._target, self._drafting = target, drafting
-        self._compile_backend = compile_backend
         self._sound_plans: set[Planning] = set()
 
     def check(self, plan: Planning) -> None:
@@ -93,9 +90,6 @@ class Verification:
             return
         drafter = self._drafting.drafter
         check_plan(plan, None if drafter is None else type(drafter))
-        for own in plans_of(plan, greedy=False):
-            if own.speculative and own.verifier not in STATEFUL_VERIFIERS:
-                self._checked(own.verifier, self.sampling_of(own, greedy=False))  # compiled now
         self._sound_plans.add(plan)
 
     def sampling_of(self, plan: Plan, *, greedy: bool) -> DraftSampling:
@@ -141,20 +135,13 @@ class Verification:
                 length=tree.length,
                 device=logits.device,
             )
-            checked = self._checked(name, tree.draft_sampling)
-            verdict, faults = checked.verify(tree, target, uniforms)
-            stats = partial(checked.verifier.stats, tree, target, uniforms)
+            stateless = make_verifier(name)
+            verdict, faults = verify_checked(stateless, tree, target, uniforms)
+            stats = partial(stateless.stats, tree, target, uniforms)
         kept = target if record else None
         asked = [request for request in requests if request.params.logprobs is not None]
         logprobs = _rank_committed(group, logits, target, verdict) if asked else None
         return VerifyOutput(group, verdict, faults, layers, kept, logprobs, stats)
-
-    def _checked(self, verifier: str, draft_sampling: DraftSampling) -> CheckedVerifier:
-        """Return a verifier with the check of what it is given; graphs take independent paths."""
-        backend, target = self._compile_backend, self._target
-        if backend is None or draft_sampling is not DraftSampling.IID:
-            return checked_verifier(verifier)
-        return checked_verifier(verifier, backend, target.vocab_size, target.device)
 
 
 def check_plan(planning: Planning, drafter: type[Drafter] | None) -> None:

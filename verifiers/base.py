@@ -117,10 +117,6 @@ class Verifier(Rule):
     A subclass implements :meth:`judge`; callers use :meth:`verify`.
     """
 
-    one_graph: ClassVar[bool] = False
-    """Whether :meth:`judge` runs one graph of tensor operations on independent paths of any size:
-    neither values nor sizes decide which operations run, or how often."""
-
     def verify(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge the drafts of a batch; a tree of a root alone yields a sample of the target.
 

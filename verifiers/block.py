@@ -109,7 +109,6 @@ class BlockVerifier(BlockRule):
     name = "block"
     draft_samplings = frozenset({DraftSampling.IID})
     max_paths = 1
-    one_graph = True
 
     def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002
         """Return the only path, where b = q."""

@@ -111,7 +111,6 @@ class OtbvVerifier(BlockRule):
 
     name = "otbv"
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.GREEDY, DraftSampling.FIXED})
-    one_graph = True
 
     def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:
         """Return the selected path, with the distributions of the selections."""

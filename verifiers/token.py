@@ -29,7 +29,6 @@ class TokenVerifier(Verifier):
     name = "token"
     draft_samplings = frozenset({DraftSampling.IID})
     max_paths = 1
-    one_graph = True
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge one path per request; the test of depth i uses acceptance number i - 1."""

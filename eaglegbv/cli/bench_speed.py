@@ -170,7 +170,7 @@ def _made(
     if plan is None:
         expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
         raise InvalidArgument("ways", ",".join(ways), expected)
-    temperature, backend = grid.temperatures[0], models.compile_backend
+    temperature = grid.temperatures[0]
     device, dtype = place_of(models.device, models.dtype)
     length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
     target, drafter = random_models.random_pair(
@@ -179,13 +179,13 @@ def _made(
         max_context=length,
         dtype=dtype,
         device=device,
-        compile_backend=backend,
+        compile_backend=models.compile_backend,
         graphs=GraphMode.AUTO,
         memoryless=True,
     )
     reached = random_models.tune(target, drafter, plan, efficiency, temperature=temperature)
     config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
-    drafting = Engine(target, drafter, config, compile_backend=backend)
+    drafting = Engine(target, drafter, config)
     return _Engines(
         PairEngine(Engine(target, None, config)),
         PairEngine(drafting),
@@ -315,7 +315,7 @@ def step(
     failed = 0
     for setting in settings:
         try:
-            report = step_bench.time_steps(pair, setting, floors, compile_backend=compile_backend)
+            report = step_bench.time_steps(pair, setting, floors)
         except Exception as error:  # noqa: BLE001  whatever it is, other settings are timed
             failed += 1
             _note(out, {"setting": setting, "error": f"{type(error).__name__}: {error}"})

@@ -96,7 +96,7 @@ CompileBackend = Annotated[
     typer.Option(
         "--compile",
         metavar="BACKEND",
-        help="Compile models and verifier first, in minutes: 'inductor'.",
+        help="Compile the target first, in minutes: 'inductor'.",
         show_default="not compiled",
     ),
 ]

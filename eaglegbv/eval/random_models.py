@@ -118,8 +118,8 @@ def random_pair(
         max_context: Most positions of a text.
         dtype: Dtype of the weights.
         device: Device of the weights.
-        compile_backend: Backend of ``torch.compile`` with which to compile models and verifier;
-            None for no compilation.
+        compile_backend: Backend of ``torch.compile`` with which to compile the target; None for no
+            compilation.
         graphs: Whether tree forwards and drafting are recorded and replayed.
         memoryless: Whether the head drafts what the target says; see this module.
     """
@@ -162,7 +162,6 @@ def random_pair(
         slots=slots,
         graphs=graphs,
         max_context=target.max_context,
-        compile_backend=compile_backend,
         recorder=target.recorder,
     )
     return target, drafter

@@ -171,7 +171,7 @@ class RunSettings(Asked, frozen=True, kw_only=True):
     # What runs the plans: `local` or `sglang`; `transformers` if there are only baselines.
     backend: str = "local"
     backend_arguments: dict[str, str | int | float | bool | None] = {}
-    compile_backend: str = ""  # backend with which this engine was compiled; empty if it was not
+    compile_backend: str = ""  # backend with which the target was compiled; empty if it was not
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)

@@ -49,7 +49,7 @@ class BatchResults(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = ""  # drafter
     verifier: str = ""  # verifier of the fixed plans
     suite: str = ""  # source of the prompts
-    compile_backend: str = ""  # backend with which the engine was compiled; empty if it was not
+    compile_backend: str = ""  # backend with which the target was compiled; empty if it was not
     dtype: str = ""  # dtype in which all models computed; empty in files older than this field
 
     @property
@@ -292,7 +292,7 @@ def _batch_section(name: str, content: BatchResults, pictures: str) -> str:
     about = ", ".join(filter(None, (content.model, content.drafter, content.suite)))
     fixed = f"PATHSxDEPTH is a fixed plan of `{content.verifier}`. " if content.verifier else ""
     backend = content.compile_backend
-    compiled = f"The engine is compiled (`--compile {backend}`); " if backend else ""
+    compiled = f"The target is compiled (`--compile {backend}`); " if backend else ""
     return _section(
         f"Tokens/s by batch{content.variant} ({name})",
         markdown_table(rate_table(content.timings)),

@@ -191,9 +191,7 @@ class _Decoded(list[StepRecord]):
             self.append(record)
 
 
-def time_steps(
-    pair: Pair, setting: StepSetting, floors: Floors, *, compile_backend: str | None = None
-) -> StepReport:
+def time_steps(pair: Pair, setting: StepSetting, floors: Floors) -> StepReport:
     """Time the phases of a setting's steps.
 
     The same steps run once before they are timed, so that all is compiled and recorded by then.
@@ -202,7 +200,6 @@ def time_steps(
         pair: Target and drafter, whose pools have room for the setting.
         setting: What is timed.
         floors: Times of the pair's products.
-        compile_backend: Backend that compiles the verifier; None for no compilation.
 
     Raises:
         InvalidArgument: The pair cannot run the setting.
@@ -213,7 +210,7 @@ def time_steps(
         prefix_cache=False,
         prefill_tokens=max(1024, setting.batch * setting.context),  # no request is ahead
     )
-    make = partial(Engine, pair.target, pair.drafter, config, compile_backend=compile_backend)
+    make = partial(Engine, pair.target, pair.drafter, config)
     barrier = barrier_of(pair.target.device)
     with _decoding(make(), pair, setting) as engine:
         _timed(engine, setting)

@@ -365,17 +365,6 @@ def test_plain_decoding_needs_no_drafter(saved_pair):
         llm.generate("a", PARAMS, plan=Plan())
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-def test_compiled_it_answers_the_same(llm, saved_pair):
-    compiled = LLM(*saved_pair, paths=2, depth=3, compile_backend="eager")
-    params = SamplingParams(temperature=0.0, max_tokens=12)
-    prompts = ["ab", CHAT, "a longer one"]
-    ours, expected = (one.generate(prompts, params) for one in (compiled, llm))
-    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
-    assert all(one.metrics.drafted_nodes for one in ours)
-    assert compiled.generate("ab", params).token_ids == llm.generate("ab", params).token_ids
-
-
 def test_urgent_requests_overtake(saved_pair):
     llm = LLM(*saved_pair, paths=2, depth=3, engine=EngineConfig(max_batch=1))
     expected = llm.generate("slow", LONG)

@@ -122,7 +122,6 @@ def tiny_engine(
     graphs: GraphMode | Recorder = GraphMode.OFF,
     attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
     compile_backend: str | None = None,
-    models_by: str | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = HEAD_DIM,
     layers: int = LAYERS,
@@ -130,8 +129,7 @@ def tiny_engine(
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
 
-    The verifiers are compiled by ``compile_backend``, target and head by ``models_by``. Further
-    settings are those of ``EngineConfig``.
+    The target is compiled by ``compile_backend``. Further settings are those of ``EngineConfig``.
     """
     torch.manual_seed(11)
     sizes = {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": head_dim}
@@ -148,7 +146,7 @@ def tiny_engine(
         max_slots=slots,
         graphs=graphs,
         attention=attention,
-        compile_backend=models_by,
+        compile_backend=compile_backend,
     )
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
     head_config = head_config_of(model.config, arch, draft_vocab=vocab)
@@ -161,9 +159,6 @@ def tiny_engine(
             # Distributions that resemble the target's: its output layer under the head's own norm.
             head.lm_head.weight.copy_(target.output_embeddings)
     head = head.eval().to(dtype).to(device)
-    drafter = EagleDrafter(
-        head, attention(pool), graphs=graphs, max_context=256, compile_backend=models_by
-    )
+    drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256)
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
-    engine = Engine(target, drafter, config, compile_backend=compile_backend)
-    return TinyEngine(engine, model, target)
+    return TinyEngine(Engine(target, drafter, config), model, target)

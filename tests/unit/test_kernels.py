@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,13 +31,13 @@ from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import Fault, Verdict, VerifyUniforms, find_faults
 from eaglegbv.verifiers.block import BlockRule, acceptance_chances, prefix_weights
 from eaglegbv.verifiers.paths import DraftedPath
-from eaglegbv.verifiers.registry import CheckedVerifier, make_verifier
+from eaglegbv.verifiers.registry import make_verifier, verify_checked
 
 pytest.importorskip("triton", reason="Triton, which runs the kernels, is not installed")
 from eaglegbv import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # else interpreted
-SWITCHED = ("eaglegbv.sampling", "eaglegbv.verifiers.fused", "eaglegbv.verifiers.registry")
+SWITCHED = ("eaglegbv.sampling", "eaglegbv.verifiers.fused")
 KERNELS = ("warp_rows", "judge_nodes", "judge_paths", "draw_corrections")  # in order of launch
 RULES = sorted(fused.RULES)
 MARGIN = 1e-9  # far above rounding, and below any difference that matters
@@ -49,7 +48,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let kernels run on the CPU too, in pieces so small that a row has several."""
     for module in SWITCHED:
         monkeypatch.setattr(f"{module}.runs_kernels", lambda _: True)
-    for module in ("eaglegbv.sampling", "eaglegbv.verifiers.fused"):
         monkeypatch.setattr(f"{module}.PIECE", 4)
     with np.errstate(all="ignore"):  # what programs compute in masked lanes means nothing
         yield
@@ -93,7 +91,7 @@ def assert_same(got: Verdict, expected: Verdict) -> None:
 def test_verdicts_are_those_of_the_tensor_code(rule, seed):
     batch, verifier = batch_for(rule, seed), make_verifier(rule)
     assert fused.takes(verifier, batch.tree)
-    got, faults = CheckedVerifier(verifier).verify(batch.tree, batch.target, batch.uniforms)
+    got, faults = verify_checked(verifier, batch.tree, batch.target, batch.uniforms)
     assert not faults.any()
     assert_same(got, verifier.verify(batch.tree, batch.target, batch.uniforms))
 
@@ -109,7 +107,7 @@ def test_verdicts_on_trees_of_widths_are_those_of_the_tensor_code(widths, seed):
     forks = (batch.tree.draft_counts() > 1) & (batch.tree.depth > 0)
     assert forks.any()
     assert fused.takes(verifier, batch.tree)
-    got, faults = CheckedVerifier(verifier).verify(batch.tree, batch.target, batch.uniforms)
+    got, faults = verify_checked(verifier, batch.tree, batch.target, batch.uniforms)
     assert not faults.any()
     assert_same(got, verifier.verify(batch.tree, batch.target, batch.uniforms))
 
@@ -118,9 +116,9 @@ def test_verdicts_on_trees_of_widths_are_those_of_the_tensor_code(widths, seed):
 def test_rules_of_paths_take_no_trees_of_widths(rule):
     batch, verifier = batch_for("otbv", seed=0, widths=(1, 2)), make_verifier(rule)
     assert not fused.takes(verifier, batch.tree)
-    for judge in (CheckedVerifier(verifier).verify, partial(fused.verdict, verifier)):
+    for judge in (verify_checked, fused.verdict):
         with pytest.raises(SamplingMismatch):
-            judge(batch.tree, batch.target, batch.uniforms)
+            judge(verifier, batch.tree, batch.target, batch.uniforms)
 
 
 def chances_of(rule: str, batch: Batch) -> tuple[DraftedPath, torch.Tensor]:

@@ -26,7 +26,7 @@ from eaglegbv.verifiers.block import BlockVerifier, block
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier
 from eaglegbv.verifiers.proof.chooser import residual
 from eaglegbv.verifiers.proof.enumeration import Shape, drafted_trees, stateless
-from eaglegbv.verifiers.registry import REFERENCES, CheckedVerifier, make_any_verifier
+from eaglegbv.verifiers.registry import REFERENCES, make_any_verifier
 from eaglegbv.verifiers.stateful import LayerProbs, StatefulVerifier
 
 
@@ -290,9 +290,8 @@ def halved(pair: tuple[Path, Path]) -> LLM:
 @pytest.mark.thorough
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_wrong_rule_in_an_engine_is_rejected(llm, halved, exact, monkeypatch) -> None:
-    planted = CheckedVerifier(Gullible())
-    monkeypatch.setattr("eaglegbv.verification.checked_verifier", lambda *_: planted)
-    plan = Plan(verifier="block", paths=1, depth=2, draft_temperature=1.1)  # not checked before
+    monkeypatch.setattr("eaglegbv.verification.make_verifier", lambda _: Gullible())
+    plan = Plan(verifier="block", paths=1, depth=2)
     own, params = (llm if exact else halved), msgspec.structs.replace(PARAMS, top_k=6)
     assert not audited(own, params, plan, exact=exact, samples=2000).passed
 
