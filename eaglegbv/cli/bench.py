@@ -400,10 +400,12 @@ def served(
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
     given = locals()
-    from eaglegbv.backends.sglang.launch import check_ready, running
-    from eaglegbv.backends.sglang.llm import Endpoint
+    from eaglegbv.backends.sglang.ready import check_ready
 
     check_ready(context.args)
+    from eaglegbv.backends.sglang.launch import running
+    from eaglegbv.backends.sglang.llm import Endpoint
+
     require_integer("at-once", at_once, 1, 1024)
     chosen = load_questions(questions_set, data).first(questions)
     temperatures = opts.entries("temperature", temperature, float)

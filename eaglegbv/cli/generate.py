@@ -252,7 +252,10 @@ def serve(
     given = locals()
     if backend != "sglang":  # main() has the local one served by a command of its own
         raise InvalidArgument("backend", backend, one_of(("local", "sglang"), backend))
-    from eaglegbv.backends.sglang.launch import check_ready, launch
+    from eaglegbv.backends.sglang.ready import check_ready
+
+    check_ready(context.args, accelerator=not dry_run)
+    from eaglegbv.backends.sglang.launch import launch
     from eaglegbv.backends.sglang.server_args import check_command
     from eaglegbv.backends.sglang.settings import Settings
     from eaglegbv.loading import named_models
@@ -263,7 +266,6 @@ def serve(
     models = named_models(model, drafter)
     if models.drafter is None:
         _refuse_drafting(context)
-    check_ready(context.args, accelerator=not dry_run)
     target, head, others = models.target, models.drafter, context.args
     start = launch(target, head, paths=paths, depth=depth, settings=settings, others=others)
     if dry_run:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from support.cli import documented, documented_commands, run
 from support.sglang_engine import missing_sglang
 
-from eaglegbv.backends.sglang.launch import check_ready, launch, served_head, server_arguments
+from eaglegbv.backends.sglang.launch import launch, served_head, server_arguments
+from eaglegbv.backends.sglang.ready import check_ready
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.loading import TINY_TARGET
@@ -72,7 +74,7 @@ def test_without_a_drafter_nothing_is_drafted():
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let checks that need SGLang pass, where it is not installed."""
-    for check in ("launch.check_version", "launch.check_plugin", "server_args.check_command"):
+    for check in ("ready.check_version", "ready.check_plugin", "server_args.check_command"):
         monkeypatch.setattr(f"eaglegbv.backends.sglang.{check}", lambda *_: None)
 
 
@@ -115,7 +117,9 @@ def test_without_an_accelerator_the_advice_is_what_helps(monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     check_ready(["--tp", "2"], accelerator=False)
     for others, named in ((["--tp", "2"], "device=None"), (["--device=cpu"], "device='cpu'")):
-        with pytest.raises(InvalidArgument, match="no kernels for CPUs; use 'eagle") as caught:
+        with pytest.raises(
+            InvalidArgument, match="no kernels for CPUs; 'eaglegbv serve MODEL --b"
+        ) as caught:
             check_ready(others)
         assert str(caught.value).startswith(f"{named}: expected an accelerator")
         assert "\n" not in str(caught.value)
@@ -127,6 +131,30 @@ def test_without_an_accelerator_the_advice_is_what_helps(monkeypatch):
         check_ready(["--tp", "2"])
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     check_ready()
+
+
+MISSING = """
+import sys
+import torch
+from eaglegbv.cli.main import main
+
+torch.accelerator.is_available = lambda: False
+sys.modules["sgl_kernel"] = None
+try:
+    main(["serve", "tiny"])
+finally:
+    assert not {"transformers", "sglang"} & {*sys.modules}
+"""
+
+
+def test_a_missing_accelerator_is_one_line_before_anything_large_is_imported():
+    result = subprocess.run(
+        [sys.executable, "-c", MISSING], capture_output=True, text=True, check=False
+    )
+    assert result.stderr.startswith("eaglegbv: device=None: expected an accelerator")
+    assert "'eaglegbv serve MODEL --backend local'" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.returncode == 2
 
 
 @pytest.mark.usefixtures("installed")

@@ -1,6 +1,5 @@
 """SGLang started with our drafts and verifiers: in this process, or as a server of its own."""
 
-import argparse
 import hashlib
 import os
 import socket
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
+from eaglegbv.backends.sglang.ready import check_ready, read_options
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
-from eaglegbv.backends.sglang.version_check import check_plugin, check_version
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.drafters.checkpoint import CONFIG, Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
@@ -92,38 +90,6 @@ def engine(
         del os.environ[JSON_VARIABLE]
         if before is not None:
             os.environ[JSON_VARIABLE] = before
-
-
-def check_ready(
-    others: Sequence[str] = (), *, device: str | None = None, accelerator: bool = True
-) -> None:
-    """Check, before SGLang loads for a minute, that it can start here.
-
-    ``others`` are its own arguments, as on a command line; ``device`` is given otherwise. Without
-    ``accelerator``, the command may be for another machine.
-
-    Raises:
-        NotInstalled: SGLang is not installed.
-        InvalidArgument: It is of another version, would not find our plug-in, or cannot run on the
-            device, or without one that was named.
-    """
-    check_version()
-    check_plugin()
-    device = device or _options(others).device
-    if device == "cpu" and (missing := missing_cpu_kernels()):
-        raise InvalidArgument("device", device, f"an accelerator: {missing}")
-    if accelerator and device is None and not torch.accelerator.is_available():
-        remedy = missing_cpu_kernels() or "name the device 'cpu'"
-        raise InvalidArgument("device", None, f"an accelerator, and there is none here; {remedy}")
-
-
-def missing_cpu_kernels() -> str | None:
-    """Return why the installed SGLang cannot run on a CPU, or None."""
-    try:
-        from sgl_kernel import copy_all_layer_kv_cache_cpu  # noqa: F401
-    except ImportError:
-        return "SGLang's packages have no kernels for CPUs; use 'eaglegbv generate' there"
-    return None
 
 
 def server_arguments(
@@ -234,7 +200,7 @@ def launch(
             raise InvalidArgument("option", word, f"{ours} in its place")
     if drafter is not None and settings is not None:
         settings.check_paths(paths)
-    hub = {name: value for name, value in vars(_options(others)).items() if name != "device"}
+    hub = {name: value for name, value in vars(read_options(others)).items() if name != "device"}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     if settings is None:
         named["speculative_algorithm"] = named["speculative_algorithm"].replace("GBV", "")
@@ -243,15 +209,6 @@ def launch(
     for name, value in named.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     return Launch([*command, *others], {} if settings is None else settings.to_environment())
-
-
-def _options(others: Sequence[str]) -> argparse.Namespace:
-    """Return those of SGLang's arguments that are looked at before it starts."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--device")
-    parser.add_argument("--revision")
-    parser.add_argument("--trust-remote-code", action="store_true")
-    return parser.parse_known_args(others)[0]
 
 
 class ServerFailed(EagleGBVError):

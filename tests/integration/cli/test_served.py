@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield "http://nowhere"
 
     home = "eaglegbv.backends.sglang"
-    monkeypatch.setattr(f"{home}.launch.check_ready", lambda _: None)
+    monkeypatch.setattr(f"{home}.ready.check_ready", lambda _: None)
     monkeypatch.setattr(f"{home}.launch.running", running)
     monkeypatch.setattr(f"{home}.llm.Endpoint", lambda *_: fake_answer)
     monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")

@@ -1,0 +1,57 @@
+"""Checks that SGLang can start here, made before anything that takes seconds to import."""
+
+import argparse
+from collections.abc import Sequence
+
+from eaglegbv.backends.sglang.version_check import check_plugin, check_version
+from eaglegbv.errors import InvalidArgument
+
+OWN_ENGINE = "'eaglegbv serve MODEL --backend local' serves on a CPU"
+
+
+def check_ready(
+    others: Sequence[str] = (), *, device: str | None = None, accelerator: bool = True
+) -> None:
+    """Check, before SGLang loads for a minute, that it can start here.
+
+    ``others`` are its own arguments, as on a command line; ``device`` is given otherwise. Without
+    ``accelerator``, the command may be for another machine.
+
+    Raises:
+        NotInstalled: SGLang is not installed.
+        InvalidArgument: It is of another version, would not find our plug-in, or cannot run on the
+            device, or without one that was named.
+    """
+    device = device or read_options(others).device
+    if device == "cpu" and (missing := missing_cpu_kernels()):
+        raise InvalidArgument("device", device, f"an accelerator: {missing}")
+    if accelerator and device is None:
+        _check_accelerator()
+    check_version()
+    check_plugin()
+
+
+def _check_accelerator() -> None:
+    import torch
+
+    if not torch.accelerator.is_available():
+        remedy = missing_cpu_kernels() or "name the device 'cpu'"
+        raise InvalidArgument("device", None, f"an accelerator, and there is none here; {remedy}")
+
+
+def missing_cpu_kernels() -> str | None:
+    """Return why the installed SGLang cannot run on a CPU, and what can; or None."""
+    try:
+        from sgl_kernel import copy_all_layer_kv_cache_cpu  # noqa: F401
+    except ImportError:
+        return f"SGLang's packages have no kernels for CPUs; {OWN_ENGINE}"
+    return None
+
+
+def read_options(others: Sequence[str]) -> argparse.Namespace:
+    """Return those of SGLang's arguments that are looked at before it starts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    parser.add_argument("--revision")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    return parser.parse_known_args(others)[0]
