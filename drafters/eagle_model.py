@@ -27,7 +27,9 @@ from eaglegbv.attention.base import (
     pack,
 )
 from eaglegbv.compiling import compile_graph, making_graphs
+from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import DrafterMismatch, one_of
+from eaglegbv.fused_layers import fuse_layers, rotated_rows
 from eaglegbv.fused_linears import prepare
 from eaglegbv.output_layer import OutputLayer
 
@@ -126,6 +128,13 @@ class Rotation:
     cos: Tensor  # [..., 1, head_dim], the cosines, twice
     sin: Tensor  # [..., 1, head_dim], the sines, negative and then positive
 
+    def both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys; on a GPU by one kernel, unless they are trained or compiled."""
+        rows = q.dim() == 3 and not (q.requires_grad or torch.compiler.is_compiling())
+        if rows and runs_kernels(q.device):
+            return rotated_rows(q, k, self.cos.squeeze(-2), self.sin.squeeze(-2), signed=True)
+        return self(q), self(k)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``."""
         first, second = x.chunk(2, dim=-1)
@@ -197,7 +206,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (-1, self.head_dim))
             for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
-        attended = attend(rotation(self.q_norm(q)), rotation(self.k_norm(k)), v)
+        attended = attend(*rotation.both(self.q_norm(q), self.k_norm(k)), v)
         out: Tensor = self.o_proj(attended.flatten(-2))
         return out
 
@@ -270,6 +279,8 @@ class EagleHead(nn.Module, ABC):
             self.logits(attended)
 
         prepare(self, run_once, compiled=self if compiled else None)
+        if not compiled and runs_kernels(kind.device):
+            fuse_layers(self)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:

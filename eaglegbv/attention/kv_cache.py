@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import InvalidArgument, OutOfSlots
 from eaglegbv.utils import require_number
 
@@ -196,6 +197,9 @@ class KVPool:
         ``slots`` ``[rows]`` int64 are on the pool's device. Returns the layer, as :meth:`layer`.
         """
         all_keys, all_values = self.layer(layer)
+        if runs_kernels(all_keys.device):
+            _write_by_kernel(all_keys, all_values, slots, keys, values)
+            return all_keys, all_values
         all_keys.index_copy_(0, slots, keys)
         all_values.index_copy_(0, slots, values)
         return all_keys, all_values
@@ -204,6 +208,30 @@ class KVPool:
     def num_slots(self) -> int:
         """Number of slots."""
         return self.keys.shape[1]
+
+
+def _write_by_kernel(
+    all_keys: Tensor, all_values: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Write keys and values of new tokens to a layer, by one kernel for both."""
+    from eaglegbv.layer_kernels import write_rows
+
+    keys, values = (part if part.stride(2) == 1 else part.contiguous() for part in (keys, values))
+    rows, heads, dim = keys.shape
+    write_rows[(rows,)](
+        keys,
+        values,
+        slots,
+        all_keys,
+        all_values,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        heads,
+        dim,
+        BLOCK=1 << (heads * dim - 1).bit_length(),
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ argument, so no global state says which request or which pool is meant.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -52,8 +53,9 @@ from eaglegbv.cuda_graphs import (
     make_recorder,
     spare_slots,
 )
-from eaglegbv.devices import send, torch_as_usual
+from eaglegbv.devices import runs_kernels, send, torch_as_usual
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, first_line
+from eaglegbv.fused_layers import fuse_layers
 from eaglegbv.fused_linears import prepare
 from eaglegbv.models.self_check import (
     COMPILED,
@@ -86,6 +88,8 @@ class HFTarget(Target):
     Attributes:
         self_check: What the check found wrong; None where it passed.
         recorder: Records its forwards, and those of a drafter that shares it; None if none are.
+        fused_layers: How many of its layers run by one kernel each; see
+            :func:`eaglegbv.fused_layers.fuse_layers`.
     """
 
     @torch_as_usual()
@@ -150,6 +154,10 @@ class HFTarget(Target):
         self._allowed = self._rounding(outputs, probe.calls[0], attention)
         compiled = None if compile_backend is None else model.base_model
         prepare(model, lambda: self._probe(Probe()), compiled=compiled)
+        self.fused_layers: Counter[str] = Counter()
+        if compiled is None and runs_kernels(self.device):
+            self.fused_layers = fuse_layers(model)
+            _log.info("layers that run by one kernel each, and others: %s", self.fused_layers)
         if max_context is not None:
             require_integer("max_model_len", max_context, 2, self.max_context)
             self.max_context = max_context

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pretend_device import PretendDevice
+from support.pretend_device import BY_KERNELS, PretendDevice
 
 from eaglegbv.utils import CACHE_FOLDER
 
@@ -18,7 +18,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    """A CUDA device that is none; see :mod:`support.pretend_device`."""
+    """A CUDA device that is none; see :mod:`support.pretend_device`.
+
+    Layers run there by tensor operations, as it takes long to interpret their kernels.
+    """
+    for module in BY_KERNELS:
+        monkeypatch.setattr(f"{module}.runs_kernels", lambda _: False)
     monkeypatch.setattr("eaglegbv.devices._wait_for", lambda device: None)
     with PretendDevice() as mode:
         yield mode

@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.pretend_device import marked
+from support.pretend_device import BY_KERNELS, marked
 from support.tiny_engine import served, tiny_engine
 from support.tiny_models import VOCAB, tiny_model
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.config import PLAIN, EngineConfig, Plan
-from eaglegbv.devices import send
+from eaglegbv.devices import runs_kernels, send
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.engine import Engine
@@ -65,6 +65,21 @@ def test_texts_are_those_of_the_host(name, device):
     away.engine.check()
     # Heads of 16 are none of FlashInfer's: PyTorch attends, and that is counted.
     assert away.engine.metrics.value(ATTENTION_FALLBACKS, "head_dim") > 0
+
+
+def test_layers_by_kernels_are_layers_by_operations(device, monkeypatch):
+    """Of the target and of the head, in drafts and in prompts."""
+    for module in BY_KERNELS:
+        monkeypatch.setattr(f"{module}.runs_kernels", runs_kernels)
+    plan, params = Plan(verifier="block", paths=1, depth=2), SamplingParams(max_tokens=4, seed=3)
+    away = tiny_engine(device="cuda", attention=paged_attention)
+    layers = away.target.num_layers
+    assert away.target.fused_layers == {
+        "norms": 2 * layers + 1,
+        "activations": layers,
+        "rotations": layers,
+    }
+    assert away.tokens(PROMPTS[:2], params, plan) == tiny_engine().tokens(PROMPTS[:2], params, plan)
 
 
 def test_penalties_send_tokens_and_no_row_of_the_vocabulary(device, monkeypatch):

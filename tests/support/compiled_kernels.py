@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eaglegbv import kernels
+from eaglegbv import kernels, layer_kernels
 from eaglegbv.backends.sglang import kernels as sglang_kernels
 from eaglegbv.verifiers import fused
 
@@ -40,7 +40,23 @@ INT32 = {
 FLOAT32 = {"logits", "warped_out", "temperatures"}
 NUMBERS = {
     *("nodes", "num_draws", "width", "vocab", "length", "tests_stride", "uniforms_stride"),
-    *("row_stride", "paths"),
+    *(
+        "row_stride",
+        "paths",
+        "inner",
+        "outer_stride",
+        "inner_stride",
+        "heads",
+        "kv_heads",
+        "q_row",
+        "q_head",
+    ),
+    *("k_row", "k_head", "angle_row", "half", "gate_row", "up_row", "keys_row", "keys_head"),
+    *("values_row", "values_head", "dim"),
+}
+HALF = {
+    *("x", "weight", "out", "q", "k", "cos", "sin", "q_out", "k_out", "gate", "up", "keys"),
+    *("values", "pool_keys", "pool_values"),
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -48,6 +64,10 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def type_of(name: str, kernel: str) -> str:
     if name in NUMBERS:
         return "i32"
+    if name == "eps":
+        return "fp32"
+    if name in HALF:
+        return "*bf16"
     if name in FLOAT64:
         return "*fp64"
     if name in FLOAT32:
@@ -85,6 +105,12 @@ def main() -> None:
     work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
     work.append((sglang_kernels.number_nodes, {"PATHS": 16, **lists}))
     work.append((sglang_kernels.report_paths, {"STEPS": 32, "NODES": 512}))
+    work += [
+        (layer_kernels.norm_rows, {"BLOCK": 4096}),
+        (layer_kernels.rotate_rows, {"SIGNED": False, "BLOCK": 64}),
+        (layer_kernels.gate_rows, {"BLOCK": 1024}),
+        (layer_kernels.write_rows, {"BLOCK": 1024}),
+    ]
     for kernel, constants in work:
         name = f"{kernel.__name__} {constants.get('RULE', '')}"
         sys.stdout.write(" ".join((name, *resources(kernel, constants))) + "\n")

@@ -20,7 +20,7 @@ class Operations(TorchDispatchMode):
         name = str(func)
         aliases = [result.alias_info for result in func._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not (view or name.startswith(("aten.empty", "aten.new_empty"))):
+        if not (view or name.startswith(("aten.empty", "aten.new_empty", "aten._unsafe_view"))):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 

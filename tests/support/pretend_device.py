@@ -18,6 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda")
 
+BY_KERNELS = (
+    "eaglegbv.models.hf",
+    "eaglegbv.attention.kv_cache",
+    "eaglegbv.drafters.eagle_model",
+)
+"""Modules that run layers by kernels on a GPU."""
+
 _READS = {
     "item",
     "tolist",

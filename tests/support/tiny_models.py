@@ -40,7 +40,7 @@ def for_model(kind: str, **settings: Any) -> Callable[[], transformers.PreTraine
     return partial(AutoConfig.for_model, kind, **settings)
 
 
-CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+CONFIGS: dict[str, Callable[..., transformers.PreTrainedConfig]] = {
     "llama": for_model("llama", **_SIZES),
     "qwen2": for_model("qwen2", **_SIZES),
     "qwen2_window": for_model(
@@ -108,11 +108,15 @@ def random_llama(vocab: int, *, seed: int | None = None, **changes: object) -> L
         return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 
-def tiny_model(name: str, *, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+def tiny_model(
+    name: str, *, dtype: torch.dtype = torch.float32, layers: int = LAYERS
+) -> transformers.PreTrainedModel:
     """Return a random model whose attention matters: weights well above the usual start."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+        how = {} if layers == LAYERS else {"num_hidden_layers": layers}
+        config = CONFIGS[name](**how)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         return spread(model, 0.15).to(dtype)
 
 
