@@ -201,7 +201,8 @@ def _wait_for(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-PIECE = 1024  # entries of the vocabulary that a program of a kernel reads at once
+PIECE = 8192  # entries of the vocabulary that a program of a kernel reads at once
+PIECE_WARPS = 16  # warps that share them; fewer leave most of such a program's time to waiting
 
 
 def runs_kernels(device: torch.device) -> bool:

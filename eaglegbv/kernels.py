@@ -29,6 +29,7 @@ _LEAST_UNIFORM = tl.constexpr(1e-140)  # a uniform of exactly 0 must not find a 
 _LARGEST_LOG = tl.constexpr(709.782712893384)  # logarithm of the largest float64
 _TINY = tl.constexpr(2.2250738585072014e-308)  # smallest normal float64
 _COMPARED = tl.constexpr(16)  # entries that a list is compared with at once, to rank it
+_INFINITY = tl.constexpr(0x7F800000)  # bits of float32 infinity
 _LEAST = tl.constexpr(0x44400000)  # bits of float32 768: exp(-768) is 0 in float64
 _SEARCHES = tl.constexpr(31)  # halvings that find one number among those up to it
 
@@ -87,7 +88,8 @@ def _normalised(values, normaliser, IN_LOGS: tl.constexpr):
 
 # Warped rows. The logits of a row, relative to its largest and divided by its temperature, are 0 or
 # negative, so the bits of their negatives are in the order of the numbers: the edge of top-k or
-# top-p is found by halving the range of bits, with one pass over the row each time.
+# top-p is found by halving the range of bits, with one pass each time: over the row for top-k, for
+# top-p over a list of the few tokens that can matter.
 
 
 @triton.jit
@@ -107,56 +109,88 @@ def _weights(bits):
 def _top_k_edge(row_at, top_k, vocab, largest, temperature, PIECE: tl.constexpr):
     """Return the bits of the ``top_k``-th largest logit."""
     low = tl.zeros_like(vocab)
-    high = low + 0x7F800000  # infinity
+    high = low + _INFINITY
     for _ in range(_SEARCHES):
         middle = low + (high - low) // 2
-        count = tl.zeros_like(vocab)
+        counts = tl.zeros((PIECE,), tl.int32)
         for start in range(0, vocab, PIECE):
             columns = start + tl.arange(0, PIECE)
             bits = _bits(row_at, columns, vocab, largest, temperature)
-            count += tl.sum(((bits <= middle) & (columns < vocab)).to(tl.int32), axis=0)
-        enough = count >= top_k
+            counts += ((bits <= middle) & (columns < vocab)).to(tl.int32)
+        enough = tl.sum(counts, axis=0) >= top_k
         high = tl.where(enough, middle, high)
         low = tl.where(enough | (low >= high), low, middle + 1)
     return high
 
 
 @triton.jit
-def _mass(row_at, below, upto, vocab, largest, temperature, PIECE: tl.constexpr):
-    """Return the sum of the exponentials of what has bits less than ``below``, at most ``upto``."""
-    mass = tl.zeros_like(largest).to(tl.float64)
+def _list_likely(row_at, list_at, top_p, edge, vocab, largest, temperature, PIECE: tl.constexpr):
+    """List the bits of all tokens that top-p may keep; return their number, and the mass wanted.
+
+    Top-p cuts less than a share ``1 - top_p``. Tokens lighter than that share of an average token
+    have less together, so none of them decides where the edge is. Of a language model, a few
+    hundred tokens are left of a hundred thousand. Half of the share leaves room for rounding.
+    """
+    masses = tl.zeros((PIECE,), tl.float64)
     for start in range(0, vocab, PIECE):
         columns = start + tl.arange(0, PIECE)
         bits = _bits(row_at, columns, vocab, largest, temperature)
-        mass += tl.sum(tl.where((bits < below) & (bits <= upto), _weights(bits), 0.0), axis=0)
-    return mass
+        masses += tl.where(bits <= edge, _weights(bits), 0.0)
+    total = tl.sum(masses, axis=0)
+    least = (1 - top_p) * total / (2.0 * vocab)
+    count = tl.zeros_like(vocab)
+    for start in range(0, vocab, PIECE):
+        columns = start + tl.arange(0, PIECE)
+        bits = _bits(row_at, columns, vocab, largest, temperature)
+        likely = (bits <= edge) & (_weights(bits) >= least) & (columns < vocab)
+        places = count + tl.cumsum(likely.to(tl.int32), axis=0) - 1
+        tl.store(list_at + places, bits.to(tl.float32, bitcast=True), mask=likely)
+        count += tl.sum(likely.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return count, top_p * total
 
 
 @triton.jit
-def _top_p_edge(row_at, top_p, edge, vocab, largest, temperature, PIECE: tl.constexpr):
+def _listed(list_at, places, count):
+    """Return the bits of :func:`_list_likely` at ``places``; beyond the list, of infinity."""
+    values = tl.load(list_at + places, mask=places < count, other=float("inf"))
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _mass(list_at, count, below, PIECE: tl.constexpr):
+    """Return the sum of the exponentials of what is listed with bits less than ``below``."""
+    masses = tl.zeros((PIECE,), tl.float64)
+    for start in range(0, count, PIECE):
+        bits = _listed(list_at, start + tl.arange(0, PIECE), count)
+        masses += tl.where(bits < below, _weights(bits), 0.0)
+    return tl.sum(masses, axis=0)
+
+
+@triton.jit
+def _top_p_edge(row_at, list_at, top_p, edge, vocab, largest, temperature, PIECE: tl.constexpr):
     """Return the bits of the last logit that stays, and how many tokens of that logit stay.
 
-    ``edge`` has the bits of the last one that top-k leaves.
+    ``edge`` has the bits of the last one that top-k leaves; ``list_at`` is room for a row.
     """
-    infinity = tl.zeros_like(vocab) + 0x7F800000
-    wanted = top_p * _mass(row_at, infinity, edge, vocab, largest, temperature, PIECE)
+    count, wanted = _list_likely(row_at, list_at, top_p, edge, vocab, largest, temperature, PIECE)
     low = tl.zeros_like(vocab)
     high = low + _LEAST
     for _ in range(_SEARCHES):
         middle = low + (high - low + 1) // 2
-        room = _mass(row_at, middle, edge, vocab, largest, temperature, PIECE) < wanted
+        room = _mass(list_at, count, middle, PIECE) < wanted
         low = tl.where(room, middle, low)
         high = tl.where(room, high, middle - 1)
     # ``low`` may lie between two logits: the edge is the nearest one that is not less likely.
-    nearest = tl.zeros_like(vocab)
-    for start in range(0, vocab, PIECE):
-        columns = start + tl.arange(0, PIECE)
-        bits = _bits(row_at, columns, vocab, largest, temperature)
-        nearest = tl.maximum(nearest, tl.max(tl.where(bits <= low, bits, 0), axis=0))
-    missing = wanted - _mass(row_at, nearest, edge, vocab, largest, temperature, PIECE)
-    return nearest, tl.maximum(tl.ceil(missing / tl.maximum(_weights(nearest), _TINY)), 1.0).to(
-        tl.int32
-    )
+    nearest_of_lanes = tl.zeros((PIECE,), tl.int32)
+    for start in range(0, count, PIECE):
+        bits = _listed(list_at, start + tl.arange(0, PIECE), count)
+        nearest_of_lanes = tl.maximum(nearest_of_lanes, tl.where(bits <= low, bits, 0))
+    nearest = tl.max(nearest_of_lanes, axis=0)
+    missing = wanted - _mass(list_at, count, nearest, PIECE)
+    ties = tl.ceil(missing / tl.maximum(_weights(nearest), _TINY))
+    tl.debug_barrier()  # the row is written where the list was
+    return nearest, tl.maximum(ties, 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -178,24 +212,26 @@ def warp_rows(
     """Warp a row; see :func:`eaglegbv.sampling.warp`."""
     row = tl.program_id(0).to(tl.int64)
     row_at = logits + row * row_stride
+    out_at = warped_out + row * vocab
     columns = tl.arange(0, PIECE)
-    largest = tl.load(row_at).to(tl.float32)
-    best = tl.zeros_like(vocab)
-    broken = tl.zeros_like(vocab)
+    # Every lane keeps its largest logit, and where that was first.
+    tops = tl.full((PIECE,), -float("inf"), tl.float32)
+    firsts = tl.zeros((PIECE,), tl.int32) + vocab
+    flaws = tl.zeros((PIECE,), tl.int32)
     for start in range(0, vocab, PIECE):
-        real = start + columns < vocab
-        values = tl.load(row_at + start + columns, mask=real, other=-float("inf")).to(tl.float32)
-        broken += tl.sum(((values != values) | (values == float("inf"))).to(tl.int32), axis=0)
-        highest = tl.max(values, axis=0)
-        first = start + tl.min(tl.where(values == highest, columns, PIECE), axis=0)
-        best = tl.where((highest > largest) | (start == 0), first, best)
-        largest = tl.where((highest > largest) | (start == 0), highest, largest)
-    broken += (largest == -float("inf")).to(tl.int32)
+        at = start + columns
+        values = tl.load(row_at + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        flaws |= ((values != values) | (values == float("inf"))).to(tl.int32)
+        firsts = tl.where((values > tops) | (start == 0), at, firsts)
+        tops = tl.where((values > tops) | (start == 0), values, tops)
+    largest = tl.max(tops, axis=0)
+    best = tl.min(tl.where(tops == largest, firsts, vocab), axis=0)
+    broken = tl.sum(flaws, axis=0) + (largest == -float("inf")).to(tl.int32)
 
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0
     temperature = tl.where(greedy, 1.0, temperature)
-    edge = tl.zeros_like(vocab) + 0x7F800000  # infinity: everything stays
+    edge = tl.zeros_like(vocab) + _INFINITY  # everything stays
     last = edge
     ties = vocab
     if TOP_K:
@@ -206,28 +242,33 @@ def warp_rows(
     if TOP_P:
         top_p = tl.load(top_ps + row)
         if (top_p < 1) & ~greedy:
-            last, ties = _top_p_edge(row_at, top_p, edge, vocab, largest, temperature, PIECE)
+            last, ties = _top_p_edge(
+                row_at, out_at, top_p, edge, vocab, largest, temperature, PIECE
+            )
     least = -float("inf")
     if MIN_P:
         least = tl.log(tl.load(min_ps + row))
-    normaliser = tl.zeros_like(largest).to(tl.float64)
+    masses = tl.zeros((PIECE,), tl.float64)
     seen = tl.zeros_like(vocab)
     for start in range(0, vocab, PIECE):
         at = start + columns
         real = at < vocab
         bits = _bits(row_at, at, vocab, largest, temperature)
         warped = -bits.to(tl.float32, bitcast=True)
-        equal = (bits == last) & real
-        kept = (bits < last) | (equal & (seen + tl.cumsum(equal.to(tl.int32), axis=0) <= ties))
-        seen += tl.sum(equal.to(tl.int32), axis=0)
+        kept = bits <= last
+        if TOP_P:
+            equal = (bits == last) & real
+            count = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+            kept = (bits < last) | (equal & (count <= ties))
+            seen += tl.sum(equal.to(tl.int32), axis=0)
         if MIN_P:
             kept &= warped.to(tl.float64) >= least
         kept = tl.where(greedy, at == best, kept)
         warped = tl.where(kept, warped, -float("inf"))
         warped = tl.where(broken > 0, float("nan"), warped)
-        tl.store(warped_out + row * vocab + at, warped, mask=real)
-        normaliser += tl.sum(tl.where(real, tl.exp(warped.to(tl.float64)), 0.0), axis=0)
-    tl.store(normalisers_out + row, tl.log(normaliser))
+        tl.store(out_at + at, warped, mask=real)
+        masses += tl.where(real, tl.exp(warped.to(tl.float64)), 0.0)
+    tl.store(normalisers_out + row, tl.log(tl.sum(masses, axis=0)))
 
 
 # Verdicts. Lists of draft tokens are short; every sum is taken in float64.
@@ -540,6 +581,7 @@ def draw_corrections(
     IN_LOGS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     """Draw a request's last token from ``max(weight p - draft, 0)``, in vocabulary order."""
     request = tl.program_id(0).to(tl.int64)
@@ -566,21 +608,22 @@ def draw_corrections(
     tl.store(own_at + ids, tl.maximum(weight * p - draft, p * _TRACE), mask=listed)
     tl.debug_barrier()
 
-    total = tl.zeros_like(weight)
+    # The piece in which the token lies, then the token within it.
+    pieces = tl.arange(0, PIECES)
+    masses = tl.zeros((PIECES,), tl.float64)
     for start in range(0, vocab, PIECE):
         part = tl.load(own_at + start + columns, mask=start + columns < vocab, other=0.0)
-        total += tl.sum(part, axis=0)
+        masses = tl.where(pieces == start // PIECE, tl.sum(part, axis=0), masses)
+    ends = tl.cumsum(masses, axis=0)
     uniform = tl.maximum(tl.load(uniforms + request * uniforms_stride), _LEAST_UNIFORM)
-    threshold = uniform * total
-    before = tl.zeros_like(weight)
-    drawn = -1
-    last = 0  # the last token that can be drawn, should rounding leave the threshold unreached
-    for start in range(0, vocab, PIECE):
-        part = tl.load(own_at + start + columns, mask=start + columns < vocab, other=0.0)
-        above = (before + tl.cumsum(part, axis=0) > threshold) & (part > 0)
-        first = tl.min(tl.where(above, columns, PIECE), axis=0)
-        drawn = tl.where((drawn < 0) & (first < PIECE), start + first, drawn)
-        last = tl.maximum(last, tl.max(tl.where(part > 0, start + columns, 0), axis=0))
-        before += tl.sum(part, axis=0)
-    token = tl.where(drawn < 0, last, drawn)
+    threshold = uniform * _entry(ends, pieces, PIECES - 1)
+    piece = _first_lane((ends > threshold) & (masses > 0), pieces, PIECES)
+    before = _entry(ends, pieces, piece) - _entry(masses, pieces, piece)
+    at = piece * PIECE + columns
+    part = tl.load(own_at + at, mask=at < vocab, other=0.0)
+    above = (before + tl.cumsum(part, axis=0) > threshold) & (part > 0)
+    first = tl.min(tl.where(above, at, vocab), axis=0)
+    # The last token that can be drawn, should rounding leave the threshold unreached.
+    last = tl.max(tl.where(part > 0, at, 0), axis=0)
+    token = tl.where(first < vocab, first, last)
     tl.store(token_out + request, token.to(tl.int64))

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import PIECE, runs_kernels, upload
+from eaglegbv.devices import PIECE, PIECE_WARPS, runs_kernels, upload
 from eaglegbv.sampling_params import SamplingParams as SamplingParams
 
 
@@ -145,6 +145,7 @@ def _launch_warp(logits: Tensor, settings: WarpSettings) -> tuple[Tensor, Tensor
         TOP_P=settings.top_p is not None,
         MIN_P=settings.min_p is not None,
         PIECE=PIECE,
+        num_warps=PIECE_WARPS,
     )
     return warped, normalisers
 

@@ -4,12 +4,14 @@ What is computed, and how, stands in the rules themselves, which are the referen
 :mod:`eaglegbv.kernels` computes the same on a GPU.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import PIECE, runs_kernels
+from eaglegbv.devices import PIECE, PIECE_WARPS, runs_kernels
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
-from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms
 
 RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that the kernels know
 WIDEST = 8192  # entries of the longest draft list that a program holds
@@ -17,9 +19,13 @@ WIDEST = 8192  # entries of the longest draft list that a program holds
 
 def takes(verifier: Verifier, tree: DraftTree) -> bool:
     """Return whether the kernels judge such a tree by ``verifier`` where it is."""
-    if not runs_kernels(tree.token_ids.device) or verifier.name not in RULES:
+    if not runs_kernels(tree.token_ids.device):
         return False
-    independent = tree.draft_sampling is DraftSampling.IID and tree.length > 0
+    if tree.length == 0:  # nothing to judge
+        return True
+    if verifier.name not in RULES:
+        return False
+    independent = tree.draft_sampling is DraftSampling.IID
     independent &= tree.columns or verifier.name == "otbv"
     return independent and 0 < tree.width <= WIDEST
 
@@ -43,6 +49,8 @@ def judge(
     """
     from eaglegbv import kernels  # where Triton is, and only when it is needed
 
+    if tree.length == 0:
+        return _sample_roots(tree, target, uniforms)
     batch, nodes, width = tree.draft_probs.shape
     block = max(16, _power_of_two(width))
     warps = max(4, min(16, block // 128))
@@ -64,7 +72,7 @@ def judge(
         tree.draft_probs,
         target.logits,
         target.log_normaliser,
-        target.rows,
+        target.rows.contiguous(),
         labels,
         ids,
         draft,
@@ -112,28 +120,66 @@ def judge(
         NODES=_power_of_two(nodes),
         num_warps=warps,
     )
+    _draw(_Stops(ids, draft, stop, weight, bonus), width, target, uniforms.correction, token_ids)
+    return Verdict(path_nodes, accepted, token_ids), faults
+
+
+def _sample_roots(
+    tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
+) -> tuple[Verdict, Tensor]:
+    """Return a sample of the target for trees of a root alone, and their faults."""
+    roots = torch.zeros_like(tree.num_nodes)
+    normalisers = target.log_normaliser.take(target.rows[:, 0])
+    weights = torch.ones_like(normalisers)
+    token_ids = torch.empty_like(roots)
+    # No draft was judged, so there is no list of draft tokens: other tensors take its place.
+    stops = _Stops(roots, weights, roots.to(torch.int32), weights, torch.ones_like(roots))
+    _draw(stops, 0, target, uniforms.correction, token_ids)
+    # A number minus itself is 0, or NaN where it is not finite.
+    faults = (normalisers - normalisers != 0) * int(Fault.TARGET_NOT_FINITE)
+    return Verdict(tree.token_ids.new_zeros((tree.batch, 0)), roots, token_ids), faults
+
+
+class _Stops(NamedTuple):
+    """Where acceptance ends in each tree, and what its last token is drawn from."""
+
+    draft_ids: Tensor  # [batch, nodes, width] int64: lists of draft tokens of all nodes
+    draft_probs: Tensor  # [batch, nodes, width] float64: what drafts have of each of them
+    nodes: Tensor  # [batch] int32
+    weights: Tensor  # [batch] float64: factor on p there
+    bonus: Tensor  # [batch] int: not 0 where nothing was drafted, so that all of p is left
+
+
+def _draw(
+    stops: _Stops, width: int, target: TargetProbs, uniforms: Tensor, token_ids: Tensor
+) -> None:
+    """Write the last token of each request to ``token_ids``; lists have ``width`` entries."""
+    from eaglegbv import kernels
+
+    batch, nodes = target.rows.shape
+    pieces = -(-target.vocab // PIECE)
     kernels.draw_corrections[(batch,)](
-        ids,
-        draft,
+        stops.draft_ids,
+        stops.draft_probs,
         target.logits,
         target.log_normaliser,
-        target.rows,
-        stop,
-        weight,
-        bonus,
-        uniforms.correction,
-        floats.new_empty((batch, target.vocab)),
+        target.rows.contiguous(),
+        stops.nodes,
+        stops.weights,
+        stops.bonus,
+        uniforms,
+        target.log_normaliser.new_empty((batch, target.vocab)),
         token_ids,
         nodes,
         width,
         target.vocab,
-        uniforms.correction.stride(0),
+        uniforms.stride(0),
         IN_LOGS=target.in_logs,
-        BLOCK=block,
+        BLOCK=max(16, _power_of_two(width)),
         PIECE=PIECE,
-        num_warps=warps,
+        PIECES=_power_of_two(pieces),
+        num_warps=PIECE_WARPS,
     )
-    return Verdict(path_nodes, accepted, token_ids), faults
 
 
 def _power_of_two(number: int) -> int:

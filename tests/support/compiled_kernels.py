@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from eaglegbv import kernels, layer_kernels
 from eaglegbv.backends.sglang import kernels as sglang_kernels
+from eaglegbv.devices import PIECE, PIECE_WARPS
 from eaglegbv.verifiers import fused
 
 FLOAT64 = {
@@ -84,7 +85,8 @@ def resources(kernel, constants):
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": PIECE_WARPS if "PIECE" in constants else 4}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -95,13 +97,13 @@ def resources(kernel, constants):
 
 
 def main() -> None:
-    lists, pieces = {"BLOCK": 256}, {"PIECE": 1024}
+    lists, pieces = {"BLOCK": 256}, {"PIECE": PIECE}
     work = []
     for rule in sorted(fused.RULES):
         sizes = {"RULE": rule, **lists}
         work.append((kernels.judge_nodes, {**sizes, "IN_LOGS": True, "DRAWS": 16}))
         work.append((kernels.judge_paths, {**sizes, "NODES": 16}))
-    work.append((kernels.draw_corrections, {"IN_LOGS": True, **lists, **pieces}))
+    work.append((kernels.draw_corrections, {"IN_LOGS": True, "PIECES": 16, **lists, **pieces}))
     work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
     work.append((sglang_kernels.number_nodes, {"PATHS": 16, **lists}))
     work.append((sglang_kernels.report_paths, {"STEPS": 32, "NODES": 512}))

@@ -1,7 +1,7 @@
 """Ragged batches of trees, prompts and texts, and pools of random contents for them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,11 +89,6 @@ def new_rows(
         for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     )
     return q, k, v
-
-
-def moved(segments: list[Segment], device: str) -> list[Segment]:
-    parts = [[getattr(s, field.name) for field in fields(s)] for s in segments]
-    return [Segment(*(None if part is None else part.to(device) for part in own)) for own in parts]
 
 
 def leaves(text: Tensor, count: int) -> Segment:

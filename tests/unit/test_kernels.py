@@ -25,7 +25,7 @@ from eaglegbv.drafting import Drafting
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp, warped_rows
 from eaglegbv.scheduler.batch import Forward, Group
-from eaglegbv.tree import DraftSampling, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verification import Verification, read_outputs
 from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import Fault, Verdict, VerifyUniforms, find_faults
@@ -49,6 +49,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in SWITCHED:
         monkeypatch.setattr(f"{module}.runs_kernels", lambda _: True)
         monkeypatch.setattr(f"{module}.PIECE", 4)
+        monkeypatch.setattr(f"{module}.PIECE_WARPS", 1)
     with np.errstate(all="ignore"):  # what programs compute in masked lanes means nothing
         yield
 
@@ -163,6 +164,26 @@ def test_corrections_are_drawn_from_the_same_residual(rule):
         assert_same(got, verifier.verify(batch.tree, batch.target, uniforms))
 
 
+def test_plain_decoding_samples_its_target():
+    batch = batch_for("token", seed=3, count=4)
+    tree = DraftTree.roots([1, 2, 0, 1], device=DEVICE)
+    normalisers = batch.target.log_normaliser.clone()
+    normalisers[batch.target.rows[2, 0]] = torch.nan
+    rows = batch.target.rows[:, :1]  # not contiguous
+    target = replace(batch.target, rows=rows, log_normaliser=normalisers)
+    verifier = make_verifier("token")
+    for uniform in (0.0, 0.3, 0.9, 1 - 2**-53):
+        correction = torch.full_like(batch.uniforms.correction, uniform)
+        uniforms = replace(batch.uniforms, correction=correction)
+        got, faults = verify_checked(verifier, tree, target, uniforms)
+        assert faults.tolist() == find_faults(tree, target).tolist() == [0, 0, 1, 0]
+        expected = verifier.verify(tree, target, uniforms)
+        assert got.path_nodes.shape == (4, 0)
+        assert got.accepted.tolist() == [0] * 4
+        sound = [0, 1, 3]
+        assert got.token_ids[sound].tolist() == expected.token_ids[sound].tolist()
+
+
 def test_faults_are_those_of_the_tensor_code():
     batch = batch_for("otbv", seed=2, count=4)
     probs = batch.tree.draft_probs.clone()
@@ -202,6 +223,18 @@ def test_warped_rows_are_those_of_the_tensor_code(dtype):
     expected = warp(logits, settings)
     assert torch.equal(got, expected)
     torch.testing.assert_close(normalisers, expected.double().logsumexp(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 8.0])
+def test_top_p_keeps_the_same_tokens_of_flat_and_of_steep_rows(spread):
+    """Of many a row, most tokens are too unlikely to be looked at; of a flat one, none."""
+    generator = torch.Generator().manual_seed(2)
+    logits = (spread * torch.randn(8, 61, generator=generator)).to(DEVICE)
+    masses = (0.01, 0.2, 0.5, 0.7, 0.9, 0.99, 0.999999)
+    every = [SamplingParams(top_p=top_p) for top_p in masses]
+    every.append(SamplingParams(top_p=0.8, top_k=7))
+    settings = WarpSettings.of(every, [1] * len(every), device=DEVICE)
+    assert torch.equal(warped_rows(logits, settings)[0], warp(logits, settings))
 
 
 def test_ties_stay_as_documented():

@@ -21,7 +21,6 @@ from support.ragged_batches import (
     SLOTS,
     Sizes,
     leaves,
-    moved,
     new_rows,
     padded,
     pools,
@@ -79,7 +78,7 @@ def check_kernels(place: Place, name, sizes=SIZES, *, tolerance=0.03, **scores: 
     ours, reference = pools(place.device, sizes=sizes)
     attention = FlashInferPagedAttention(ours, place.kernels)
     expected_by = TorchPagedAttention(reference)
-    batch = pack(moved(BATCHES[name], place.device))
+    batch = pack(BATCHES[name], place.device)
     for layer in range(LAYERS):
         q, k, v = new_rows(batch.rows, place.device, sizes=sizes)
         found, expected = (
@@ -175,13 +174,12 @@ def test_long_texts_are_split_among_blocks(name, place, on_host):
 def test_kernels_of_fixed_sizes_agree(name, window, place):
     """Planned anew for other texts of as many rows."""
     ours, reference = pools(place.device)
-    on_host, bucket = padded(BATCHES[name])
-    segments = moved(on_host, place.device)
+    segments, bucket = padded(BATCHES[name])
     static = FlashInferPagedAttention(ours, place.kernels).static(bucket, max_context=SLOTS)
     expected_by = TorchPagedAttention(reference)
     turned = [*segments[-2::-1], segments[-1]]
     for layer, own in enumerate((segments, turned)):
-        batch = pack(own)
+        batch = pack(own, place.device)
         q, k, v = new_rows(batch.rows, place.device)
         static.plan(batch)
         found, expected = (
