@@ -201,7 +201,7 @@ def _wait_for(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-PIECE = 8192  # entries of the vocabulary that a program of a kernel reads at once
+PIECE = 4096  # entries of the vocabulary that a program of a kernel reads at once
 PIECE_WARPS = 16  # warps that share them; fewer leave most of such a program's time to waiting
 
 

@@ -103,7 +103,7 @@ def main() -> None:
         sizes = {"RULE": rule, **lists}
         work.append((kernels.judge_nodes, {**sizes, "IN_LOGS": True, "DRAWS": 16}))
         work.append((kernels.judge_paths, {**sizes, "NODES": 16}))
-    work.append((kernels.draw_corrections, {"IN_LOGS": True, "PIECES": 16, **lists, **pieces}))
+    work.append((kernels.draw_corrections, {"IN_LOGS": True, "PIECES": 32, **lists, **pieces}))
     work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
     work.append((sglang_kernels.number_nodes, {"PATHS": 16, **lists}))
     work.append((sglang_kernels.report_paths, {"STEPS": 32, "NODES": 512}))
