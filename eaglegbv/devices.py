@@ -202,7 +202,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 PIECE = 4096  # entries of the vocabulary that a program of a kernel reads at once
-PIECE_WARPS = 16  # warps that share them; fewer leave most of such a program's time to waiting
+PIECE_WARPS = 8  # warps that share them; with fewer, such a program mostly waits for memory
 
 
 def runs_kernels(device: torch.device) -> bool:
