@@ -11,7 +11,8 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.config import Plan
-from eaglegbv.drafters.tree_growth import DraftCall, DraftProbs, NewRows, ProbsSettings, draft_trees
+from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings
+from eaglegbv.drafters.host_drafting import DraftCall, NewRows, draft_trees
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree

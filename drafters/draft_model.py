@@ -22,15 +22,8 @@ from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
-from eaglegbv.drafters.tree_growth import (
-    DraftCall,
-    DraftedRows,
-    DraftProbs,
-    NewRows,
-    ProbsSettings,
-    draft_trees,
-    replayed_probs,
-)
+from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
+from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftTree
 

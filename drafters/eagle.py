@@ -28,17 +28,10 @@ from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
 from eaglegbv.devices import send
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots, own_state
+from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.graph_drafting import DeviceDrafting
-from eaglegbv.drafters.tree_growth import (
-    DraftCall,
-    DraftedRows,
-    DraftProbs,
-    NewRows,
-    ProbsSettings,
-    draft_trees,
-    replayed_probs,
-)
+from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
 from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -105,9 +98,7 @@ class EagleDrafter(RowDrafter):
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
-            self._on_device = DeviceDrafting(
-                head, self._forward, recorder, max_context=most, compile_backend=compile_backend
-            )
+            self._on_device = DeviceDrafting(head, self._forward, recorder, max_context=most)
             self.graph_counts = self._on_device.counts
 
     def record(

@@ -1,11 +1,7 @@
-"""An EAGLE head's forwards, compiled, and its whole draft loop, recorded once and replayed.
-
-Generated code has fewer operations to launch, and a recording launches them all at once.
-"""
+"""An EAGLE head's whole draft loop, recorded once and replayed: all its launches are one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self
 
 import torch
@@ -15,22 +11,10 @@ from eaglegbv.attention.base import BranchAttention, BranchShape
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Outcomes, Recorder, Work
 from eaglegbv.devices import send
+from eaglegbv.drafters.draft_probs import DraftProbs, draft_params, draft_probs, log_probs, support
 from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
-from eaglegbv.drafters.tree_growth import (
-    DraftCall,
-    DraftProbs,
-    DrawPaths,
-    Frontier,
-    TreeGrowth,
-    compiled_draw_paths,
-    draft_numbers,
-    draft_params,
-    draft_probs,
-    frontier_rows,
-    in_columns,
-    log_probs,
-    support,
-)
+from eaglegbv.drafters.host_drafting import DraftCall, draft_numbers
+from eaglegbv.drafters.tree_growth import Frontier, LevelTable, TreeGrowth, in_columns, level_table
 from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams, WarpSettings
@@ -85,22 +69,17 @@ class DeviceDrafting:
         recorder: Recorder,
         *,
         max_context: int,
-        compile_backend: str | None = None,
     ) -> None:
         """Begin with nothing recorded.
 
         The last slot of the pool of ``forward`` is nobody's; texts have ``max_context`` positions
-        at most. A ``compile_backend``, a known one of ``torch.compile``, compiles the growth of
-        drawn trees now.
+        at most.
         """
         self.counts = Outcomes()
         self._head = head
         self._forward = forward
         self._recorder = recorder
-        draw = compiled_draw_paths(compile_backend, forward.attention.pool.keys.device)
-        self._make = partial(
-            _Drafting, head=head, forward=forward, draw=draw, max_context=max_context
-        )
+        self._max_context = max_context
         self._recorded: dict[_Kind, _Drafting] = {}
         self._refused: dict[_Kind, str] = {}
 
@@ -146,13 +125,10 @@ class DeviceDrafting:
         """
         requests, plan, draft_sampling = call.requests, call.plan, call.draft_sampling
         padded = 1 << (len(requests) - 1).bit_length()
-        if draft_sampling is DraftSampling.FIXED and plan.shape:
-            raise NotRecordable("shape")
         if call.ruled:
             raise NotRecordable("rules")
-        if plan.widths and draft_sampling is not DraftSampling.FIXED:
-            raise NotRecordable("widths")
-        if padded * frontier_rows(plan, draft_sampling) > MAX_ROWS:
+        table = self._table(plan, draft_sampling)
+        if padded * table.most_rows > MAX_ROWS:
             raise NotRecordable("too many rows")
         params = [draft_params(request.params, plan) for request in requests]
         params += params[-1:] * (padded - len(requests))
@@ -161,7 +137,16 @@ class DeviceDrafting:
         if kind in self._refused:
             raise NotRecordable(self._refused[kind])
         known = self._recorded.get(kind)
-        drafting = known or self._make(kind, settings)
+        drafting = known
+        if drafting is None:
+            drafting = _Drafting(
+                kind,
+                settings,
+                head=self._head,
+                forward=self._forward,
+                table=table,
+                max_context=self._max_context,
+            )
         drafting.load(call, settings, contexts, hidden)
         if known is None:
             try:
@@ -178,6 +163,10 @@ class DeviceDrafting:
         kept = torch.contiguous_format
         return trees.mapped(lambda tensor: tensor[: len(requests)].clone(memory_format=kept))
 
+    def _table(self, plan: Plan, draft_sampling: DraftSampling) -> LevelTable:
+        width = support(plan, draft_sampling, len(self._head.draft_to_target))
+        return level_table(plan, draft_sampling, self._head.draft_to_target.device, width=width)
+
 
 class _Drafting:
     """Static buffers of one kind of draft, and the loop over them."""
@@ -191,7 +180,7 @@ class _Drafting:
         *,
         head: EagleHead,
         forward: HeadForward,
-        draw: DrawPaths,
+        table: LevelTable,
         max_context: int,
     ) -> None:
         plan, config, batch = kind.plan, head.config, kind.requests
@@ -199,8 +188,8 @@ class _Drafting:
         self._kind = kind
         self._head = head
         self._forward = forward
-        self._draw = draw
-        self._rows = frontier_rows(plan, kind.draft_sampling)
+        self._table = table
+        self._rows = table.most_rows
         self._scratch_slot = pool.num_slots - 1
         self._attention: BranchAttention | None = None
         if plan.depth > 1:
@@ -241,8 +230,8 @@ class _Drafting:
             most = attention.most_keys
             if most is not None and sum(lengths) + slots.numel() > most:
                 raise NotRecordable("too many keys")
-            for row, own in zip(slots.flatten(1)[:real], call.tree_slots, strict=True):
-                row.copy_(own[: len(row)])
+            for levels, own in zip(slots[:real], call.tree_slots, strict=True):
+                self._take(levels, own)
             attention.plan(contexts, slots)
         tokens = [request.token_ids[-1] for request in call.requests]
         _fill(self._roots, torch.tensor([*tokens, *[0] * missing]))
@@ -253,40 +242,60 @@ class _Drafting:
                 _fill(buffer, settings.columns[name])
             _fill(self._uniforms[:real], draft_numbers(call.requests, kind.plan))
 
+    def _take(self, levels: Tensor, slots: Tensor) -> None:
+        """Write the slots of a request's rows to ``levels`` ``[levels, rows]``."""
+        first = 0
+        for row, level in zip(levels, self._table.levels, strict=False):
+            end = first + level.next_rows
+            row[: level.next_rows] = slots[first:end]
+            first = end
+
     def work(self) -> tuple[Tensor, ...]:
         """Draft, and return the tensors of the trees in order."""
-        kind, head, rows = self._kind, self._head, self._rows
-        growth = TreeGrowth(
-            kind.plan, kind.draft_sampling, self._roots, self._uniforms, draw=self._draw
-        )
+        kind = self._kind
+        fixed = kind.draft_sampling is DraftSampling.FIXED
+        growth = TreeGrowth(self._table, self._roots, None if fixed else self._uniforms)
         rotations = self._rotations()
-        frontier = growth.grow(self._probs(head.logits(self._hidden), 1))
+        frontier = growth.grow(self._probs(self._head.logits(self._hidden), 1))
         hidden = self._hidden.unsqueeze(1)
         chains: Tensor | None = None
-        for level in range(kind.plan.depth - 1):
+        for level, rotation in enumerate(rotations):
+            rows = frontier.token_ids.shape[1]
+            chains = self._chains(level, chains, hidden.shape[1], frontier)
             if frontier.parents is not None:
-                hidden = hidden.gather(
-                    1, frontier.parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])
-                )
+                index = frontier.parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])
+                hidden = hidden.gather(1, index)
             elif level == 0:  # all rows continue the root
                 hidden = hidden.repeat_interleave(rows, dim=1)
-            chains = self._chains(chains, frontier)
-            level_rows = Rows(frontier.token_ids.flatten(), rotations[level])
-            drafted = self._step(level, level_rows, hidden, chains)
-            hidden = drafted.hidden.view(kind.requests, rows, -1)
-            frontier = growth.grow(self._probs(drafted.logits, rows))
+            tokens = _padded(frontier.token_ids, self._rows)
+            drafted = self._step(
+                level, Rows(tokens.flatten(), rotation), _padded(hidden, self._rows), chains
+            )
+            hidden = drafted.hidden.view(kind.requests, self._rows, -1)[:, :rows]
+            logits = drafted.logits.view(kind.requests, self._rows, -1)[:, :rows]
+            frontier = growth.grow(self._probs(logits.flatten(0, 1), rows))
         return tuple(growth.finish().tensors.values())
 
-    def _chains(self, above: Tensor | None, frontier: Frontier) -> Tensor | None:
-        """Return the branches of each row's path; None if each continues that of its own number."""
-        if frontier.parents is None:
+    def _chains(
+        self, level: int, above: Tensor | None, rows_above: int, frontier: Frontier
+    ) -> Tensor | None:
+        """Return the branches of each row's path; None if each continues that of its own number.
+
+        ``above`` are those of the level before, which has ``rows_above`` rows.
+        """
+        if level == 0 or (above is None and frontier.parents is None):
             return None
-        own = torch.arange(self._rows, device=frontier.parents.device)
-        own = own.expand_as(frontier.parents).unsqueeze(2)
+        batch, rows = frontier.token_ids.shape
+        device = frontier.token_ids.device
         if above is None:
-            return own
-        parents = frontier.parents.unsqueeze(2).expand(-1, -1, above.shape[2])
-        return torch.cat((above.gather(1, parents), own), dim=2)
+            every = torch.arange(rows_above, device=device)
+            above = every.view(1, -1, 1).expand(batch, -1, level)
+        if frontier.parents is not None:
+            above = above.gather(1, frontier.parents.unsqueeze(2).expand(-1, -1, level))
+        else:
+            above = above[:, :rows]
+        own = torch.arange(rows, device=device).expand(batch, -1).unsqueeze(2)
+        return _padded(torch.cat((above, own), dim=2), self._rows)
 
     def _rotations(self) -> list[Rotation]:
         """Return the angles of each level's rows, in as many operations as for one level."""
@@ -313,6 +322,14 @@ class _Drafting:
             return log_probs(logits, width=width, draft_to_target=ids)
         settings = self._settings.mapped(lambda column: column.repeat_interleave(rows))
         return draft_probs(logits, settings, width=width, draft_to_target=ids)
+
+
+def _padded(rows: Tensor, most: int) -> Tensor:
+    """Return ``[requests, most, ...]``: as many rows, the missing ones 0."""
+    missing = most - rows.shape[1]
+    if not missing:
+        return rows
+    return torch.cat((rows, rows.new_zeros((len(rows), missing, *rows.shape[2:]))), dim=1)
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter, own_state
-from eaglegbv.drafters.tree_growth import DraftCall, given_trees
+from eaglegbv.drafters.host_drafting import DraftCall, given_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftSampling, DraftTree

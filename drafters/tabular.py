@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eaglegbv.drafters.base import ReplayingDrafter, TextDrafter, own_snapshots
+from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.formats.read import SAFETENSORS, read_json, read_weights
-from eaglegbv.drafters.tree_growth import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
 

@@ -9,8 +9,8 @@ from eaglegbv.attention.base import offsets_of
 from eaglegbv.config import Plan, Source, plan_name
 from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler.batch import Group
 from eaglegbv.tree import DraftSampling, DraftTree

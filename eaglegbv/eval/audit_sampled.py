@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.tree_growth import DraftProbs, TreeGrowth
+from eaglegbv.drafters.draft_probs import DraftProbs
+from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
@@ -40,7 +41,7 @@ def draw_trees(
     plan = Plan(paths=paths, depth=length)
     numbers = torch.rand((size, paths, length), generator=generator, dtype=torch.float64)
     roots = torch.zeros(size, dtype=torch.int64)
-    growth = TreeGrowth(plan, DraftSampling.IID, roots, numbers)
+    growth = TreeGrowth(level_table(plan, DraftSampling.IID, roots.device), roots, numbers)
     tokens = roots.new_zeros((size, 1, 0))
     for _ in range(length):
         probs = probs_after(tokens).flatten(0, 1)

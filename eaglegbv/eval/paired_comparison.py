@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.config import PLAIN, Plan
-from eaglegbv.drafters.tree_growth import DraftCall
+from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting

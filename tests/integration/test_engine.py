@@ -18,7 +18,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.tree_growth import DraftCall
+from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.metrics import Phase

@@ -19,7 +19,7 @@ from support.tiny_engine import TinyEngine, cells_of, tiny_engine
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, plans_of
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.tree_growth import DraftCall
+from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import COMMITTED, FINISHED, FORWARDS, PREEMPTIONS, REASONS, StepRecord

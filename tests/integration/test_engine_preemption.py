@@ -19,7 +19,7 @@ from torch import Tensor
 from eaglegbv import verification
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.tree_growth import DraftCall
+from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftSnapshot, FinishReason, Request
 from eaglegbv.sampling import SamplingParams

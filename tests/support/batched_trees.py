@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from eaglegbv.drafters.tree_growth import given_trees
+from eaglegbv.drafters.host_drafting import given_trees
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, UniformChooser

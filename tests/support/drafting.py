@@ -18,8 +18,8 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
+from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.drafters.training.heads import head_config_of
-from eaglegbv.drafters.tree_growth import DraftCall
 from eaglegbv.output_layer import OutputLayer
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams

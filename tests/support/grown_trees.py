@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.tree_growth import DraftProbs, DrawPaths, TreeGrowth, draw_paths
+from eaglegbv.drafters.draft_probs import DraftProbs
+from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.paths import paths_of as paths_in
@@ -64,13 +65,13 @@ def grown(
     draft_sampling: DraftSampling,
     probs_at: Sequence[ProbsAt],
     uniforms: NDArray[np.float64],
-    *,
-    draw: DrawPaths = draw_paths,
 ) -> DraftTree:
     """Grow a batch by uniforms ``[batch, paths, depth]``, with the distributions of every row."""
     batch = len(probs_at)
     numbers = None if draft_sampling is DraftSampling.FIXED else torch.from_numpy(uniforms)
-    growth = TreeGrowth(plan, draft_sampling, torch.full((batch,), ROOT), numbers, draw=draw)
+    width = len(probs_at[0](())[0])
+    table = level_table(plan, draft_sampling, torch.device("cpu"), width=width)
+    growth = TreeGrowth(table, torch.full((batch,), ROOT), numbers)
     rows: list[list[Prefix]] = [[()] for _ in range(batch)]
     for level in range(plan.depth):
         found = [at(row) for at, own in zip(probs_at, rows, strict=True) for row in own]

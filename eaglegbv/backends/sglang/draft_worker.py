@@ -36,7 +36,7 @@ from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.drafters.base import DraftReplay, own_snapshots
-from eaglegbv.drafters.tree_growth import DraftProbs
+from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS

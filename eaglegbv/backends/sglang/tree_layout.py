@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.devices import first_true, send
-from eaglegbv.drafters.tree_growth import DraftProbs, pick_places
+from eaglegbv.drafters.draft_probs import DraftProbs, pick_places
 from eaglegbv.verifiers.paths import rows_at
 
 

@@ -1,7 +1,6 @@
 """Trees grown in tensors are those of the definitions, drawn as the verifiers' references draw."""
 
 from functools import cache
-from itertools import product
 
 import numpy as np
 import pytest
@@ -9,16 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batched_trees import forks
-from support.compilers import needs_compiler
 from support.drafting import TokenSession, random_table
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, grown
 from support.tape import Tape
-from torch._dynamo.config import patch
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
-from eaglegbv.drafters import tree_growth
+from eaglegbv.drafters.draft_probs import (
+    DraftProbs,
+    draft_params,
+    draft_probs,
+    log_probs,
+    pick_places,
+    support,
+)
+from eaglegbv.drafters.host_drafting import draft_numbers, given_trees
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.drafters.tree_growth import DraftProbs, compiled_draw_paths, draft_probs, log_probs
+from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.sampling_params import COLDEST, HOTTEST
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -76,29 +81,6 @@ def test_trees_are_those_of_plain_growth(
     assert_grown(grown(*case, uniforms), *case, uniforms)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize(
-    "backend", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.thorough])]
-)
-@torch.inference_mode()
-def test_compiled_they_are_too(backend: str) -> None:
-    """By the graphs that are made at the start, whatever the plan."""
-    draw = compiled_draw_paths(backend, torch.device("cpu"))
-    assert compiled_draw_paths(backend, torch.device("cpu")) is draw  # for all engines
-    with patch(error_on_recompile=True):
-        for draft_sampling, paths, batch, seed in product(SAMPLED, (1, 4), (1, 5), range(2)):
-            plan = Plan(
-                paths=max(paths, draft_sampling.min_paths),
-                depth=1 + seed,
-                draft_sampling=draft_sampling,
-                min_confidence=0.05 * (seed % 2),
-            )
-            seeds = [100 * seed + b for b in range(batch)]
-            uniforms = np.random.default_rng(seeds).random((batch, plan.paths, plan.depth))
-            case = plan, draft_sampling, [peaked(own, 1 + seed) for own in seeds]
-            assert_grown(grown(*case, uniforms, draw=draw), *case, uniforms)
-
-
 @pytest.mark.parametrize("draft_sampling", sorted(DraftSampling))
 def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> None:
     """A recording raises at a host read; and its operations alone grow other trees."""
@@ -113,7 +95,8 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
     def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
         if draft_sampling is FIXED:
             probs = probs[..., :4].log()
-        growth, count = tree_growth.TreeGrowth(plan, draft_sampling, roots, uniforms), 1
+        table = level_table(plan, draft_sampling, roots.device, width=4)
+        growth, count = TreeGrowth(table, roots, uniforms), 1
         for level in probs:
             rows = level[:, :count].flatten(0, 1)
             ids = torch.arange(rows.shape[1]).expand_as(rows)
@@ -136,7 +119,7 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 # --- fixed trees
 def test_given_trees_are_padded_to_the_largest_and_their_paths_to_the_plan() -> None:
     nodes = ([7, 1, 2], [0, 0, 1]), ([8], [0]), ([9, 3, 4, 5], [0, 0, 0, 2])
-    batch = tree_growth.given_trees(nodes, drafts=3, length=4)
+    batch = given_trees(nodes, drafts=3, length=4)
     check_tree(batch)
     assert batch.num_nodes.tolist() == [3, 1, 4]
     assert batch.token_ids.tolist() == [[7, 1, 2, 0], [8, 0, 0, 0], [9, 3, 4, 5]]
@@ -170,7 +153,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
     def after(token: int) -> tuple[list[int], list[float]]:
         logits, ids = table.logits([token]), torch.arange(7)
         if fixed:
-            width = tree_growth.support(plan, draft_sampling, 7)
+            width = support(plan, draft_sampling, 7)
             found = log_probs(logits, width=width, draft_to_target=ids)
         else:
             plainly = WarpSettings.of([SamplingParams()], [1])
@@ -181,7 +164,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
     probs_at = [
         lambda prefix, root=root: after(prefix[-1] if prefix else root) for root in range(7)
     ]
-    uniforms = tree_growth.draft_numbers(starts, plan).numpy()
+    uniforms = draft_numbers(starts, plan).numpy()
     assert_grown(tree, plan, draft_sampling, probs_at, uniforms)
     assert tree.nodes == max(tree.num_nodes)
     assert tree.length == plan.depth
@@ -243,7 +226,7 @@ def test_log_distributions_are_untempered_log_probabilities_best_first():
 # --- what a number selects
 def pick_index(probs, uniform: float) -> int:
     number = torch.tensor(uniform, dtype=torch.float64)
-    return int(tree_growth.pick_places(torch.as_tensor(probs), number))
+    return int(pick_places(torch.as_tensor(probs), number))
 
 
 @given(
@@ -273,5 +256,5 @@ def test_whatever_the_rounding_a_possible_token_is_selected(weights, uniform):
 )
 def test_a_draft_temperature_keeps_to_the_limits(temperature, multiple, drafted) -> None:
     params = SamplingParams(temperature=temperature, top_k=5)
-    found = tree_growth.draft_params(params, Plan(paths=2, draft_temperature=multiple))
+    found = draft_params(params, Plan(paths=2, draft_temperature=multiple))
     assert (found.temperature, found.top_k) == (drafted, 5)

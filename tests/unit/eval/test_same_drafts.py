@@ -21,8 +21,8 @@ from support.tabular_target import TabularTarget
 from support.tiny_engine import served
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.drafters.host_drafting import trimmed
 from eaglegbv.drafters.tabular import TabularDrafter
-from eaglegbv.drafters.tree_growth import trimmed
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.eval import paired_comparison

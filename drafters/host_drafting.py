@@ -1,0 +1,207 @@
+"""Draft trees grown on the host: a forward runs the rows that go on, one for each node."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.config import Plan
+from eaglegbv.devices import fetch, send, upload
+from eaglegbv.drafters.draft_probs import (
+    DraftProbs,
+    draft_params,
+    draft_probs,
+    log_probs,
+    support,
+)
+from eaglegbv.drafters.tree_growth import TreeGrowth, fixed_tree, level_table
+from eaglegbv.request import Request
+from eaglegbv.rng import Purpose
+from eaglegbv.sampling import WarpSettings
+from eaglegbv.token_rules import GrowingRows
+from eaglegbv.tree import DraftSampling, DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCall:
+    """What to draft: one tree for each of some requests."""
+
+    requests: Sequence[Request]  # with at least one committed token each
+    plan: Plan  # paths, depth, width and draft temperature, shared by all of them
+    draft_sampling: DraftSampling  # how children arise
+    tree_slots: Sequence[Tensor]  # for each request [plan.tree_slots - 1] KV slots to overwrite
+
+    @property
+    def ruled(self) -> bool:
+        """Whether drafts obey the requests' rules: all have some, and no step replays drafts."""
+        return self.requests[0].rules is not None and not self.requests[0].replayed
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """The new nodes of one level that a forward runs, request after request."""
+
+    counts: list[int]  # rows of each request
+    token_ids: Tensor  # [rows] int64, on the host
+    # [rows] int64, on the host: the row of the level before that each continues; on the first
+    # level, the number of its request.
+    parents: Tensor
+
+
+FollowRows: TypeAlias = Callable[[NewRows], Tensor]
+"""Runs new rows; returns the logits ``[rows, draft_vocab]`` of what follows them."""
+
+
+class _Distributions:
+    """The draft distributions of a call, of logits that a drafter computes level by level."""
+
+    def __init__(self, call: DraftCall, draft_to_target: Tensor, device: torch.device) -> None:
+        self.width = support(call.plan, call.draft_sampling, len(draft_to_target))
+        self._call = call
+        self._ids = draft_to_target
+        self._device = device
+        self._params = [draft_params(request.params, call.plan) for request in call.requests]
+        self._rules: GrowingRows | None = None
+        if call.ruled:
+            self._rules = GrowingRows([request.ruled_row() for request in call.requests])
+
+    def extend(self, rows: NewRows) -> None:
+        """Take the new rows, whose logits come next."""
+        if self._rules is not None:
+            self._rules.extend(rows.token_ids.tolist(), rows.parents.tolist())
+
+    def of(self, logits: Tensor, counts: Sequence[int]) -> DraftProbs:
+        """Return the distributions of so many rows of each request."""
+        if self._rules is not None:
+            logits = self._rules.obey(logits, self._ids)
+        if self._call.draft_sampling is DraftSampling.FIXED:
+            return log_probs(logits, width=self.width, draft_to_target=self._ids)
+        settings = WarpSettings.of(self._params, counts, device=self._device)
+        return draft_probs(logits, settings, width=self.width, draft_to_target=self._ids)
+
+
+def draft_trees(
+    call: DraftCall, draft_to_target: Tensor, logits: Tensor, follow: FollowRows
+) -> DraftTree:
+    """Draft one tree per request; the trees are on the host, padded to the largest.
+
+    ``draft_to_target`` ``[draft_vocab]`` int64 is the target's id of each draft token, ``logits``
+    ``[requests, draft_vocab]`` are of what follows the roots, and ``follow`` runs new nodes.
+    """
+    batch = len(call.requests)
+    device = logits.device
+    distributions = _Distributions(call, draft_to_target, device)
+    uniforms: Tensor | None = None
+    if call.draft_sampling is not DraftSampling.FIXED:
+        uniforms = send(draft_numbers(call.requests, call.plan), device)
+    tokens = [request.token_ids[-1] for request in call.requests]
+    roots = upload(tokens, dtype=torch.int64, device=device)
+    table = level_table(call.plan, call.draft_sampling, device, width=distributions.width)
+    growth = TreeGrowth(table, roots, uniforms)
+    frontier = growth.grow(distributions.of(logits, [1] * batch))
+    packed = torch.arange(batch).unsqueeze(1)  # the packed row of each frontier row's node
+    for _ in range(call.plan.depth - 1):
+        runs, token_ids = fetch(frontier.runs(), frontier.token_ids)
+        counts = runs.sum(dim=1).tolist()
+        if not any(counts):
+            break
+        if frontier.parents is not None:
+            packed = packed.gather(1, *fetch(frontier.parents))
+        rows = NewRows(counts, token_ids[runs], packed.expand_as(runs)[runs])
+        distributions.extend(rows)
+        probs = distributions.of(follow(rows), counts)
+        packed = (runs.flatten().cumsum(0) - 1).clamp(min=0).view_as(runs)
+        if frontier.leaders is not None:
+            packed = packed.gather(1, *fetch(frontier.leaders))
+        index = send(packed.flatten(), device)
+        frontier = growth.grow(
+            DraftProbs(probs.ids.index_select(0, index), probs.probs.index_select(0, index))
+        )
+    tree = growth.finish()
+    on_host = zip(tree.tensors, fetch(*tree.tensors.values()), strict=True)
+    return trimmed(replace(tree, **dict[str, Any](on_host)))
+
+
+def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
+    """Return ``[requests, paths, depth]`` float64 on the host: each request's own numbers."""
+    count = plan.paths * plan.depth
+    rows = [request.rng.draw(request.step, Purpose.DRAFT, count) for request in requests]
+    return torch.from_numpy(np.stack(rows)).view(len(requests), plan.paths, plan.depth)
+
+
+def trimmed(tree: DraftTree) -> DraftTree:
+    """Return trees of the host padded to the largest, and count the forks of independent drafts."""
+    most = int(tree.num_nodes.max())
+    forks: int | None = None
+    if tree.draft_sampling is DraftSampling.IID:
+        forks = int((tree.draft_counts() > 1).sum(dim=1).max())
+    names = ("token_ids", "parents", "depth", "draft_ids", "draft_probs")
+    kept: dict[str, Any] = {name: tree.tensors[name][:, :most] for name in names}
+    # Graphs are made for strides: those of a lone row must not be those of the buffer it is in.
+    contiguous = torch.contiguous_format
+    return replace(tree, **kept, forks=forks).mapped(lambda x: x.clone(memory_format=contiguous))
+
+
+def given_trees(
+    trees: Sequence[tuple[Sequence[int], Sequence[int]]], *, drafts: int, length: int
+) -> DraftTree:
+    """Return ``fixed`` trees on the host, of each request's tokens, root first, and parents."""
+    nodes = max(len(tokens) for tokens, _ in trees)
+    numbers = np.zeros((3, len(trees), nodes), dtype=np.int64)
+    for tree, (tokens, parents) in enumerate(trees):
+        numbers[0, tree, : len(tokens)] = tokens
+        numbers[1, tree, : len(parents)] = parents
+        for node in range(1, len(parents)):
+            numbers[2, tree, node] = numbers[2, tree, parents[node]] + 1
+    sizes = torch.tensor([len(tokens) for tokens, _ in trees])
+    token_ids, above, depth = torch.from_numpy(numbers)
+    return fixed_tree(token_ids, above, depth, sizes, drafts, length)
+
+
+class DraftedRows:
+    """The drafted rows of a batch: their slots, and which rows each one sees."""
+
+    def __init__(self, contexts: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+        """Start without rows.
+
+        ``contexts`` are the slots of what all rows of a request see, positions 0 ... c - 1;
+        ``slots`` are those that its rows take, in order.
+        """
+        self._contexts = contexts
+        self._slots = slots
+        self._positions: list[list[int]] = [[] for _ in contexts]
+        self._seen = np.zeros((len(contexts), max(map(len, slots))), dtype=np.bool_)
+        self._levels = 0
+
+    def segments(self, rows: NewRows) -> list[Segment]:
+        """Add new rows; return the segments of the requests that have any."""
+        self._seen = self._seen[rows.parents.numpy()]
+        segments: list[Segment] = []
+        spans = pairwise(accumulate(rows.counts, initial=0))
+        for request, (first, end) in enumerate(spans):
+            known = len(self._positions[request])
+            count = end - first
+            if not count:
+                continue
+            context = self._contexts[request]
+            self._positions[request] += [len(context) + self._levels] * count
+            every = known + count
+            seen = self._seen[first:end]
+            seen[:, known:every] |= np.eye(count, dtype=np.bool_)
+            positions = torch.tensor(self._positions[request])
+            segment = Segment(
+                token_ids=rows.token_ids[first:end],
+                positions=positions[known:],
+                context_slots=context,
+                tree_slots=self._slots[request][:every],
+                tree_positions=positions,
+                visible=torch.from_numpy(seen[:, :every]),
+            )
+            segments.append(segment)
+        self._levels += 1
+        return segments
