@@ -29,6 +29,7 @@ def sampling(**settings: Any) -> SamplingParams:
     return SamplingParams(max_tokens=14, seed=3, ignore_eos=True, **settings)
 
 
+SHAPE = (0,), (1,), (3,), (0, 0), (0, 1), (3, 0), (0, 0, 0), (3, 0, 2)
 SETTINGS = {
     "plain": (PLAIN, sampling()),
     "iid": (Plan(paths=3, depth=3), sampling()),
@@ -49,6 +50,16 @@ SETTINGS = {
     "hub": (Plan(verifier="spechub", paths=4, depth=3), sampling()),
     "fixed": (
         Plan(paths=3, depth=3, draft_sampling=DraftSampling.FIXED, beam=4, nodes=9),
+        sampling(),
+    ),
+    "shape": (
+        Plan(paths=3, depth=3, draft_sampling=DraftSampling.FIXED, shape=SHAPE),
+        sampling(),
+    ),
+    "widths": (Plan(widths=(2, 2, 1)), sampling(top_k=6)),
+    "delayed widths": (Plan(widths=(1, 1, 3, 1), min_confidence=0.01), sampling()),
+    "wor widths": (
+        Plan(verifier="specinfer", widths=(2, 1, 2, 1), draft_sampling=DraftSampling.WOR),
         sampling(),
     ),
     "temperature 0": (Plan(paths=3, depth=3), sampling(temperature=0)),
@@ -94,16 +105,15 @@ def test_a_compiled_target_commits_what_a_plain_one_does():
 def test_what_grows_on_the_host_is_counted_by_reason():
     padded, plain = tiny_engine(graphs=GraphMode.EAGER), tiny_engine()
     metrics = padded.engine.metrics
-    shaped = Plan(draft_sampling=DraftSampling.FIXED, paths=1, depth=1, shape=((0,), (1,)))
-    assert padded.tokens(PROMPTS, sampling(), shaped) == plain.tokens(PROMPTS, sampling(), shaped)
-    assert metrics.value(GRAPH_DRAFTS, "shape") > 0
-    wide = Plan(draft_sampling=DraftSampling.FIXED, paths=2, depth=2, beam=64, nodes=4)
-    padded.tokens([[1, 2]] * 9, sampling(), wide)
+    wide = Plan(widths=(8, 8, 1))
+    nine = [[1, 2]] * 9
+    assert padded.tokens(nine, sampling(), wide) == plain.tokens(nine, sampling(), wide)
     assert metrics.value(GRAPH_DRAFTS, "too many rows") > 0
-    padded.tokens(PROMPTS, sampling(min_tokens=9), SETTINGS["iid"][0])
+    ruled, plan = sampling(min_tokens=9), SETTINGS["iid"][0]
+    assert padded.tokens(PROMPTS, ruled, plan) == plain.tokens(PROMPTS, ruled, plan)
     assert metrics.value(GRAPH_DRAFTS, "rules") > 0
     assert metrics.value(GRAPH_DRAFTS, "replayed") == 0
-    assert 'eaglegbv_graph_drafts_total{outcome="shape"}' in metrics.exposition()
+    assert 'eaglegbv_graph_drafts_total{outcome="rules"}' in metrics.exposition()
 
 
 def replays(tiny: TinyEngine) -> float:
@@ -118,12 +128,16 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def most_likely(logits: Tensor, width: int) -> Tensor:
         return logits.topk(width, dim=1).indices
 
-    monkeypatch.setattr("eaglegbv.drafters.tree_growth._most_likely", most_likely)
+    monkeypatch.setattr("eaglegbv.drafters.draft_probs._most_likely", most_likely)
 
 
 @pytest.mark.usefixtures("ranked_on_device")
 @pytest.mark.parametrize(
-    "name", ["iid, confident", "wor", "greedy", "hub", "fixed", "temperature 0", "modified target"]
+    "name",
+    [
+        *("iid, confident", "wor", "greedy", "hub", "fixed", "shape"),
+        *("widths", "delayed widths", "wor widths", "temperature 0", "modified target"),
+    ],
 )
 def test_recorded_steps_commit_what_plain_ones_do(name):
     """Everything is recorded on a tape and replayed; FlashInfer's stand-ins read their buffers."""
