@@ -66,7 +66,6 @@ class EagleDrafter(RowDrafter):
         *,
         graphs: GraphMode | Recorder = GraphMode.OFF,
         max_context: int | None = None,
-        compile_backend: str | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """Wrap a head.
@@ -77,13 +76,10 @@ class EagleDrafter(RowDrafter):
                 target's. With ``graphs`` the pool has one more, which padding writes to.
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
-            compile_backend: A backend of ``torch.compile``, which compiles the head's forwards now;
-                None runs them uncompiled. Where the loop is recorded, other drafts are not
-                compiled.
             recorder: The target's, whose CUDA graphs lend theirs their memory.
 
         Raises:
-            InvalidArgument: Graphs cannot be recorded, or there is no such backend.
+            InvalidArgument: Graphs cannot be recorded.
         """
         kind = head.embedding
         self._rounds = kind.dtype.itemsize < torch.float32.itemsize
@@ -92,9 +88,7 @@ class EagleDrafter(RowDrafter):
             graphs, cuda=cuda, recordable=attention.recordable, shared=recorder
         )
         self.head = head
-        self._forward = HeadForward(
-            head, attention, compile_backend=compile_backend, recorded=recorder is not None
-        )
+        self._forward = HeadForward(head, attention)
         self._on_device: DeviceDrafting | None = None
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
@@ -180,7 +174,7 @@ class EagleDrafter(RowDrafter):
             hidden, logits = self._forward.go_on(drafted.segments(rows), above)
             return logits
 
-        logits = self._forward.logits(hidden)
+        logits = self.head.logits(hidden)
         return draft_trees(call, self.head.draft_to_target, logits, follow)
 
     def _draft_as_replayed(self, call: DraftCall) -> DraftTree:

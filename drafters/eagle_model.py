@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,8 @@ from eaglegbv.attention.base import (
     AttentionCall,
     PagedAttention,
     Segment,
-    attend_opaque,
-    attending,
     pack,
 )
-from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_layers import fuse_layers, rotated_rows
@@ -265,7 +262,7 @@ class EagleHead(nn.Module, ABC):
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
     @torch.no_grad()
-    def prepare_products(self, *, compiled: bool = False) -> None:
+    def prepare_products(self) -> None:
         """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
 
         Call it once, on the head's final device and in its final dtype; do not train it afterwards.
@@ -278,8 +275,8 @@ class EagleHead(nn.Module, ABC):
             attended = self(zero, self.fuse(features), zero, lambda q, *_: torch.zeros_like(q))
             self.logits(attended)
 
-        prepare(self, run_once, compiled=self if compiled else None)
-        if not compiled and runs_kernels(kind.device):
+        prepare(self, run_once)
+        if runs_kernels(kind.device):
             fuse_layers(self)
 
     @abstractmethod
@@ -335,10 +332,10 @@ class Eagle1Head(EagleHead):
         logits: Tensor = self.target_output(hidden)
         return logits
 
-    def prepare_products(self, *, compiled: bool = False) -> None:
+    def prepare_products(self) -> None:
         """See :meth:`EagleHead.prepare_products`."""
-        super().prepare_products(compiled=compiled)
-        self.target_output.prepare_products(compiled=compiled)
+        super().prepare_products()
+        self.target_output.prepare_products()
 
 
 class Eagle3Head(EagleHead):
@@ -395,7 +392,6 @@ class Eagle3Head(EagleHead):
         return logits
 
 
-# Forwards of an EAGLE head over rows, as functions of tensors and of attention.
 class Drafted(NamedTuple):
     """Result of rows that continue the head's own output."""
 
@@ -410,136 +406,41 @@ class Rows(NamedTuple):
     rotation: Rotation  # their rotary angles
 
 
-Result = TypeVar("Result")
-Forward = Callable[[EagleHead, Attend, Rows, Tensor], Result]
-"""A forward of a head over rows, given its attention and the states that the rows continue."""
-
-
-def step_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Tensor:
-    """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
-    embedded = functional.embedding(rows.token_ids, head.embedding)
-    return head.step(embedded, hidden, rows.rotation, attend)
-
-
-def read_rows(head: EagleHead, attend: Attend, rows: Rows, features: Tensor) -> Tensor:
-    """Run rows on the target's ``features`` ``[rows, F]``; return ``[rows, hidden]``."""
-    return step_rows(head, attend, rows, head.fuse(features))
-
-
-def go_on_rows(head: EagleHead, attend: Attend, rows: Rows, hidden: Tensor) -> Drafted:
-    """Run rows on the head's own output ``[rows, hidden]``, with logits."""
-    hidden = step_rows(head, attend, rows, hidden)
-    return Drafted(hidden, head.logits(hidden))
-
-
 class HeadForward:
-    """A head over a one-layer pool, whose forwards may be compiled at construction.
-
-    Compiled are those on true features, and those of drafts: of trees grown on the host, or of the
-    levels of a recorded loop. All others run uncompiled.
+    """Forwards of a head over a one-layer pool.
 
     Attributes:
         attention: Paged attention over the pool.
     """
 
-    def __init__(
-        self,
-        head: EagleHead,
-        attention: PagedAttention,
-        *,
-        compile_backend: str | None = None,
-        recorded: bool = False,
-    ) -> None:
-        """Take a head on its final device and in its final dtype, and make its products ready.
-
-        The pool has four slots or more, none of them in use. ``compile_backend`` is a known backend
-        of ``torch.compile``, or None; ``recorded`` says whether drafts come from a recorded loop
-        over :meth:`level`.
-        """
-        backend, like = compile_backend, head.embedding
-        head.prepare_products(compiled=backend is not None)
+    def __init__(self, head: EagleHead, attention: PagedAttention) -> None:
+        """Take a head on its final device and in its final dtype, and make its products ready."""
+        head.prepare_products()
         self._head = head
         self.attention = attention
         self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
-        self._recorded = recorded
-        self._graphs: dict[Callable[..., Any], Callable[..., Any]] = {}
-        if backend is not None:
-            attend = partial(attend_opaque, self._call)
-            self._graphs = {
-                forward: compile_graph(partial(forward, head, attend), backend)
-                for forward in (read_rows, go_on_rows)
-            }
-            self._graphs[EagleHead.logits] = compile_graph(head.logits, backend)
-            with making_graphs(backend, dtype=like.dtype, device=like.device):
-                self._warm_up()
 
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
-        return self._run(step_rows, segments, hidden)
+        batch = pack(segments, self._head.embedding.device)
+        rotation = self._head.rotary(batch.positions, self._head.embedding.dtype)
+        attend = partial(self.attention.attend, self._call, batch=batch)
+        return self._run(Rows(batch.token_ids, rotation), hidden, attend)
 
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
-        """Run rows on ``features`` ``[rows, F]``, contiguous; return the next hidden states."""
-        return self._run(read_rows, segments, features)
+        """Run rows on the target's ``features`` ``[rows, F]``; return the next hidden states."""
+        return self.step(segments, self._head.fuse(features))
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
-        """Run rows on the head's own output ``[rows, hidden]``, contiguous, with logits."""
-        return self._run(go_on_rows, segments, hidden, compiled=not self._recorded)
+        """Run rows on the head's own output ``[rows, hidden]``, with logits."""
+        hidden = self.step(segments, hidden)
+        return Drafted(hidden, self._head.logits(hidden))
 
     def level(self, rows: Rows, hidden: Tensor, attend: Attend) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, with the caller's attention."""
-        if not (self._recorded and self._graphs):
-            return go_on_rows(self._head, attend, rows, hidden)
+        hidden = self._run(rows, hidden, attend)
+        return Drafted(hidden, self._head.logits(hidden))
 
-        def attend_rows(_call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v)
-
-        with attending(attend_rows):
-            found: Drafted = self._graphs[go_on_rows](rows, hidden)
-            return found
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return ``[rows, draft_vocab]`` of the head's output ``[rows, hidden]``, contiguous."""
-        if self._recorded or not self._graphs:
-            return self._head.logits(hidden)
-        found: Tensor = self._graphs[EagleHead.logits](hidden)
-        return found
-
-    def _run(
-        self,
-        forward: Forward[Result],
-        segments: Sequence[Segment],
-        above: Tensor,
-        *,
-        compiled: bool = True,
-    ) -> Result:
-        """Run a forward, by its graph if it has one."""
-        batch = pack(segments, self._head.embedding.device)
-        attend = partial(self.attention.attend, batch=batch)
-        rows = Rows(batch.token_ids, self._head.rotary(batch.positions, self._head.embedding.dtype))
-        graph = self._graphs.get(forward) if compiled else None
-        if graph is None:
-            return forward(self._head, partial(attend, self._call), rows, above)
-        # Graphs are made for tensors of inference mode; these may have been made outside it.
-        rows = rows._replace(token_ids=rows.token_ids.clone())
-        with attending(attend):
-            found: Result = graph(rows, above)
-            return found
-
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Make the graphs for one row and for any number, from tensors of inference mode."""
-        config, like = self._head.config, self._head.embedding
-        context = torch.zeros(11, dtype=torch.int64)
-        for lengths in ((1,), (3, 1)):  # one row, and a few of two requests, fewer than their keys
-            count = sum(lengths)
-            new = torch.arange(count).split(lengths)
-            segments = [Segment.causal(torch.zeros_like(own), context, own) for own in new]
-            hidden = like.new_zeros((count, config.hidden_size))
-            self.read(segments, like.new_zeros((count, config.feature_size)))
-            if self._recorded:
-                places = torch.zeros(count, dtype=torch.int64, device=like.device)
-                rows = Rows(places, self._head.rotary(places, like.dtype))
-                self.level(rows, hidden, lambda q, *_: torch.zeros_like(q))
-            else:
-                self.go_on(segments, hidden)
-                self.logits(hidden)
+    def _run(self, rows: Rows, hidden: Tensor, attend: Attend) -> Tensor:
+        embedded = functional.embedding(rows.token_ids, self._head.embedding)
+        return self._head.step(embedded, hidden, rows.rotation, attend)

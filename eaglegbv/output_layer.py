@@ -107,9 +107,9 @@ class OutputLayer(nn.Module):
         bias = None if self.bias is None else self.bias[token_ids]
         return OutputLayer(self.weight[token_ids], bias, scale=self.scale, softcap=self.softcap)
 
-    def prepare_products(self, *, compiled: bool = False) -> None:
+    def prepare_products(self) -> None:
         """Make products of few rows fast; see :mod:`eaglegbv.fused_linears`."""
-        self._product = product_of(self.weight, self.bias, compiled=compiled)
+        self._product = product_of(self.weight, self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[..., vocab]`` of ``hidden`` ``[..., hidden]``, in its dtype."""

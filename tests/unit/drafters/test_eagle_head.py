@@ -1,24 +1,18 @@
 """Heads against a plain computation, position by position, from the papers' formulas."""
 
-import copy
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from support.drafting import HEAD_DIM, KV_HEADS, Pair, causal, random_pair
+from support.drafting import causal
 from support.published_heads import LLAMA3_ROPE
 from torch import Tensor
-from torch._dynamo.config import patch
 from torch.nn.functional import rms_norm
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eaglegbv.attention.base import Segment
-from eaglegbv.attention.kv_cache import KVPool
-from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.drafters import eagle_model
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig, HeadForward
+from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.output_layer import OutputLayer
@@ -215,51 +209,3 @@ def test_half_precision_keeps_exact_frequencies() -> None:
 
     assert torch.equal(head.rotary.frequencies, exact)
     assert head.fc.weight.dtype == torch.bfloat16
-
-
-# --- compiled: what can go wrong is the compiler's front end, so its graphs are run as they are
-SLOTS = 1100
-"""More than the positions whose angles are known from the start."""
-
-
-def forward(pair: Pair, backend: str | None) -> HeadForward:
-    pool = KVPool(1, SLOTS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
-    return HeadForward(copy.deepcopy(pair.head), TorchPagedAttention(pool), compile_backend=backend)
-
-
-def results(head: HeadForward, pair: Pair, *, lengths: Sequence[int]) -> list[Tensor]:
-    """Read a text, then go on from it by several numbers of rows, of one text and of two."""
-    generator = torch.Generator().manual_seed(4)
-    found: list[Tensor] = []
-    for length in lengths:
-        slots = torch.randperm(SLOTS, generator=generator)
-        features = torch.randn((length, pair.head.config.feature_size), generator=generator)
-        tokens = torch.arange(length) % 7
-        text = Segment.causal(tokens, slots[:0], slots[:length])
-        hidden = head.read([text], features)[-1:]
-        found.append(hidden)
-        used = length
-        for rows in (1, 3, 1, 2):
-            new = slots[used : used + rows]
-            segments = [Segment.causal(torch.arange(rows), slots[:used], new)]
-            above = hidden.repeat(rows, 1)
-            if rows == 2:  # two texts, one of them a single token
-                segments.append(Segment.causal(torch.tensor([5]), slots[:0], slots[-1:]))
-                above = hidden.repeat(3, 1)
-            found += head.go_on(segments, above)
-            found.append(head.logits(above))
-            used += rows
-    return found
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
-@pytest.mark.parametrize("arch", Arch)
-@torch.inference_mode()
-def test_compiled_rows_equal_plain_ones(arch: Arch) -> None:
-    pair = random_pair(arch)
-    plain = results(forward(pair, None), pair, lengths=(6, 1050))
-    compiled = forward(pair, "eager")
-    with patch(error_on_recompile=True):  # one row and any number: all there is, from the start
-        ours = results(compiled, pair, lengths=(6, 1050))
-    for own, expected in zip(ours, plain, strict=True):
-        torch.testing.assert_close(own, expected)
