@@ -64,8 +64,8 @@ class Level(NamedTuple):
     rows: int  # rows of the frontier
     draws: int  # draws of each row
     best: int | None = None  # how many children go on, the most likely; None for all
-    # Where nothing is drawn, [rows, draws] int64: the children's places among a row's candidates;
-    # and [rows, draws] bool: which of them there are.
+    # Of a given shape, [rows, draws] int64: the children's places among a row's candidates; and
+    # [rows, draws] bool: which of them there are.
     places: Tensor | None = None
     real: Tensor | None = None
     going: Tensor | None = None  # [rows] int64, the children that go on; None as `best` says
@@ -108,7 +108,7 @@ def level_table(
     if draft_sampling is DraftSampling.FIXED and plan.shape:
         levels = _shape_levels(plan.shape, device, width)
     else:
-        levels = _plan_levels(plan, draft_sampling, device, width)
+        levels = _plan_levels(plan, draft_sampling, width)
     depths = [0]
     draws: list[int] = []
     most = max(level.children for level in levels)
@@ -128,9 +128,7 @@ def level_table(
     )
 
 
-def _plan_levels(
-    plan: Plan, draft_sampling: DraftSampling, device: torch.device, width: int
-) -> list[Level]:
+def _plan_levels(plan: Plan, draft_sampling: DraftSampling, width: int) -> list[Level]:
     draws = plan.widths or (plan.paths, *[1] * (plan.depth - 1))
     best: int | None = None
     if draft_sampling is DraftSampling.HUB:
@@ -143,9 +141,6 @@ def _plan_levels(
     rows = 1
     for count in draws:
         level = Level(rows, count, best)
-        if draft_sampling is DraftSampling.FIXED:
-            every = torch.arange(count, device=device).expand(rows, -1)
-            level = level._replace(places=every, real=torch.ones_like(every, dtype=torch.bool))
         levels.append(level)
         rows = level.next_rows
     return levels
@@ -194,32 +189,35 @@ class Frontier(NamedTuple):
     """Rows of a batch of trees: what the drafter continues, some of them meaningless."""
 
     token_ids: Tensor  # [batch, rows] int64
-    numbers: Tensor  # [batch, rows] int64, the numbers at which the rows' nodes stand
-    alive: Tensor  # [batch, rows] bool, whether the row goes on
+    alive: Tensor | None = None  # [batch, rows] bool, whether the row goes on; None for all
     # [batch, rows] int64, the first row at the same node; None where all nodes differ.
     leaders: Tensor | None = None
     # [batch, rows] float64, the product of the draft probabilities down to each, or its logarithm
     # for `fixed`; None where nothing depends on it.
     scores: Tensor | None = None
+    # [batch, rows] int64, which children of the previous frontier these are; None for all of them.
+    chosen: Tensor | None = None
     # [batch, rows] int64, the row of the previous frontier that each continues; None where each
     # continues the row of its own number, or the root.
     parents: Tensor | None = None
 
     def runs(self) -> Tensor:
         """Return ``[batch, rows]`` bool: the rows to be run, one for each node that goes on."""
-        if self.leaders is None:
-            return self.alive
-        rows = torch.arange(self.leaders.shape[1], device=self.leaders.device)
-        return self.alive & (self.leaders == rows)
+        runs = torch.ones_like(self.token_ids, dtype=torch.bool)
+        if self.leaders is not None:
+            runs = self.leaders == self.every()
+        return runs if self.alive is None else runs & self.alive
 
-    def at(self, rows: Tensor) -> "Frontier":
-        """Return ``rows`` ``[batch, rows]`` int64 of rows at different nodes."""
-        return Frontier(
-            self.token_ids.gather(1, rows),
-            self.numbers.gather(1, rows),
-            self.alive.gather(1, rows),
-            scores=None if self.scores is None else self.scores.gather(1, rows),
-        )
+    def every(self) -> Tensor:
+        """Return ``[batch, rows]`` int64, the numbers of the rows."""
+        rows = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
+        return rows.expand_as(self.token_ids)
+
+    def places(self) -> Tensor:
+        """Return ``[batch, rows]`` int64: as which child of the previous frontier a node stands."""
+        if self.chosen is not None:
+            return self.chosen
+        return self.every() if self.leaders is None else self.leaders
 
 
 class _Grown(NamedTuple):
@@ -227,9 +225,15 @@ class _Grown(NamedTuple):
 
     rows: Frontier
     probs: DraftProbs
-    parents: Tensor  # [batch, children] int64, the number of each child's parent
     children: Frontier
-    stands: Tensor  # [batch, children] bool, where a node stands at the child's own number
+
+
+class _Numbers(NamedTuple):
+    """The numbers of what has been grown, level by level, each ``[batch, rows or draws]`` int64."""
+
+    rows: list[Tensor]  # of the rows' nodes
+    parents: list[Tensor]  # for each draw, of the node at which it was made
+    children: list[Tensor]  # for each draw, of the node to which it led
 
 
 class TreeGrowth:
@@ -249,21 +253,19 @@ class TreeGrowth:
         ``fixed``.
         """
         self._table = table
-        self._roots = roots
+        self._sampling = table.draft_sampling
         self._fixed = table.draft_sampling is DraftSampling.FIXED
         self._uniforms: Sequence[Tensor] = () if uniforms is None else uniforms.unbind(2)
         floor = table.plan.min_confidence
         self._floor: float | None = None
         if floor > 0:
             self._floor = math.log(floor) if self._fixed else floor
-        root = torch.zeros_like(roots).unsqueeze(1)
         scores: Tensor | None = None
         if self._floor is not None or table.levels[0].best is not None:
-            scores = torch.full_like(root, 0 if self._fixed else 1, dtype=torch.float64)
-        alive = torch.ones_like(root, dtype=torch.bool)
-        self._frontier = Frontier(roots.unsqueeze(1), root, alive, scores=scores)
+            start = 0 if self._fixed else 1
+            scores = torch.full_like(roots, start, dtype=torch.float64).unsqueeze(1)
+        self._frontier = Frontier(roots.unsqueeze(1), scores=scores)
         self._grown: list[_Grown] = []
-        self._numbers = 1  # given so far
 
     def grow(self, probs: DraftProbs) -> Frontier:
         """Give the frontier children by its distributions; return the next one.
@@ -273,63 +275,64 @@ class TreeGrowth:
         """
         level = self._table.levels[len(self._grown)]
         rows = self._frontier
-        shape = (len(self._roots), level.rows, -1)
+        shape = (*rows.token_ids.shape, -1)
         probs = DraftProbs(probs.ids.view(shape), probs.probs.view(shape))
         if rows.leaders is not None:  # rows at one node draw from one distribution
             probs = probs.at(rows.leaders)
-        grown = self._children(level, probs)
-        self._grown.append(grown)
-        self._numbers += level.children
-        self._frontier = self._going(level, grown.children)
+        children = self._children(level, probs)
+        self._grown.append(_Grown(rows, probs, children))
+        self._frontier = self._going(level, children)
         return self._frontier
 
-    def _children(self, level: Level, probs: DraftProbs) -> "_Grown":
-        """Draw the children of the frontier's rows, each from its own distribution."""
+    def _children(self, level: Level, probs: DraftProbs) -> Frontier:
+        """Return the children of the frontier's rows, each from its own distribution."""
         rows = self._frontier
         places, real = self._places(level, probs)
-        token_ids = probs.ids.gather(2, places).flatten(1)
-        parents = _repeated(rows.numbers, level.draws)
-        alive = _repeated(rows.alive, level.draws)
-        if real is not None:
-            alive = alive & real.flatten(1)
-        scores = rows.scores
-        if scores is not None:
-            above = _repeated(scores, level.draws)
-            values = probs.probs.gather(2, places).flatten(1)
+        token_ids = probs.ids
+        values = probs.probs
+        if places is not None:
+            token_ids = token_ids.gather(2, places)
+        scores: Tensor | None = None
+        if rows.scores is not None:
+            if places is not None:
+                values = values.gather(2, places)
+            above = rows.scores.unsqueeze(2)
             scores = above + values if self._fixed else above * values
-        stands = alive
-        leaders: Tensor | None = None
-        first = torch.arange(level.children, device=alive.device).expand_as(alive)
-        if self._table.draft_sampling is DraftSampling.IID and level.children > 1:
-            leaders = _first_equal(parents, token_ids, alive)
-            stands = alive & (leaders == first)
-            first = leaders
-        children = Frontier(token_ids, self._numbers + first, alive, leaders, scores)
-        return _Grown(rows, probs, parents, children, stands)
+            scores = scores.flatten(1)
+        alive = _both(_repeated(rows.alive, level.draws), real)
+        children = Frontier(token_ids.flatten(1), alive, scores=scores)
+        if self._sampling is not DraftSampling.IID or level.children == 1:
+            return children
+        leaders = _first_equal(children, _repeated(rows.leaders, level.draws))
+        return children._replace(leaders=leaders)
 
-    def _places(self, level: Level, probs: DraftProbs) -> tuple[Tensor, Tensor | None]:
+    def _places(self, level: Level, probs: DraftProbs) -> tuple[Tensor | None, Tensor | None]:
         """Return the places ``[batch, rows, draws]`` of the children among a row's candidates.
 
-        And ``[batch, rows, draws]`` bool: which of them there are; None for all.
+        None is all candidates in order. And ``[batch, rows * draws]`` bool: which of the children
+        there are; None for all.
         """
+        rows = self._frontier
+        if self._fixed and level.places is None:
+            return None, None
         if level.places is not None and level.real is not None:
-            batch = len(self._roots)
-            return level.places.expand(batch, -1, -1), level.real.expand(batch, -1, -1)
-        draft_sampling = self._table.draft_sampling
-        if draft_sampling is DraftSampling.IID or level.draws == 1:
+            batch = len(rows.token_ids)
+            return level.places.expand(batch, -1, -1), level.real.flatten().expand(batch, -1)
+        if self._sampling is DraftSampling.IID or level.draws == 1:
             return pick_places(probs.probs.unsqueeze(2), self._uniforms_of(level)), None
         # NaN from a broken head must not draw a token twice; the verifier finds it.
         possible = probs.probs.nan_to_num(nan=0.0)
         popular: Sequence[Tensor] = ()
-        if draft_sampling is not DraftSampling.WOR:
+        if self._sampling is not DraftSampling.WOR:
             popular = most_likely_first(probs.ids, possible).unbind(2)
-        if draft_sampling is DraftSampling.HUB:
+        if self._sampling is DraftSampling.HUB:
             uniforms = self._uniforms[len(self._grown)]
-            return _hub_pairs(possible, uniforms, popular[0], self._frontier.alive)
-        kept = popular[: level.draws - 1]
-        places, real = _without_replacement(possible, self._uniforms_of(level), kept)
-        real[..., 0] = True  # so that a distribution of NaN alone draws something, and is found
-        return places, real
+            places, real = _hub_pairs(possible, uniforms, popular[0], rows.alive)
+        else:
+            kept = popular[: level.draws - 1]
+            places, real = _without_replacement(possible, self._uniforms_of(level), kept)
+            real[..., 0] = True  # so that a distribution of NaN alone draws something, and is found
+        return places, real.flatten(1)
 
     def _uniforms_of(self, level: Level) -> Tensor:
         """Return the numbers ``[batch, rows, draws]`` of a level; of `iid`, by the draws' places.
@@ -338,8 +341,8 @@ class TreeGrowth:
         """
         uniforms = self._uniforms[len(self._grown)]
         alive = self._frontier.alive
-        shape = (len(alive), level.rows, level.draws)
-        if self._table.draft_sampling is DraftSampling.IID:
+        shape = (len(uniforms), level.rows, level.draws)
+        if alive is None or self._sampling is DraftSampling.IID:
             return uniforms[:, : level.children].view(shape)
         first = (alive.cumsum(1) - 1).clamp(min=0) * level.draws
         each = first.unsqueeze(2) + torch.arange(level.draws, device=first.device)
@@ -347,122 +350,166 @@ class TreeGrowth:
 
     def _going(self, level: Level, children: Frontier) -> Frontier:
         """Return the next frontier: the children that go on."""
-        parents: Tensor | None = None
-        places: Tensor | None = None
+        chosen: Tensor | None = None
         if level.going is not None:
-            places = level.going.expand(len(self._roots), -1)
-        elif level.best is not None:
-            assert children.scores is not None
-            places = _best(children.scores, children.alive, level.best)
-        if places is not None:
-            children = children.at(places)
-            parents = places // level.draws
+            chosen = level.going.expand(len(children.token_ids), -1)
+        elif level.best is not None and children.scores is not None:
+            chosen = _best(children.scores, children.alive, level.best)
+        if chosen is not None:
+            children = Frontier(
+                children.token_ids.gather(1, chosen),
+                None if children.alive is None else children.alive.gather(1, chosen),
+                scores=None if children.scores is None else children.scores.gather(1, chosen),
+                chosen=chosen,
+                parents=chosen // level.draws,
+            )
         elif level.draws > 1 and len(self._grown) > 1:
-            every = torch.arange(level.children, device=children.alive.device)
-            parents = (every // level.draws).expand_as(children.alive)
-        alive = children.alive
-        if self._floor is not None and children.scores is not None:
-            alive = alive & ~(children.scores < self._floor)
-        return children._replace(parents=parents, alive=alive)
+            children = children._replace(parents=children.every() // level.draws)
+        if self._floor is None or children.scores is None:
+            return children
+        confident = ~(children.scores < self._floor)
+        return children._replace(alive=_both(children.alive, confident))
+
+    def most_likely(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the most likely nodes of a ``fixed`` tree, and their token ids.
+
+        Both are ``[batch, nodes]`` int64, without the root and in order; a number at which nothing
+        stands is among them only if there are not as many nodes.
+        """
+        children = [level.children for level in self._grown]
+        scores = _joined([level.scores for level in children if level.scores is not None])
+        best = _best(scores, _all_alive(children), self._table.plan.fixed_nodes)
+        return 1 + best, _joined([level.token_ids for level in children]).gather(1, best)
 
     def finish(self) -> DraftTree:
         """Return the trees, padded to the most nodes they can have."""
         plan = self._table.plan
-        stands = pad(_joined([level.stands for level in self._grown]), (1, 0), value=True)
-        most = self._numbers
+        numbers = self._numbered()
+        stands = self._stands(_joined(numbers.children))
+        nodes = self._nodes(stands, numbers.children)
+        most = stands.shape[1]
         if self._fixed:
             most = min(most, 1 + plan.fixed_nodes)
-            stands = self._most_likely(stands)
-        nodes = self._nodes(stands)
-        token_ids, parents, depth = self._arranged(torch.where(stands, nodes, most), nodes, most)
+        facts = self._facts(nodes.gather(1, _joined(numbers.parents)))
+        token_ids, parents, depth = _placed(torch.where(stands, nodes, most), facts, most).unbind(2)
         count = stands.sum(dim=1)
         if self._fixed:
             return fixed_tree(token_ids, parents, depth, count, plan.fixed_nodes, plan.depth)
-        alive = _joined([level.rows.alive for level in self._grown])
-        numbers = _joined([level.rows.numbers for level in self._grown])
-        known = torch.where(alive, nodes.gather(1, numbers), most)
+        known = nodes.gather(1, _joined(numbers.rows))
+        alive = _all_alive([level.rows for level in self._grown])
+        if alive is not None:
+            known = torch.where(alive, known, most)
         return DraftTree(
-            self._table.draft_sampling,
+            self._sampling,
             token_ids,
             parents,
             depth,
             count,
-            self._draws(nodes),
+            self._draws(nodes.gather(1, _joined(numbers.children))),
             draft_ids=_placed(known, _joined([level.probs.ids for level in self._grown]), most),
             draft_probs=_placed(known, _joined([level.probs.probs for level in self._grown]), most),
-            columns=in_columns(plan, self._table.draft_sampling),
+            columns=in_columns(plan, self._sampling),
         )
 
-    def _nodes(self, stands: Tensor) -> Tensor:
-        """Return ``[batch, numbers]`` int64, the node at each number where one ``stands``."""
-        leaves = self._table.levels[len(self._grown) - 1].children
-        if self._table.draft_sampling is not DraftSampling.IID or leaves == 1:
+    def _numbered(self) -> _Numbers:
+        """Number the draws of all levels."""
+        numbers = _Numbers([], [], [])
+        above = 0  # the first number of the level above, and of this one
+        first = 1
+        for level, grown in zip(self._table.levels, self._grown, strict=False):
+            rows = above + grown.rows.places()
+            numbers.rows.append(rows)
+            numbers.parents.append(rows.repeat_interleave(level.draws, dim=1))
+            numbers.children.append(first + grown.children.places())
+            above = first
+            first += level.children
+        return numbers
+
+    def _stands(self, children: Tensor) -> Tensor:
+        """Return ``[batch, numbers]`` bool: where there is a node; draws led to ``children``."""
+        every = torch.arange(1, 1 + children.shape[1], device=children.device)
+        stands = children == every
+        alive = _all_alive([level.children for level in self._grown])
+        if alive is not None:
+            stands = stands & alive
+        if self._fixed and not self._table.plan.shape:
+            kept, _ = self.most_likely()
+            stands = stands & torch.zeros_like(stands).scatter(1, kept - 1, value=True)
+        return pad(stands, (1, 0), value=True)
+
+    def _nodes(self, stands: Tensor, children: Sequence[Tensor]) -> Tensor:
+        """Return ``[batch, numbers]`` int64, the node at each number where one stands."""
+        leaves = children[-1].shape[1]
+        if self._sampling is not DraftSampling.IID or leaves == 1:
             return stands.cumsum(dim=1) - 1
         # Rows of nodes that several draws led to may lie between those of other nodes.
-        numbers = [level.children.numbers for level in self._grown]
-        repeats = [leaves // level.shape[1] for level in numbers]
-        paths = torch.stack(
-            [_repeated(level, times) for level, times in zip(numbers, repeats, strict=True)], dim=2
-        )
+        repeats = [leaves // level.shape[1] for level in children]
+        levels = zip(children, repeats, strict=True)
+        paths = torch.stack([level.repeat_interleave(n, dim=1) for level, n in levels], dim=2)
         apart = paths.unsqueeze(2) - paths.unsqueeze(1)
         fork = first_true(apart != 0).unsqueeze(3)
         ranks = (apart.gather(3, fork).squeeze(3) > 0).sum(dim=2)  # of paths, by their forks
-        of_numbers = pad(_joined([ranks[:, ::times] for times in repeats]), (1, 0))
-        keys = self._table.depths[: self._numbers] * leaves + of_numbers
+        of_numbers = pad(_joined([ranks[:, ::n] for n in repeats]), (1, 0))
+        count = stands.shape[1]
+        keys = self._table.depths[:count] * leaves + of_numbers
         order = torch.where(stands, keys, _LAST).argsort(dim=1)
-        every = torch.arange(self._numbers, device=order.device).expand_as(order)
+        every = torch.arange(count, device=order.device).expand_as(order)
         return torch.empty_like(order).scatter_(1, order, every)
 
-    def _most_likely(self, stands: Tensor) -> Tensor:
-        """Return where nodes stand ``[batch, numbers]`` if only the most likely are kept."""
-        if self._table.plan.shape:
-            return stands
-        found = stands[:, 1:]
-        scores = torch.cat(
-            [s for level in self._grown if (s := level.children.scores) is not None], dim=1
-        )
-        best = _best(scores, found, self._table.plan.fixed_nodes)
-        kept = torch.zeros_like(found).scatter(1, best, value=True)
-        return pad(found & kept, (1, 0), value=True)
+    def _facts(self, parents: Tensor) -> Tensor:
+        """Return ``[batch, numbers, 3]`` int64: token id, parent and depth at each number.
 
-    def _arranged(self, places: Tensor, nodes: Tensor, most: int) -> Sequence[Tensor]:
-        """Return token ids, parents and depths ``[batch, most]`` of the nodes.
-
-        ``places`` ``[batch, numbers]`` are the nodes at the numbers, ``most`` where none stands.
+        ``parents`` ``[batch, draws]`` are nodes.
         """
-        token_ids = _joined([level.children.token_ids for level in self._grown])
-        above = nodes.gather(1, _joined([level.parents for level in self._grown]))
-        facts = torch.stack(
-            (
-                torch.cat((self._roots.unsqueeze(1), token_ids), dim=1),
-                pad(above, (1, 0)),
-                self._table.depths[: self._numbers].expand_as(places),
-            ),
-            dim=2,
-        )
-        return _placed(places, facts, most).unbind(2)
+        roots = self._grown[0].rows.token_ids
+        token_ids = [roots, *(level.children.token_ids for level in self._grown)]
+        above = pad(parents, (1, 0))
+        depths = self._table.depths[: above.shape[1]].expand_as(above)
+        return torch.stack((_joined(token_ids), above, depths), dim=2)
 
-    def _draws(self, nodes: Tensor) -> Tensor:
+    def _draws(self, children: Tensor) -> Tensor:
         """Return ``[batch, depth, drafts]`` int64: the child of every draw of each level."""
-        alive = _joined([level.children.alive for level in self._grown])
-        numbers = _joined([level.children.numbers for level in self._grown])
-        led_to = nodes.gather(1, numbers) * alive
-        ungrown = len(self._table.depths) - self._numbers
-        by_number = pad(led_to, (1, ungrown))
+        alive = _all_alive([level.children for level in self._grown])
+        if alive is not None:
+            children = children * alive
+        ungrown = len(self._table.depths) - 1 - children.shape[1]
+        by_number = pad(children, (1, ungrown))
         draws = by_number.index_select(1, self._table.draws)
         return draws.view(len(draws), self._table.plan.depth, -1)
 
 
-def _repeated(rows: Tensor, draws: int) -> Tensor:
+def _repeated(rows: Tensor | None, draws: int) -> Tensor | None:
     """Return ``[batch, rows * draws]``: what belongs to each row, for each of its draws."""
-    return rows if draws == 1 else rows.repeat_interleave(draws, dim=1)
+    return rows if rows is None or draws == 1 else rows.repeat_interleave(draws, dim=1)
 
 
-def _first_equal(parents: Tensor, token_ids: Tensor, alive: Tensor) -> Tensor:
-    """Return the first row alive that is equal to each, of rows ``[batch, rows]``."""
-    same = token_ids.unsqueeze(2) == token_ids.unsqueeze(1)
-    same = same & (parents.unsqueeze(2) == parents.unsqueeze(1))
-    return first_true(same & alive.unsqueeze(1))
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return where both are true; None is true everywhere."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def _all_alive(levels: Sequence[Frontier]) -> Tensor | None:
+    """Return which rows of all levels are alive, joined; None for all."""
+    if all(level.alive is None for level in levels):
+        return None
+    everywhere = [torch.ones_like(level.token_ids, dtype=torch.bool) for level in levels]
+    alive = [level.alive for level in levels]
+    return _joined([a if b is None else b for a, b in zip(everywhere, alive, strict=True)])
+
+
+def _first_equal(rows: Frontier, above: Tensor | None) -> Tensor:
+    """Return ``[batch, rows]``, the first row alive of the same token below the same row.
+
+    ``above`` ``[batch, rows]`` are the first rows at their parents; None below a single row.
+    """
+    same = rows.token_ids.unsqueeze(2) == rows.token_ids.unsqueeze(1)
+    if above is not None:
+        same = same & (above.unsqueeze(2) == above.unsqueeze(1))
+    if rows.alive is not None:
+        same = same & rows.alive.unsqueeze(1)
+    return first_true(same)
 
 
 def _without_replacement(
@@ -485,13 +532,13 @@ def _without_replacement(
 
 
 def _hub_pairs(
-    probs: Tensor, uniforms: Tensor, hubs: Tensor, alive: Tensor
+    probs: Tensor, uniforms: Tensor, hubs: Tensor, alive: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return pairs: a drawn token and the hub; where that was drawn, it and one of the rest.
 
     A row of ``probs`` ``[batch, rows, width]`` uses one of its tree's ``uniforms`` ``[batch, K]``,
     or two where its hub (``hubs`` ``[batch, rows]``) was drawn and there is a rest; the next row
-    uses those that follow, and rows that are not ``alive`` use none.
+    uses those that follow, and rows that are not ``alive`` (None for all) use none.
     """
     rest = probs.scatter(2, hubs.unsqueeze(2), 0.0)
     more = (rest > 0).any(dim=2)
@@ -504,7 +551,9 @@ def _hub_pairs(
         again = first == hub
         places += [first, torch.where(again, second, hub)]
         real += [torch.ones_like(again), ~again | more[:, row]]
-        spent = alive[:, row] * (1 + (again & more[:, row]))
+        spent = 1 + (again & more[:, row])
+        if alive is not None:
+            spent = spent * alive[:, row]
         used = used + spent.unsqueeze(1)
     shape = (*hubs.shape, 2)
     return torch.stack(places, dim=1).view(shape), torch.stack(real, dim=1).view(shape)
@@ -515,9 +564,14 @@ _LOWEST = -1e300
 """Score of candidates of probability 0 or NaN, which ranks them after all others that exist."""
 
 
-def _best(scores: Tensor, real: Tensor, count: int) -> Tensor:
-    """Return the places of the best ``count``, in the order found: ``[batch, count or fewer]``."""
-    keys = torch.where(real, scores.nan_to_num(nan=_LOWEST, neginf=_LOWEST), -torch.inf)
+def _best(scores: Tensor, real: Tensor | None, count: int) -> Tensor:
+    """Return the places of the best ``count``, in the order found: ``[batch, count or fewer]``.
+
+    Those that are not ``real`` (None for all) come last.
+    """
+    keys = scores.nan_to_num(nan=_LOWEST, neginf=_LOWEST)
+    if real is not None:
+        keys = torch.where(real, keys, -torch.inf)
     order = keys.sort(dim=1, descending=True, stable=True).indices
     return order[:, :count].sort(dim=1).values
 

@@ -12,9 +12,15 @@ from support.sglang_batch import sampling
 from torch import Tensor
 
 from eaglegbv.backends.sglang.numbering import NumberedTree, draft_tree
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
+from eaglegbv.backends.sglang.tree_layout import (
+    RoundBuffers,
+    RoundGrowth,
+    RoundTables,
+    ShortProbs,
+)
 
 WIDTH = 4
+CPU = torch.device("cpu")
 
 
 @st.composite
@@ -76,7 +82,8 @@ def grown(tokens: Tensor) -> Sequence[Tensor]:
         )
 
     sampled = torch.zeros((batch, 1), dtype=torch.bool)
-    growth = TreeGrowth(alike(batch), (tokens.mT + 0.5).double() / WIDTH, sampled)
+    uniforms = (tokens.mT + 0.5).double() / WIDTH
+    growth = RoundGrowth(RoundTables.of(K, L, CPU), alike(batch), uniforms, sampled)
     for _ in range(L - 1):
         growth.grow(alike(batch * K), torch.zeros(batch * K, 1).double())
         assert growth.origins.tolist() == [list(range(K))] * batch
@@ -124,7 +131,8 @@ def eagle_tree(table: Tensor, K: int, L: int) -> tuple[list[int], list[int], lis
             for r, (score, _, above) in enumerate(branches)
             for k, (p, token) in enumerate(children(above))
         ]
-        branches = sorted(level, reverse=True)[:K]
+        best = sorted(level, reverse=True)[:K]
+        branches = sorted(best, key=lambda node: node[1])
         found += level
         parents += [number for _, number, _ in branches] if depth < L - 1 else []
     kept = sorted(number for _, number, _ in sorted(found, reverse=True)[: K * L])
@@ -169,7 +177,8 @@ def test_a_node_is_never_in_a_greedy_tree_without_its_parent():
         probs = ShortProbs(ids, values.double()).tempered(torch.ones(1, 1))
         every = ShortProbs(probs.ids.expand(K, -1), probs.probs.expand(K, -1))
         uniforms = torch.zeros(1, K, L, dtype=torch.float64)
-        growth = TreeGrowth(probs, uniforms, torch.ones(1, 1, dtype=torch.bool))
+        greedy = torch.ones(1, 1, dtype=torch.bool)
+        growth = RoundGrowth(RoundTables.of(K, L, CPU), probs, uniforms, greedy)
         for _ in range(L - 1):
             growth.grow(every, (values[:, :1] - values.logsumexp(1, keepdim=True)).expand(K, -1))
         assert len(parents_in_sglang(growth.tree(), 0, K)) == K * L
@@ -195,10 +204,3 @@ def test_a_broken_head_drafts_one_token_for_certain():
     own = short_probs([[math.nan, 0.0, 1.0], [0.0, 1.0, 2.0]])
     assert own.probs[0].tolist() == [1, 0, 0]
     assert own.probs[1].sum().item() == pytest.approx(1)
-    assert 0 <= own.pick(torch.tensor([0.999, 0.0]))[0] < 3
-
-
-def test_paths_take_the_distribution_of_the_path_that_stands_for_them():
-    rows = ShortProbs(torch.arange(12).view(6, 2), torch.arange(12).view(6, 2).double())
-    own = rows.of_branches(torch.tensor([[0, 0, 2], [0, 1, 1]]))
-    assert own.ids.tolist() == [[[0, 1], [0, 1], [4, 5]], [[6, 7], [8, 9], [8, 9]]]

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, ShortProbs, TreeGrowth
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, RoundGrowth, ShortProbs
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.drafters.base import DraftReplay, own_snapshots
 from eaglegbv.drafters.draft_probs import DraftProbs
@@ -148,7 +148,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         levels = enumerate(per_step_draft_out_cache_loc(forward_batch.out_cache_loc, batch, K, L))
         hidden = spec_info.hidden_states.unsqueeze(1).expand(-1, K, -1)
 
-        def head(growth: TreeGrowth) -> Tensor:
+        def head(growth: RoundGrowth) -> Tensor:
             nonlocal hidden
             forward_batch.input_ids = growth.tokens.flatten()
             step, slots = next(levels)

@@ -9,14 +9,16 @@ Everything here may run inside a CUDA graph: nothing is read on the host.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from eaglegbv.config import Plan
 from eaglegbv.devices import first_true, send
-from eaglegbv.drafters.draft_probs import DraftProbs, pick_places
-from eaglegbv.verifiers.paths import rows_at
+from eaglegbv.drafters.draft_probs import DraftProbs
+from eaglegbv.drafters.tree_growth import LevelTable, TreeGrowth, level_table
+from eaglegbv.tree import DraftSampling
 
 
 class ShortProbs(DraftProbs):
@@ -46,15 +48,6 @@ class ShortProbs(DraftProbs):
         """Return ``[..., 2, width]`` float64: ids, which are exact there, and probabilities."""
         return torch.stack((self.ids.to(torch.float64), self.probs), dim=-2)
 
-    def pick(self, uniforms: Tensor) -> Tensor:
-        """Draw tokens by ``uniforms`` ``[...]`` float64 in [0, 1), never one of probability 0."""
-        return self.ids.gather(-1, pick_places(self.probs, uniforms).unsqueeze(-1)).squeeze(-1)
-
-    def of_branches(self, branches: Tensor) -> Self:
-        """Return ``[batch, paths, width]``: of ``batch * paths`` rows, those of ``branches``."""
-        every = (table.view(*branches.shape, -1) for table in (self.ids, self.probs))
-        return type(self)(*(rows_at(table, branches) for table in every))
-
 
 def representatives(tokens: Tensor, above: Tensor | None = None) -> Tensor:
     """Return which path represents each at a depth, the first with equal tokens up to there.
@@ -65,90 +58,101 @@ def representatives(tokens: Tensor, above: Tensor | None = None) -> Tensor:
     return first_true(same if above is None else same & (above.unsqueeze(2) == above.unsqueeze(1)))
 
 
-_LEAST_LIKELY, _MOST_LIKELY = -1e4, -1e-9
-"""Limits of a token's log-probability in a greedy tree. A node always scores below its parent, and
-so is never in a tree without it."""
+class RoundTables(NamedTuple):
+    """The levels of the two kinds of trees of a round."""
+
+    sampled: LevelTable  # K paths
+    greedy: LevelTable  # the K L most likely nodes that a beam of K finds, as in SGLang's EAGLE
+
+    @classmethod
+    def of(cls, paths: int, length: int, device: torch.device) -> Self:
+        """Return those of K ``paths`` of a ``length``."""
+        plan = Plan(paths=paths, depth=length)
+        fixed = level_table(plan, DraftSampling.FIXED, device, width=paths)
+        return cls(level_table(plan, DraftSampling.IID, device), fixed)
 
 
-class TreeGrowth:
+class RoundGrowth:
     """The trees of a batch, growing by a row of the head for each of K branches and each depth.
 
     The branches of a sampled request are its paths. Those of a greedy request go on from the K most
-    likely nodes of a depth, by the product of the head's probabilities along the way, and its tree
-    are the K L most likely of all nodes, as in SGLang's EAGLE.
+    likely nodes of a depth, by the product of the head's probabilities along the way. Trees of both
+    kinds grow for every request, and each takes its own.
 
     Attributes:
         tokens: ``[batch, paths]`` int64, the branches' last tokens.
         origins: ``[batch, paths]`` int64, the branch of the depth before that each continues.
     """
 
-    def __init__(self, roots: ShortProbs, uniforms: Tensor, greedy: Tensor) -> None:
+    def __init__(
+        self, tables: RoundTables, roots: ShortProbs, uniforms: Tensor, greedy: Tensor
+    ) -> None:
         """Choose the tokens of depth 1.
 
         Args:
+            tables: The levels of the trees.
             roots: ``[batch, width]``, the distributions at the roots; a width of at least K.
             uniforms: ``[batch, paths, length]`` float64 in [0, 1).
             greedy: ``[batch, 1]`` bool.
         """
-        batch, K, _ = uniforms.shape
-        self._uniforms, self._greedy = uniforms, greedy
-        self._branches = self.origins = torch.arange(K, device=uniforms.device).expand(batch, -1)
-        self._numbers = [self._branches]
-        likely = roots.ids[:, :K]
-        self._best = roots.probs[:, :K].log().clamp(_LEAST_LIKELY, _MOST_LIKELY)
-        self._scores, self._ids = [self._best], [likely]
-        each = (table.unsqueeze(1).expand(-1, K, -1) for table in (roots.ids, roots.probs))
-        self.tokens = torch.where(greedy, likely, ShortProbs(*each).pick(uniforms[:, :, 0]))
-        self._levels = [self.tokens]
-        self._standing = representatives(self.tokens)
+        batch, paths, _ = uniforms.shape
+        unknown = torch.zeros_like(roots.ids[:, 0])  # the roots' tokens are SGLang's to know
+        self._sampled = TreeGrowth(tables.sampled, unknown, uniforms)
+        self._likely = TreeGrowth(tables.greedy, unknown, None)
+        self._tables = tables
+        self._is_greedy = greedy
+        self._branches = torch.arange(paths, device=greedy.device).expand(batch, -1)
+        self._leaders = self._branches
+        self._numbers: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+        self._advance(roots, roots.probs[:, :paths].log(), self._branches)
 
-    def grow(self, probs: ShortProbs, peaks: Tensor) -> ShortProbs:
-        """Add a depth; return the distributions ``[batch, paths, width]`` it was drawn from.
+    def grow(self, probs: ShortProbs, peaks: Tensor) -> None:
+        """Add a depth.
 
         Args:
             probs: ``[batch * paths, width]``, the distributions after the branches' tokens.
             peaks: ``[batch * paths, 1]``, the log-probability of each one's most likely token among
                 all tokens.
         """
-        depth, K = len(self._numbers), self.tokens.shape[1]
-        own = probs.of_branches(self._standing)
-        likely = (probs.probs[:, :K] / probs.probs[:, :1]).log() + peaks
-        likely = likely.nan_to_num(_LEAST_LIKELY).clamp(_LEAST_LIKELY, _MOST_LIKELY)
-        scores = (self._best.unsqueeze(2) + likely.view(-1, K, K)).flatten(1)
-        ids = probs.ids[:, :K].reshape(-1, K * K)
-        self._scores.append(scores)
-        self._ids.append(ids)
-        self._best, best = scores.topk(K, dim=1)
-        drawn = own.pick(self._uniforms[:, :, depth])
-        places = torch.where(self._greedy, best, K * self._standing + self._branches)
-        self._numbers.append(K + K * K * (depth - 1) + places)
-        self.origins = torch.where(self._greedy, best // K, self._branches)
-        self.tokens = torch.where(self._greedy, ids.gather(1, best), drawn)
-        self._levels.append(self.tokens)
-        self._standing = representatives(self.tokens, self._standing)
-        return own
+        paths = self.tokens.shape[1]
+        likely = (probs.probs[:, :paths] / probs.probs[:, :1]).log() + peaks
+        first = paths + paths * paths * (len(self._numbers) - 1)
+        self._advance(probs, likely, first + paths * self._leaders + self._branches)
+
+    def _advance(self, probs: ShortProbs, likely: Tensor, numbers: Tensor) -> None:
+        """Take the next tokens; ``numbers`` are SGLang's of the paths'."""
+        paths = self._branches.shape[1]
+        drawn = self._sampled.grow(probs)
+        best = self._likely.grow(DraftProbs(probs.ids[:, :paths].contiguous(), likely))
+        if drawn.leaders is not None:
+            self._leaders = drawn.leaders
+        first = sum(level.children for level in self._tables.greedy.levels[: len(self._numbers)])
+        self._numbers.append(torch.where(self._is_greedy, first + best.places(), numbers))
+        self.tokens = torch.where(self._is_greedy, best.token_ids, drawn.token_ids)
+        self.origins = self._branches
+        if best.parents is not None and len(self._numbers) > 1:
+            self.origins = torch.where(self._is_greedy, best.parents, self._branches)
+        self._tokens.append(self.tokens)
 
     def tree(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return what SGLang builds its tree from; see its ``build_tree_kernel_efficient``.
 
         SGLang numbers candidates by the place at which they are found: those below branch r at
-        depth ``i + 1`` are ``K + K^2 (i - 1) + r K + k``. It finds a node's parent by
-        ``parents[number // K]``.
+        depth ``i + 1`` are ``K + K^2 (i - 1) + r K + k``, which is the number of a draw less the
+        root's. It finds a node's parent by ``parents[number // K]``.
 
         Returns:
             Parents ``[batch, 1 + K (L - 1)]``, or ``[batch, 0]`` where L is 1, and the numbers and
             tokens ``[batch, K L]`` of the nodes; int64.
         """
-        tokens = torch.cat(self._levels, dim=1)
-        best = torch.cat(self._scores, dim=1).topk(tokens.shape[1], dim=1).indices
-        best = best.sort(dim=1).values
-        likely = torch.cat(self._ids, dim=1).gather(1, best)
-        before = torch.arange(-1, self.tokens.shape[1], device=best.device).expand(len(best), -1)
-        above = torch.cat((before, *self._numbers[1:-1]), dim=1)
+        numbers, token_ids = self._likely.most_likely()
+        before = torch.arange(-1, self._branches.shape[1], device=numbers.device)
+        above = torch.cat((before.expand(len(numbers), -1), *self._numbers[1:-1]), dim=1)
         return (
             above if len(self._numbers) > 1 else above[:, :0],
-            torch.where(self._greedy, best, torch.cat(self._numbers, dim=1)),
-            torch.where(self._greedy, likely, tokens),
+            torch.where(self._is_greedy, numbers - 1, torch.cat(self._numbers, dim=1)),
+            torch.where(self._is_greedy, token_ids, torch.cat(self._tokens, dim=1)),
         )
 
 
@@ -217,24 +221,27 @@ class RoundBuffers:
         self._roots[slots] = self._top(logits).pack()
 
     def grow(
-        self, slots: Tensor, paths: int, length: int, head: Callable[[TreeGrowth], Tensor]
+        self, slots: Tensor, paths: int, length: int, head: Callable[[RoundGrowth], Tensor]
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Grow the trees of a round from the roots kept for ``slots`` ``[batch]``.
 
         ``head`` returns the logits ``[batch * paths, draft_vocab]`` after the branches' tokens.
 
         Returns:
-            What :meth:`TreeGrowth.tree` does, and the distributions at the root and after each
+            What :meth:`RoundGrowth.tree` does, and the distributions at the root and after each
             branch's tokens but the last, packed: ``[batch, 1 + (length - 1) * paths, 2, width]``.
         """
         batch, temperatures = len(slots), self.temperatures(len(slots))
         roots = ShortProbs.unpack(self._roots[slots]).tempered(temperatures)
         drawn = self.uniforms[:batch, : paths * length].view(batch, paths, length)
-        growth = TreeGrowth(roots, drawn, self._greedy[:batch])
+        self._tables = RoundTables.of(paths, length, drawn.device)
+        growth = RoundGrowth(self._tables, roots, drawn, self._greedy[:batch])
         temperatures = temperatures.repeat_interleave(paths, dim=0)
         packed = [roots.pack().unsqueeze(1)]
         for _ in range(length - 1):
             logits = head(growth)
             peaks = (logits.amax(dim=1) - logits.logsumexp(dim=1)).double().unsqueeze(1)
-            packed.append(growth.grow(self.short_probs(logits, temperatures), peaks).pack())
+            probs = self.short_probs(logits, temperatures)
+            growth.grow(probs, peaks)
+            packed.append(probs.pack().unflatten(0, (batch, paths)))
         return growth.tree(), torch.cat(packed, dim=1)
