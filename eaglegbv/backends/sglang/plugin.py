@@ -1,8 +1,10 @@
 """The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in all its processes."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups.model_override_base import ResolvedView, resolving_view
 from sglang.srt.arg_groups.overrides import use_mla_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -22,7 +24,9 @@ def register() -> None:
         )
     tokenizers = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     results = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    adapters = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
     for place, hook in (
+        (adapters, check_adapters),
         (f"{tokenizers}._send_one_request", verify.seed_copies),
         (f"{tokenizers}._calculate_spec_decoding_metrics", metrics.add_figures),
         (
@@ -31,6 +35,18 @@ def register() -> None:
         ),
     ):
         HookRegistry.register(place, hook, HookType.AROUND)
+
+
+def check_adapters(original: Callable[[Any], None], server_args: Any) -> None:
+    """SGLang's check of LoRA beside speculation, which asks by name: ours are as its own EAGLE.
+
+    Adapters change the target's distribution, which is what verifiers keep. The head has none.
+    """
+    view = resolving_view(server_args)
+    if str(view.speculative_algorithm).upper() in metrics.TITLES:
+        as_eagle = {"speculative_algorithm": "EAGLE", "_resolved_overrides": ()}
+        server_args = ResolvedView(view, overlay=as_eagle)
+    original(server_args)
 
 
 class SampledTrees(CustomSpecAlgo):  # type: ignore[misc]

@@ -31,7 +31,6 @@ chain there, without a warning.
 Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str, str]]
 """By option: the values it may have, why it may have no other, and what the user can do."""
 
-_BASE_ONLY = "the draft head follows the base model only"
 _OURS, _CHOOSE = "verification is ours", "choose a verifier by EAGLEGBV_VERIFIER"
 _BLOCK = "set EAGLEGBV_VERIFIER=block and --speculative-eagle-topk 1"
 _LOSSY = "it changes the distribution of the text"
@@ -41,6 +40,29 @@ _SUMS = "the order of the verifiers' sums is not fixed; seeds fix random numbers
 _DROP = "leave it out"
 _UNTRIED = "it has never run with our trees"
 
+UNTRIED: Mapping[str, tuple[object, ...]] = {
+    "kv_cache_dtype": ("auto",),
+    "speculative_draft_kv_cache_dtype": (None, "auto"),
+    "speculative_token_map": (None,),
+    "enable_hierarchical_cache": (False,),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
+    "enable_hisparse": (False,),
+    "enable_unified_memory": (False,),
+    "enable_unified_cache_external_linker": (False,),
+    "enable_page_major_kv_layout": (False,),
+    "enable_kv_cache_sharding": (False,),
+    "enable_prefill_cp": (False,),
+    "enable_single_batch_overlap": (False,),
+    "enable_pdmux": (False,),
+    "enable_streaming_session": (False,),
+    "enable_lora_overlap_loading": (False, None),
+    "enable_torch_compile": (False,),
+    "rl_on_policy_target": (None,),
+    "decoupled_spec_role": ("null",),
+}
+"""By option: the values with which our trees have run."""
+
 REFUSED: Refusals = {
     "pp_size": ((1,), "sampled trees are not relayed between pipeline stages", "use --tp"),
     "attn_dp_size": ((1,), "other requests on other ranks have not been tried", "use --dp"),
@@ -49,8 +71,6 @@ REFUSED: Refusals = {
         "draft distributions are not transferred between prefill and decode servers",
         "use one server",
     ),
-    "enable_lora": ((False, None), _BASE_ONLY, _DROP),
-    "lora_paths": ((None, [], {}), _BASE_ONLY, _DROP),
     "speculative_use_rejection_sampling": ((False,), _OURS, _CHOOSE),
     "speculative_use_block_verification": ((False,), _OURS, _BLOCK),
     "speculative_accept_threshold_single": ((1.0,), _LOSSY, _CHOOSE),
@@ -61,13 +81,10 @@ REFUSED: Refusals = {
     "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
     "enable_deterministic_inference": ((False,), _SUMS, _DROP),
     "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
-    "dcp_size": ((1,), _UNTRIED, "use --tp"),
-    "enable_hierarchical_cache": ((False,), _UNTRIED, _DROP),
-    "enable_lmcache": ((False,), _UNTRIED, _DROP),
-    "enable_torch_compile": ((False,), _UNTRIED, _DROP),
-    "kv_cache_dtype": (("auto",), _UNTRIED, _DROP),
     "page_size": ((None, 1), _UNTRIED, "use --page-size 1"),
-    "speculative_draft_kv_cache_dtype": ((None, "auto"), _UNTRIED, _DROP),
+    "dcp_size": ((1,), _UNTRIED, "use --tp"),
+    "attn_cp_size": ((1,), _UNTRIED, "use --tp"),
+    **{option: (harmless, _UNTRIED, _DROP) for option, harmless in UNTRIED.items()},
 }
 """Options that are refused rather than ignored."""
 

@@ -81,6 +81,7 @@ OVERRIDE_POINTS: Mapping[str, str] = {
     "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
         "self probs sampling_info positions simple_sampling_case"
     ),
+    "sglang.srt.arg_groups.lora_hook:check_lora_speculative_compatibility": "server_args",
     f"{_TOKENIZER}._send_one_request": "self tokenized_obj",
     f"{_TOKENIZER}._calculate_spec_decoding_metrics": "self meta_info recv_obj i",
     f"{_PARTS}.batch_result_processor:SchedulerBatchResultProcessor"

@@ -7,7 +7,9 @@ project's plug-in run as they are; what is replaced is this, and nothing else:
   locations, gathering bonus tokens and accepted slots, and building and greedily walking a tree;
 * the kernel by which its own EAGLE samples from trees on a GPU, for ``eagle_samples`` beside this;
 * two operations of ``torch.ops.sgl_kernel``: attention over a paged cache, for extending (prompts
-  and trees) and for decoding.
+  and trees) and for decoding;
+* pinning of host memory, which layers with LoRA ask for and PyTorch refuses without a GPU's driver:
+  memory stays as it is.
 
 A package of this name comes before the compiled one when its parent folder is on PYTHONPATH. It is
 for tests of dense Llama-like models in float32; anything else raises NotImplementedError.
@@ -17,6 +19,7 @@ import ctypes
 import math
 import sys
 import types
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,6 +28,21 @@ __version__ = "0.4.10+stand.in"
 
 QLEN_ONLY = 1
 """The tree mask that SGLang uses on a CPU: nodes by nodes."""
+
+
+def _unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of PyTorch's that makes tensors, without its pinning."""
+
+    def made(*arguments: object, pin_memory: bool = False, **named: object) -> Tensor:
+        del pin_memory
+        return make(*arguments, **named)
+
+    return made
+
+
+for _name in ("empty", "tensor", "zeros"):
+    setattr(torch, _name, _unpinned(getattr(torch, _name)))
+Tensor.pin_memory = lambda tensor, *_: tensor
 
 
 def copy_all_layer_kv_cache_cpu(
