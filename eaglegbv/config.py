@@ -526,7 +526,23 @@ def named_planning(plan: Planning | str) -> Planning:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """A user's choices for a plan, see :class:`Plan`; None and default values choose nothing."""
+    """A user's choices for a plan, see :class:`Plan`; None and default values choose nothing.
+
+    Without a verifier and anything of a tree, the engine chooses plans itself, step by step.
+
+    Attributes:
+        verifier: Verifier: otbv, gbv, spectr_gbv, traversal, block, greedy_block, token, specinfer,
+            spectr, spechub, greedy_draft, global_resolution or target_only; or 'none' for plain
+            decoding. By default otbv, or the engine's choice.
+        paths: Drafted paths, K; by default 3, or as many as the verifier takes.
+        depth: Drafted tokens of a path, L; by default 4.
+        draft_sampling: How a tree's children arise: iid, wor, greedy, hub or fixed; by default as
+            the verifier takes them.
+        draft_width: Number of candidates a draft distribution keeps.
+        draft_temperature: Temperature of the drafts, as a multiple of the request's; lossless at
+            any value.
+        widths: Drafts of the nodes of each depth, such as 3x2x2x1, instead of paths and depth.
+    """
 
     verifier: str | None = None
     paths: int | None = None

@@ -118,6 +118,14 @@ class Engine:
         return self._scheduler.has_work
 
     @torch_as_usual()
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of requests with such settings, on any thread: it may take seconds.
+
+        Raises:
+            InvalidArgument: The grammar is none, or nothing here reads it.
+        """
+        self._grammars.of(params)
+
     def add(
         self,
         prompt_ids: Sequence[int],

@@ -273,7 +273,7 @@ class TextGenerator(ABC):
         one = is_one(plain)
         many = cast("Prompts", [plain] if one else plain)
         each = per_prompt(params, len(many), self.sampling_defaults)
-        return Call(many, one, [own.copies() for own in each], plan, priority)
+        return Call(many, one, [params.copies() for params in each], plan, priority)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return ``sampling_defaults``, by the name that this has in vLLM."""
@@ -307,8 +307,8 @@ def sampling_defaults_of(model: str | Path, generation_config: str) -> SamplingP
         if stated[name] != value
     ]
     if differing:
-        told = f"sampling defaults of the model's generation_config: {', '.join(differing)}"
-        log_once(_log, logging.WARNING, f"{told} (generation_config='none' ignores them)")
+        said = f"sampling defaults of the model's generation_config: {', '.join(differing)}"
+        log_once(_log, logging.WARNING, f"{said} (generation_config='none' ignores them)")
     return defaults
 
 
@@ -393,15 +393,15 @@ class LLM(TextGenerator):
             drafter: Folder of an EAGLE head, of a small language model with the same tokenizer, or
                 of a table; ``"ngram"`` for prompt lookup, the default but for ``tiny``, which has
                 ``"eagle3"`` and ``"eagle1"``, and for ``smollm2``, which has its own.
-            verifier: See :class:`eaglegbv.config.Plan` for this and the next six. Where no verifier
-                and nothing of a tree is given, the engine chooses paths and depth itself, step by
-                step.
-            paths: Number of drafted paths; 3 by default, or as many as the verifier takes.
+            verifier: See :class:`eaglegbv.config.PlanChoices` for this and the next six. Where no
+                verifier and nothing of a tree is given, the engine chooses paths and depth itself,
+                step by step.
+            paths: Number of drafted paths.
             depth: Length of a drafted path.
             draft_sampling: How a tree's children arise.
             draft_width: Candidates a draft distribution keeps.
             draft_temperature: Draft temperature as a multiple of the request's.
-            widths: Drafts below each node of a depth, instead of paths and depth.
+            widths: Drafts below each node of a depth.
             plan: Instead of those seven: such a plan, or an :class:`AutoPlan` (``"auto"``) within
                 whose limits the engine chooses. A seed reproduces a text under a fixed plan only.
             dtype: A torch dtype or its name; ``"auto"`` takes bfloat16 on a GPU, and on a CPU that
@@ -594,8 +594,8 @@ class LLM(TextGenerator):
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs)
         call = self._call(prompts, params, PLAIN, 0)
-        found = call.answers(self._run(call, progress=False))
-        return [Score.of(own) for own in found] if isinstance(found, list) else Score.of(found)
+        read = call.answers(self._run(call, progress=False))
+        return [Score.of(each) for each in read] if isinstance(read, list) else Score.of(read)
 
     def close(self) -> None:
         """See :meth:`TextGenerator.close`."""
@@ -635,6 +635,10 @@ class LLM(TextGenerator):
     def reset_prefix_cache(self) -> None:
         """Forget the texts that were read so far: the next prompt is read from its beginning."""
         self._serving.call(Engine.reset_prefix_cache)
+
+    def check_health(self) -> None:
+        """Raise EagleGBVError if it takes no requests any more: it was closed, or has broken."""
+        self._serving.check()
 
     def explain_plans(self) -> str:
         """Return in words what the engine expects of the best plans for the running requests."""
@@ -685,6 +689,7 @@ class LLM(TextGenerator):
         for prompt, copies in zip(call.prompts, call.copies, strict=True):
             try:
                 prompt_ids = self.encode(prompt)
+                self._engine.prepare(copies[0])
             except EagleGBVError as error:
                 for _ in copies:
                     caller.outbox.put(Piece.last(next(places), Result.of_error(error)))

@@ -45,7 +45,7 @@ class RankedRows:
         """
         most = logits.shape[1] if count < 0 else min(count, logits.shape[1])
         parts = zip(logits.split(_ROWS), chosen.unsqueeze(1).split(_ROWS), strict=True)
-        ranked = [_ranked(part, own, most) for part, own in parts]
+        ranked = [_ranked(rows, tokens, most) for rows, tokens in parts]
         return cls(*(torch.cat(columns) for columns in zip(*ranked, strict=True)))
 
     @property
@@ -65,10 +65,10 @@ class RankedRows:
 
 def _ranked(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = logits.float().log_softmax(dim=1)
-    own = logprobs.gather(1, chosen)
-    rank = (logprobs >= own).sum(dim=1)
+    of_chosen = logprobs.gather(1, chosen)
+    rank = (logprobs >= of_chosen).sum(dim=1)
     values, ids = logprobs.topk(most, dim=1)
-    return torch.cat((chosen, ids), dim=1), torch.cat((own, values), dim=1), rank
+    return torch.cat((chosen, ids), dim=1), torch.cat((of_chosen, values), dim=1), rank
 
 
 def _entry(ids: Sequence[int], logprobs: Sequence[float], rank: int) -> TokenLogprobs:

@@ -1,7 +1,7 @@
 """OpenAI's protocol: what a request asks of an LLM, and its answer as the client reads it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -11,13 +11,12 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.logprobs import Logprob, TokenLogprobs
 from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import ChatPrompt, Completion, Delta
+from eaglegbv.text import ChatPrompt, Completion, Delta, is_one
 
 IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
 """Fields that a client may send and that change no answer."""
 
-
-NOT_OFFERED = ("prompt_logprobs", "functions", "function_call")
+NOT_OFFERED = ("functions", "function_call")
 """Fields that are refused."""
 
 LEAST_LOGPROB = -9999.0
@@ -79,6 +78,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(error.__cause__, InvalidArgument):  # it names the field and its value
                 raise error.__cause__ from None
             raise InvalidArgument("body", "JSON", f"other values: {error}") from error
+        if request.stream and params.prompt_logprobs is not None:
+            expected = "None in a streamed answer"
+            raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, expected)
         return msgspec.structs.replace(request, sampling=params)
 
     @classmethod
@@ -103,19 +105,25 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
     KIND: ClassVar[str] = "text_completion"
 
     prompt: str | list[str | int | list[int]]  # text or ids, of one prompt or of several
+    echo: bool = False  # give the prompt before the answer
 
     def __post_init__(self) -> None:
         if self.prompt == []:
             raise InvalidArgument("prompt", self.prompt, "at least one prompt")
+        if self.echo and self.stream:
+            raise InvalidArgument("echo", self.echo, "false in a streamed answer")
 
     @classmethod
     def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Request.settings`."""
-        for name, usual in (("echo", False), ("suffix", ""), ("best_of", fields.get("n", 1))):
+        for name, usual in (("suffix", ""), ("best_of", fields.get("n", 1))):
             value = fields.pop(name, usual)
             if value != usual:
                 raise InvalidArgument(name, value, f"{usual!r}: there is no {name} here")
-        return {"max_tokens": fields.pop("max_tokens", 16)}  # OpenAI's default
+        settings = {"max_tokens": fields.pop("max_tokens", 16)}  # OpenAI's default
+        if fields.get("echo") and "logprobs" in fields:
+            settings["prompt_logprobs"] = fields["logprobs"]
+        return settings
 
     @property
     def prompts(self) -> Any:  # noqa: ANN401
@@ -161,61 +169,110 @@ class ChatRequest(Request, frozen=True, kw_only=True):
         return shared
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of tokens; the details are OpenAI's where it has names for them."""
+def _usage(prompts: Sequence[Completion]) -> dict[str, Any]:
+    """Return the counts of answers; those of one prompt count its tokens once.
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
-    completion_tokens_details: dict[str, int]
-
-    @classmethod
-    def of(cls, prompts: Sequence[Completion]) -> Self:
-        """Return the counts of answers; those of one prompt count its tokens once."""
-        choices = [choice for answer in prompts for choice in answer.choices]
-        read = sum(len(answer.prompt_token_ids) for answer in prompts)
-        written = sum(len(choice.token_ids) for choice in choices)
-        drafted = sum(choice.metrics.drafted_nodes for choice in choices)
-        accepted = sum(choice.metrics.accepted_tokens for choice in choices)
-        return cls(
-            prompt_tokens=read,
-            completion_tokens=written,
-            total_tokens=read + written,
-            prompt_tokens_details={
-                "cached_tokens": sum(answer.metrics.cached_tokens for answer in prompts)
-            },
-            completion_tokens_details={
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-                "drafted_tokens": drafted,
-                "target_forwards": sum(choice.metrics.target_forwards for choice in choices),
-            },
-        )
-
-
-def answer(
-    request: Request, prompts: Sequence[Completion], name: str, model: str
-) -> dict[str, Any]:
-    """Return the answer to a request that is not streamed, under the ``name`` it is given."""
-    choices = [choice for completion in prompts for choice in completion.choices]
+    The details are OpenAI's where it has names for them.
+    """
+    choices = [choice for answer in prompts for choice in answer.choices]
+    read = sum(len(answer.prompt_token_ids) for answer in prompts)
+    cached = sum(answer.metrics.cached_tokens for answer in prompts)
+    written = sum(len(choice.token_ids) for choice in choices)
+    drafted = sum(choice.metrics.drafted_nodes for choice in choices)
+    accepted = sum(choice.metrics.accepted_tokens for choice in choices)
     return {
-        **_head(request, name, model),
-        "choices": [_choice(request, index, choice) for index, choice in enumerate(choices)],
-        "usage": msgspec.to_builtins(Usage.of(prompts)),
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+            "drafted_tokens": drafted,
+            "target_forwards": sum(choice.metrics.target_forwards for choice in choices),
+        },
     }
 
 
-def _choice(request: Request, index: int, choice: Completion) -> dict[str, Any]:
+def answer(
+    request: Request,
+    prompts: Sequence[Completion],
+    name: str,
+    model: str,
+    decode: Callable[[Sequence[int]], str],
+) -> dict[str, Any]:
+    """Return the answer to a request that is not streamed, under the ``name`` it is given.
+
+    ``decode`` makes text of token ids, for prompts that are to be given back.
+    """
+    choices: list[dict[str, Any]] = []
+    for place, completion in enumerate(prompts):
+        for choice in completion.choices:
+            content = _choice(request, choice)
+            if isinstance(request, CompletionRequest) and request.echo:
+                content = _echo(request, content, place, choice, decode)
+            choices.append({"index": len(choices), **content})
     chat = isinstance(request, ChatRequest)
-    message = {"role": "assistant", "content": choice.text}
     return {
-        "index": index,
-        **({"message": message} if chat else {"text": choice.text}),
+        **_head(request, name, model),
+        "choices": choices,
+        **({"prompt_logprobs": _prompt_logprobs(prompts[0])} if chat else {}),
+        "usage": _usage(prompts),
+    }
+
+
+def _choice(request: Request, choice: Completion) -> dict[str, Any]:
+    ended = {
         "logprobs": _logprobs(request, choice),
         "finish_reason": str(choice.finish_reason),
         "stop_reason": choice.stop_reason,
     }
+    if isinstance(request, ChatRequest):
+        return {"message": {"role": "assistant", "content": choice.text}, **ended}
+    return {"text": choice.text, "prompt_logprobs": _prompt_logprobs(choice), **ended}
+
+
+def _echo(
+    request: CompletionRequest,
+    content: dict[str, Any],
+    place: int,
+    choice: Completion,
+    decode: Callable[[Sequence[int]], str],
+) -> dict[str, Any]:
+    """Return a choice behind its prompt, the request's at a ``place``, and that one's logprobs."""
+    prompts: Any = [request.prompt] if is_one(request.prompt) else request.prompt
+    prompt = prompts[place]
+    text = prompt if isinstance(prompt, str) else decode(prompt)
+    echoed = content | {"text": text + choice.text}
+    if choice.prompt_logprobs and content["logprobs"] is not None:
+        first, *others = choice.prompt_token_ids
+        whole: dict[str, list[Any]] = {
+            "tokens": [decode([first])],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+        }
+        read = msgspec.structs.replace(
+            choice, token_ids=others, logprobs=choice.prompt_logprobs[1:]
+        )
+        for part in (_logprobs(request, read) or {}, content["logprobs"]):
+            for name, values in part.items():
+                whole[name] = [*whole[name], *values]
+        echoed["logprobs"] = whole
+    return echoed
+
+
+def _prompt_logprobs(choice: Completion) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of a prompt's tokens as vLLM writes them, by token id."""
+    if choice.prompt_logprobs is None:
+        return None
+    return [
+        None if place is None else {str(token): _plain(entry) for token, entry in place.items()}
+        for place in choice.prompt_logprobs
+    ]
+
+
+def _plain(entry: Logprob) -> dict[str, Any]:
+    return {**msgspec.to_builtins(entry), "logprob": _number(entry)}
 
 
 def _structure(fields: dict[str, Any]) -> dict[str, Any]:
@@ -291,8 +348,8 @@ def usage_chunk(
     request: Request, prompts: Sequence[Completion], name: str, model: str
 ) -> dict[str, Any]:
     """Return the last chunk of a stream whose client wants to know what was used."""
-    usage = msgspec.to_builtins(Usage.of(prompts))
-    return {**_chunk_head(request, name, model), "choices": [], "usage": usage}
+    head = _chunk_head(request, name, model)
+    return {**head, "choices": [], "usage": _usage(prompts)}
 
 
 def _head(request: Request, name: str, model: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -108,6 +109,7 @@ class Serving:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._closed = False
+        self._fault: BaseException | None = None  # what stopped the engine for good
 
     def begin(
         self, caller: Caller, asks: Sequence[Ask], plan: Planning, priority: int
@@ -120,7 +122,7 @@ class Serving:
             A future, done when they have begun; it raises if the plan does not fit the engine.
 
         Raises:
-            EagleGBVError: The engine was closed.
+            EagleGBVError: The engine was closed, or has stopped by a fault.
             EngineBusy: The caller is an observer, within a step.
         """
         if threading.current_thread() is self._thread:
@@ -131,11 +133,18 @@ class Serving:
         """Do some work with the engine between two steps; return what it returns.
 
         Raises:
-            EagleGBVError: The engine was closed.
+            EagleGBVError: The engine was closed, or has stopped by a fault.
         """
         if threading.current_thread() is self._thread:
             return work(self.engine)
         return self._enqueue(work).result()
+
+    def check(self) -> None:
+        """Raise EagleGBVError if the engine was closed, or has stopped by a fault."""
+        if self._fault is not None:
+            raise _stopped(self._fault)
+        if self._closed:
+            raise _closed()
 
     def close(self, timeout: float | None = None) -> None:
         """Cancel all requests, and wait for the thread's end, at most ``timeout`` seconds.
@@ -151,8 +160,7 @@ class Serving:
         self._check_process()
         future: Future[Value] = Future()
         with self._lock:
-            if self._closed:
-                raise _closed()
+            self.check()
             self._commands.append((future, work))  # type: ignore[arg-type]  # a value is an object
             if self._thread is None:
                 # A daemon, as its owner stops it at the interpreter's exit.
@@ -180,9 +188,25 @@ class Serving:
         self._open = []
 
     def _run(self) -> None:
-        while self._do_commands():
-            self._step()
-            self._follow_all()
+        try:
+            while self._do_commands():
+                self._step()
+                self._follow_all()
+        except BaseException as error:  # noqa: BLE001  nobody may wait for a thread that has ended
+            _log.exception("the engine has stopped")
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        """Tell all who wait what has stopped the engine; whoever comes later is told too."""
+        with self._lock:
+            self._fault = error
+            self._thread = None
+        self._refuse_commands(_stopped(error))
+        for opened in self._open:
+            with suppress(Exception):  # what stopped it may be an outbox; the others are told
+                result = Result.of_error(_stopped(error))
+                opened.caller.outbox.put(Piece.last(opened.place, result))
+        self._open = []
 
     def _do_commands(self) -> bool:
         """End what nobody waits for, do what was asked for; return whether to take a step."""
@@ -198,11 +222,14 @@ class Serving:
                 future, work = self._commands.popleft()
             _fulfil(future, work, self.engine)
 
-    def _end_all(self) -> None:
+    def _refuse_commands(self, error: EagleGBVError) -> None:
         while self._commands:
             future, _ = self._commands.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_exception(_closed())
+                future.set_exception(error)
+
+    def _end_all(self) -> None:
+        self._refuse_commands(_closed())
         for opened in self._open:
             opened.caller.left = True
 
@@ -287,6 +314,12 @@ def _fulfil(future: "Future[object]", work: Callable[[Engine], object], engine: 
         del future  # or the error would hold this frame, and that the error
     else:
         future.set_result(value)
+
+
+def _stopped(error: BaseException) -> EagleGBVError:
+    fault = EagleGBVError(f"the engine has stopped: {type(error).__name__}: {error}")
+    fault.__cause__ = error
+    return fault
 
 
 def _closed() -> EagleGBVError:

@@ -162,9 +162,9 @@ def per_prompt(
     expected = "a SamplingParams, or one per prompt"
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise InvalidArgument("sampling_params", params, expected)
-    for own in params:
-        if not isinstance(own, SamplingParams):
-            raise InvalidArgument("sampling_params", own, expected)
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise InvalidArgument("sampling_params", each, expected)
     if len(params) != count:
         raise InvalidArgument("sampling_params", len(params), f"one, or one per prompt: {count}")
     return list(params)
@@ -420,8 +420,8 @@ class Answer:
     @property
     def stops_here(self) -> bool:
         """Whether a stop string ends the text, and the engine has not been told yet."""
-        told = self.request.finish_reason is FinishReason.STOP
-        return self.text.stopped and not (told and self.kept == len(self.request.token_ids))
+        knows = self.request.finish_reason is FinishReason.STOP
+        return self.text.stopped and not (knows and self.kept == len(self.request.token_ids))
 
     @property
     def kept(self) -> int:

@@ -201,8 +201,8 @@ def _forbid_by_grammar(bias: Tensor, rows: Sequence[RuledRow]) -> None:
     words = send(torch.from_numpy(np.stack(list(masks.values()))), bias.device)
     shifts = torch.arange(32, dtype=torch.int32, device=bias.device)
     allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : bias.shape[1]] == 1
-    own = bias.index_select(0, places).masked_fill(~allowed, -torch.inf)
-    bias.index_copy_(0, places, own)
+    ruled = bias.index_select(0, places).masked_fill(~allowed, -torch.inf)
+    bias.index_copy_(0, places, ruled)
 
 
 class GrowingRows:

@@ -402,16 +402,27 @@ LONGEST_ANSWER = 128  # tokens of an answer of the target, unless a user says ot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Which texts to train and measure on."""
+    """Which texts to train and measure on.
 
-    data: tuple[Path, ...]  # JSON-lines files, or folders of them
-    samples: Path  # file the target's answers are kept in, and read from where it exists
-    regenerate: int = 0  # prompts the target answers itself; 0 takes the data's own answers
-    max_new_tokens: int = LONGEST_ANSWER  # longest answer of the target
-    window: int = 256  # tokens of a text at most
-    # Held-out prompts that the target answers, at most, and one for eight others.
+    Attributes:
+        data: JSON-lines file or folder; may be repeated.
+        samples: File in which to keep the target's answers for reuse; the command's own is in the
+            folder that it writes.
+        regenerate: Prompts the target answers itself first; 0: the data's own answers.
+        max_new_tokens: Most tokens of the target's answers.
+        window: Tokens per row, and most tokens per text.
+        held_out: Most held-out texts that an evaluation reads; the target answers at most one for
+            eight others.
+        seed: Seed of all random numbers.
+    """
+
+    data: tuple[Path, ...]
+    samples: Path
+    regenerate: int = 0
+    max_new_tokens: int = LONGEST_ANSWER
+    window: int = 256
     held_out: int = 256
-    seed: int = 0  # seed of the draw and of the answers
+    seed: int = 0
 
     def __post_init__(self) -> None:
         require_integer("held_out", self.held_out, 1)

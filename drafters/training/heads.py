@@ -59,34 +59,48 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleTrainingConfig:
-    """Settings of a head training run."""
+    """Settings of a head training run.
 
-    arch: Arch  # which head
-    # Which texts to train and measure on. Rows are packed with whole texts to `texts.window`
-    # tokens; `texts.held_out` is also how many held-out texts acceptance is measured on, at most.
+    Attributes:
+        arch: Kind of head.
+        texts: Which texts to train and measure on. Rows are packed with whole ones.
+        out: Folder to write.
+        intermediate: Feed-forward width; by default the target's.
+        draft_vocab: Draft vocabulary of EAGLE-3, the most frequent tokens of responses; by default
+            those that make up 95% of them: a rare token costs as many weights as a frequent one.
+        depths: Depths of the training-time test.
+        decay: Weight of a depth relative to the one before.
+        anchors: Positions of a row that are unrolled.
+        loss: Loss to minimise: ce, tv, mix or block.
+        feature_weight: Weight of EAGLE-1's feature regression.
+        batch: Rows per step.
+        keep_runs: Folder for what a head learns from: the target reads texts once, and not at every
+            step. They are then drawn evenly.
+        schedule: Length and speed of training.
+        device: Device: cuda or cpu.
+        compile: Compile the target's layers.
+        initial: Trained head of the same kind and sizes to continue from, with its draft vocabulary
+            unless another size is asked for.
+        validation_prompts: Prompts answered at evaluations, by otbv and another copy of the target.
+    """
+
+    arch: Arch
     texts: TextSettings
-    out: Path  # folder to write
-    intermediate: int | None = None  # width of the head's feed-forward layer; None is the target's
-    # Tokens an EAGLE-3 head can draft, the most frequent in responses; None is as many as make up
-    # 95% of these: a rare token costs as many weights as a frequent one.
+    out: Path
+    intermediate: int | None = None
     draft_vocab: int | None = None
-    depths: int = 5  # depths of the unroll
-    decay: float = 0.9  # weight of a depth relative to the one before
-    anchors: int = 48  # positions of a row that are unrolled
-    loss: Loss = Loss.MIX  # what is lowered
-    feature_weight: float = 0.1  # weight of EAGLE-1's feature regression
-    batch: int = 16  # rows of a step
-    # Folder in which to keep what a head learns from, so that the target reads every text once and
-    # not at every step; None keeps nothing. Texts are then drawn evenly.
+    depths: int = 5
+    decay: float = 0.9
+    anchors: int = 48
+    loss: Loss = Loss.MIX
+    feature_weight: float = 0.1
+    batch: int = 16
     keep_runs: Path | None = None
-    # Length and speed of training.
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=3_000))
-    device: str = "cpu"  # device, "cuda" or "cpu"
-    compile: bool = False  # compile the target's layers
-    # Folder of a trained head of the same kind and sizes to start from, with its draft vocabulary
-    # unless another size is asked for; None starts from random weights.
+    schedule: Schedule = field(default_factory=Schedule)
+    device: str = "cpu"
+    compile: bool = False
     initial: Path | None = None
-    validation_prompts: int = 16  # held-out prompts on which a real verifier measures acceptance
+    validation_prompts: int = 16
 
     def __post_init__(self) -> None:
         require_integer("depths", self.depths, 1)

@@ -58,20 +58,35 @@ _HEAD_DIM = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTrainingConfig:
-    """Settings of a target training run."""
+    """Settings of a target training run.
 
-    data: tuple[Path, ...]  # JSON-lines files, or folders of them
-    out: Path  # folder to write
-    vocab_size: int = 6144  # number of tokens of the tokenizer
-    layers: int = 20  # decoder layers
-    hidden: int = 256  # width of the residual stream
-    heads: int = 4  # query heads
-    kv_heads: int = 2  # key and value heads
-    intermediate: int = 640  # width of the feed-forward layers
-    window: int = 1024  # tokens of a training row, packed with whole documents
-    batch: int = 32  # rows of a step
-    schedule: Schedule  # length and speed of training
-    device: str = "cpu"  # device, "cuda" or "cpu"
+    Attributes:
+        data: JSON-lines file or folder; may be repeated.
+        out: Folder to write.
+        vocab_size: Size of the vocabulary.
+        layers: Number of decoder layers.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        intermediate: Width of the feed-forward layers.
+        window: Tokens of a row, which is packed with whole documents.
+        batch: Rows per step.
+        schedule: Length and speed of training.
+        device: Device: cuda or cpu.
+    """
+
+    data: tuple[Path, ...]
+    out: Path
+    vocab_size: int = 6144
+    layers: int = 20
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 640
+    window: int = 1024
+    batch: int = 32
+    schedule: Schedule
+    device: str = "cpu"
 
 
 @torch_as_usual()

@@ -38,18 +38,28 @@ class Schedule:
     Training ends after ``steps`` steps or ``minutes`` minutes, whichever comes first; the learning
     rate follows the same fraction, so that its cosine always ends with the budget. A run limited by
     steps alone is reproducible bit by bit on a CPU.
+
+    Attributes:
+        steps: Most steps of the optimiser.
+        minutes: Time budget, of all resumed parts together; the schedule is fitted to it.
+        learning_rate: Peak learning rate.
+        final_rate: Fraction of the peak learning rate at the end.
+        weight_decay: AdamW's decay, of matrices only.
+        evaluate_every: Steps between evaluations.
+        checkpoint_every: Steps between checkpoints.
+        seed: Seed of all random numbers.
+        bf16: Forward in bfloat16; weights and optimiser stay float32.
     """
 
-    steps: int  # optimiser steps at most
-    # Minutes of training and evaluation at most, over all resumed parts; None is no limit.
+    steps: int = 3_000
     minutes: float | None = None
-    learning_rate: float = 1.5e-3  # peak learning rate of AdamW
-    final_rate: float = 0.01  # fraction of the peak the cosine ends at
-    weight_decay: float = 0.1  # AdamW's decay, of matrices only
-    evaluate_every: int = 250  # steps between two evaluations
-    checkpoint_every: int = 250  # steps between two checkpoints
-    seed: int = 0  # seed of everything random
-    bf16: bool = True  # run the forward in bfloat16; weights and optimiser stay float32
+    learning_rate: float = 1.5e-3
+    final_rate: float = 0.01
+    weight_decay: float = 0.1
+    evaluate_every: int = 250
+    checkpoint_every: int = 250
+    seed: int = 0
+    bf16: bool = True
 
     def __post_init__(self) -> None:
         at_least_one = (1, None)

@@ -2,16 +2,18 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
-from eaglegbv.cli.options import opt
-from eaglegbv.config import PLAIN, EngineConfig
+from eaglegbv.cli.options import Models, opt
+from eaglegbv.cli.structs import Fields, entries
+from eaglegbv.config import PLAIN, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
 from eaglegbv.eval.audit_engine import audit_pair
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, package_subjects
@@ -21,11 +23,10 @@ from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
-from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.registry import make_any_verifier
 
 FAILED = 1
-PATHS, DEPTH, ITERATIONS = 2, 2, 2
+DEPTH = 2  # of the paths that a pair drafts
 
 app = opts.make_app()
 
@@ -67,25 +68,18 @@ Job: TypeAlias = tuple[Subject, DraftSampling, Sizes]
 def audit(
     context: typer.Context,
     verifier: Annotated[
-        str | None, opt(f"Verifier, not needed if a module has only one: {opts.VERIFIERS}.")
+        str | None, opt("Verifier, as in generate; not needed if a module has only one.")
     ] = None,
-    draft_sampling: opts.SamplingName = None,
+    draft_sampling: Annotated[
+        DraftSampling | None, opt("Draft sampling; by default the verifier's.")
+    ] = None,
     every: Annotated[bool, opt("Every verifier on all it accepts.", "--all")] = False,
     module: Annotated[Path | None, opt("Python file with verifiers of your own.")] = None,
-    vocab: Annotated[int, opt("Number of tokens.")] = 3,
-    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="2")] = None,
-    paths: Annotated[
-        int | None, opt("Drafted paths, K.", shown=opts.FITTING.replace("3", "2"))
-    ] = None,
-    widths: opts.Widths = None,
-    instances: Annotated[int, opt("Number of random problems.")] = 50,
-    iterations: Annotated[
-        int | None, opt("Verification steps in a row.", shown="2; with --widths 1")
-    ] = None,
+    *,
+    sizes: Annotated[dict[str, Any], Fields(of=Sizes)],
     samples: Annotated[
         int | None, opt("Test the batched implementation by so many samples of each problem.")
     ] = None,
-    seed: opts.Seed = 0,
     as_json: opts.AsJson = False,
 ) -> None:
     """Check that verifiers are lossless.
@@ -98,32 +92,29 @@ def audit(
     Exit status: 0 if all is well; 1 if an error is more than rounding or, with samples, the G-test
     rejects; 2 for bad input.
     """
-    given = locals()
     if context.invoked_subcommand is not None:
         _refuse_own_options(context)
         return
-    if widths is None:
-        tree = {"paths": paths or PATHS, "depth": depth or DEPTH, "widths": ()}
-    elif paths is not None or depth is not None:
-        raise InvalidArgument("widths", widths, "neither --paths nor --depth beside it")
-    else:
-        tree = {"paths": PATHS, "depth": DEPTH, "widths": opts.widths_named(widths)}
-    steps = iterations or (1 if widths else ITERATIONS)  # no rule with state takes widths
-    sizes = opts.made_of(given, Sizes, iterations=steps, **tree)
+    if "widths" in sizes:
+        if "paths" in sizes or "depth" in sizes:
+            expected = "neither --paths nor --depth beside it"
+            raise InvalidArgument("widths", sizes["widths"], expected)
+        sizes.setdefault("iterations", 1)  # no rule with state takes widths
+    chosen = Sizes(**sizes)
     subjects = _subjects(module, samples)
     if every:
         if verifier is not None or draft_sampling is not None:
             raise InvalidArgument("all", True, "neither --verifier nor --draft-sampling beside it")
         jobs = [
-            _job(subject, one, sizes, clip=True)
+            _job(subject, one, chosen, clip=True)
             for subject in subjects.values()
             for one in sorted(subject.rule.draft_samplings)
         ]
-        if sizes.widths:
+        if chosen.widths:
             jobs = _accepted(jobs)
     else:
-        chosen = opts.draft_sampling_named(draft_sampling)
-        jobs = [_job(_choose(subjects, verifier), chosen, sizes, clip=paths is None)]
+        subject = _choose(subjects, verifier)
+        jobs = [_job(subject, draft_sampling, chosen, clip="paths" not in sizes)]
     results = _run(jobs, as_json=as_json)
     if not as_json:
         opts.print_rows([result.facts for result in results], COLUMNS)
@@ -198,26 +189,17 @@ def pair(
     prompt: Annotated[
         list[str] | None, opt("A prompt of the texts; may be repeated.", shown="about fruit")
     ] = None,
-    raw: opts.Raw = False,
+    raw: Annotated[bool, opt("Read prompts as they are, without chat template.", "--raw")] = False,
     verifier: Annotated[
         str, opt("Verifiers to run, as for audit itself, with the same models; or none.")
     ] = "otbv",
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
-    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="2")] = None,
-    widths: opts.Widths = None,
-    draft_sampling: opts.SamplingName = None,
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: opts.DraftTemperature = 1.0,
+    *,
+    tree: Annotated[PlanChoices, Fields(without=("verifier",), depth=None)],
     tokens: Annotated[int, opt("How many first tokens to test, by their joint distribution.")] = 4,
-    temperature: Annotated[float, opt("Sampling temperature, above 0.")] = 1.0,
-    top_k: Annotated[int, opt("Tokens the target may choose from.")] = 6,
+    sampling: Annotated[SamplingParams, Fields("temperature", top_k=6, seed=0)],
     samples: Annotated[int, opt("Number of texts to generate.")] = 10_000,
-    seed: Annotated[int, opt("Seed of the first text.")] = 0,
     batch: Annotated[int, opt("Number of texts generated together.")] = 64,
-    model: opts.Model = None,
-    drafter: opts.Drafter = None,
-    device: opts.Device = None,
-    dtype: Annotated[str, opt("One of float32, bfloat16, float16.")] = "float32",
+    models: Annotated[Models, Fields("model", "drafter", "device", dtype="float32")],
     against: Annotated[
         str | None,
         opt("What to compare with, exact or plain.", shown="exact in float32, else plain"),
@@ -228,23 +210,22 @@ def pair(
 
     Generates the same few tokens many times. A G-test compares how often each text occurred with
     its exact probability under the plain transformers model, in float32; or, in any precision, with
-    as many texts of plain decoding. A small top-k leaves few enough texts to list. Exit status 1 if
-    the test rejects at level 1e-4.
+    as many texts of plain decoding. A small top-k leaves few enough texts to list. Drafted paths
+    have 2 tokens unless --depth or --widths says otherwise. Exit status 1 if the test rejects at
+    level 1e-4.
     """
-    given = locals()
-    depth = DEPTH if depth is None and widths is None else depth
+    if tree.depth is None and tree.widths is None:
+        tree = replace(tree, depth=DEPTH)
     plans = []
     for name in opts.verifier_names(verifier):
         if name == PLAIN.verifier:  # the tree is that of the others
             plans.append(PLAIN)
-            continue
-        choices = opts.made_of(given, opts.plan_choices, verifier=name, depth=depth)
-        plans.append(choices.plan())
-    exact = dtype == "float32" if against is None else against == "exact"
+        else:
+            plans.append(opts.fitting(replace(tree, verifier=name)).plan())
+    exact = models.dtype == "float32" if against is None else against == "exact"
     if against not in (None, "exact", "plain"):
         raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
-    params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=tokens, seed=seed)
-    models = opts.made_of(given, opts.Models)
+    params = msgspec.structs.replace(sampling, max_tokens=tokens)
     drafted = next((plan for plan in plans if plan.speculative), PLAIN)
     prompts = prompt or ["Name three kinds of fruit."]
     other = "their exact distribution" if exact else "as many of plain decoding"
@@ -277,14 +258,12 @@ def picture(
         str, opt("Verifiers to compare.")
     ] = "token,block,specinfer,spectr,global_resolution,traversal,gbv,otbv",
     temperatures: Annotated[
-        str, opt("Temperatures of both models, compared at --at-paths.")
-    ] = "0.2,0.4,0.6,0.8,1.0,1.25,1.5",
+        tuple[float, ...], opt("Temperatures of both models, compared at --at-paths.")
+    ] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5),
     at_paths: Annotated[int, opt("Paths, K, for comparing temperatures.")] = 4,
-    paths: Annotated[str, opt("Numbers of paths.")] = "1,2,3,4,6,8",
-    vocab: Annotated[int, opt("Number of tokens.")] = 64,
-    depth: opts.Depth = 6,
-    trees: Annotated[int, opt("Number of trees for each figure.")] = 3000,
-    seed: opts.Seed = 0,
+    paths: Annotated[tuple[int, ...], opt("Numbers of paths.")] = (1, 2, 3, 4, 6, 8),
+    *,
+    settings: SyntheticSettings,
     as_json: opts.AsJson = False,
 ) -> None:
     """Measure block efficiency on synthetic models, by temperature and by number of paths.
@@ -294,14 +273,14 @@ def picture(
     target's plus normal noise. Verifiers that leave a modified target need a whole text, so they
     are left out.
     """
-    settings = opts.made_of(locals(), SyntheticSettings)
     if out is not None:
         check_matplotlib()
-    chosen = opts.entries("verifiers", verifiers, str)
-    ks, ts = opts.entries("paths", paths, int), opts.entries("temperatures", temperatures, float)
+    chosen = entries("verifiers", verifiers, str)
     # Both check their arguments before either measures.
-    lazy = measure(chosen, [at_paths], ts, settings), measure(chosen, ks, [1.0], settings)
-    by_temperature, by_paths = map(list, lazy)
+    first = measure(chosen, [at_paths], temperatures, settings)
+    second = measure(chosen, paths, [1.0], settings)
+    by_temperature = list(first)
+    by_paths = list(second)
     figures = list(dict.fromkeys([*by_temperature, *by_paths]))
     if as_json:
         for figure in figures:
@@ -310,7 +289,8 @@ def picture(
         opts.print_rows([msgspec.structs.asdict(one) for one in figures], COLUMNS)
     if out is not None:
         caption = (
-            f"Synthetic models: V = {vocab}, L = {depth}, target logits N(0, {SHARPNESS:g}\u00b2), "
-            f"drafter's error N(0, {NOISE:g}\u00b2); {trees} trees a point; bars: 95%"
+            f"Synthetic models: V = {settings.vocab}, L = {settings.depth}, "
+            f"target logits N(0, {SHARPNESS:g}\u00b2), drafter's error N(0, {NOISE:g}\u00b2); "
+            f"{settings.trees} trees a point; bars: 95%"
         )
         typer.echo(f"wrote {draw(by_temperature, by_paths, out, caption=caption)}", err=True)

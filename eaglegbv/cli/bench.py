@@ -16,20 +16,21 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from eaglegbv.cli import bench_papers, bench_results, bench_speed
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import opt
-from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan
+from eaglegbv.cli.options import Models, Questions, opt
+from eaglegbv.cli.structs import Fields, entries, member
+from eaglegbv.config import AUTO, PLAIN, DraftSampling, EngineConfig, Plan, PlanChoices
 from eaglegbv.devices import AUTO_DTYPE, dtype_name, place_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
 from eaglegbv.eval.baselines import Library, baseline, chat, streamed
 from eaglegbv.eval.plots import check_matplotlib, draw_all
-from eaglegbv.eval.questions import Question, load_questions
+from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Record, RunSettings, Setting, describe_environment, grid
 from eaglegbv.eval.report import markdown, plain_text, served_table, table
 from eaglegbv.eval.runner import Generate, RunFolder, run, write_results
 from eaglegbv.llm import load_tokenizer
 from eaglegbv.loading import check_model
-from eaglegbv.utils import DRAFT_WIDTH, decode_json, grouped, require_integer
+from eaglegbv.utils import decode_json, grouped, require_integer
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.launch import Launch
@@ -44,6 +45,7 @@ app.command(short_help="Compare sampled with deterministic trees.")(bench_papers
 app.command(short_help="Compare the acceptance length of drafters.")(bench_papers.drafters)
 app.command(short_help="Measure what a paper compares.")(bench_papers.paper)
 app.command(short_help="Time ways to generate side by side, by batch.")(bench_speed.batch)
+app.command(short_help="Time a server's answers, by clients.")(bench_speed.endpoint)
 app.command(short_help="Time the phases of a step, with random weights.")(bench_speed.step)
 app.command(short_help="Compare two runs, or two settings of one.")(bench_results.compare)
 app.command(short_help="Draw a run, as PNG and SVG.")(bench_results.plot)
@@ -60,9 +62,7 @@ class BackendName(StrEnum):
 
 @app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
-    questions: opts.Questions = None,
-    questions_set: opts.QuestionsSet = "mt-bench",
-    data: opts.QuestionData = None,
+    asked: Questions,
     verifiers: Annotated[
         str | None,
         opt(
@@ -72,8 +72,8 @@ def mt_bench(
         ),
     ] = None,
     backend: Annotated[
-        str, opt("What runs the plans: local, sglang, or transformers for none.")
-    ] = "local",
+        BackendName, opt("What runs the plans: local, sglang, or transformers for none.")
+    ] = BackendName.LOCAL,
     backend_arguments: Annotated[str | None, opt("SGLang's arguments, as a JSON object.")] = None,
     baselines: Annotated[
         str | None,
@@ -84,23 +84,21 @@ def mt_bench(
             shown="none; with --backend transformers its plain decoding",
         ),
     ] = None,
-    paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "3",
-    depth: Annotated[str, opt("Lengths of a drafted path, L.")] = "4",
-    temperature: opts.Temperatures = "1.0",
+    paths: Annotated[tuple[int, ...], opt("Numbers of drafted paths, K.")] = (3,),
+    depth: Annotated[tuple[int, ...], opt("Lengths of a drafted path, L.")] = (4,),
+    temperature: opts.Temperatures = (1.0,),
     draft_sampling: Annotated[
         str, opt("Draft samplings: own (of each verifier), iid, wor, greedy, hub, fixed.")
     ] = "own",
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: Annotated[str, opt("Draft temperatures, times the request's.")] = "1.0",
-    max_tokens: opts.MaxTokens = 128,
-    system: Annotated[str | None, opt("System message of every question.")] = None,
-    seed: opts.Seed = 0,
-    repeats: opts.Repeats = 3,
-    model: opts.Model = None,
-    drafter: opts.Drafter = None,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
-    compile_backend: opts.CompileBackend = None,
+    draft_temperature: Annotated[
+        tuple[float, ...], opt("Draft temperatures, times the request's.")
+    ] = (1.0,),
+    *,
+    base: Annotated[PlanChoices, Fields("draft_width")],
+    run: Annotated[
+        dict[str, Any], Fields("system", of=RunSettings, max_tokens=128, seed=0, repeats=3)
+    ],
+    models: Annotated[Models, Fields(without=("trust_remote_code", "generation_config"))],
     out: Annotated[Path | None, opt("Folder; a run in it is resumed.", shown="runs/SET")] = None,
     plots: Annotated[bool, opt("Also draw pictures, into plots/ of it.", "--plots")] = False,
 ) -> None:
@@ -110,26 +108,24 @@ def mt_bench(
     the Hugging Face hub; --questions-set builtin is packaged. To continue an interrupted run, give
     the same command again.
     """
-    given = locals()
     if plots:
         check_matplotlib()
-    chosen = load_questions(questions_set, data).first(questions)
-    kind = opts.member("backend", backend, BackendName)
-    models = opts.made_of(given, opts.Models)
-    if kind is BackendName.LOCAL and verifiers != PLAIN.verifier:
+    chosen = asked.load()
+    if backend is BackendName.LOCAL and verifiers != PLAIN.verifier:
         models = models.or_lookup(AUTO)
+    samplings = entries("draft_sampling", draft_sampling, str)
     wanted = grid(
-        _verifiers(kind, verifiers, models),
-        opts.entries("paths", paths, int),
-        opts.entries("depth", depth, int),
-        opts.entries("temperature", temperature, float),
-        base=Plan(draft_width=draft_width),
+        _verifiers(backend, verifiers, models),
+        paths,
+        depth,
+        temperature,
+        base=Plan(draft_width=base.draft_width),
         draft_samplings=[
-            None if name == "own" else opts.draft_sampling_named(name)
-            for name in opts.entries("draft_sampling", draft_sampling, str)
+            None if name == "own" else member("draft_sampling", name, DraftSampling)
+            for name in samplings
         ],
-        draft_temperatures=opts.entries("draft-temperature", draft_temperature, float),
-        baselines=_baseline_names(kind, baselines),
+        draft_temperatures=draft_temperature,
+        baselines=_baseline_names(backend, baselines),
     )
     arguments: dict[str, Scalar] = {}
     if backend_arguments is not None:
@@ -141,11 +137,11 @@ def mt_bench(
             expected="a JSON object of strings and numbers",
         )
     settings = opts.run_settings(
-        given, chosen, models, wanted.settings, backend_arguments=arguments
+        chosen, models, wanted.settings, backend=backend, backend_arguments=arguments, **run
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
-    sittings, tokenizer, precision, place = _serving(kind, models, settings)
+    sittings, tokenizer, precision, place = _serving(backend, models, settings)
     template = tokenizer.chat_template
     if template is None:
         expected = "a model whose tokenizer has a chat template"
@@ -155,13 +151,13 @@ def mt_bench(
     folder = RunFolder(
         out or Path("runs") / chosen.suite,
         msgspec.structs.replace(settings, template=template, dtype=precision),
-        describe_environment(place, ("sglang",) if kind is BackendName.SGLANG else ()),
+        describe_environment(place, ("sglang",) if backend is BackendName.SGLANG else ()),
     )
     _hold(sittings, chosen.questions, folder)
     _report(folder, plots=plots)
 
 
-def _verifiers(backend: BackendName, text: str | None, models: opts.Models) -> list[str]:
+def _verifiers(backend: BackendName, text: str | None, models: Models) -> list[str]:
     if backend is BackendName.TRANSFORMERS:
         if text is not None:
             raise InvalidArgument("verifiers", text, f"no one with --backend {backend}")
@@ -173,10 +169,10 @@ def _verifiers(backend: BackendName, text: str | None, models: opts.Models) -> l
 def _baseline_names(backend: BackendName, text: str | None) -> list[str]:
     if text is None:
         return ["transformers"] if backend is BackendName.TRANSFORMERS else []
-    found = opts.entries("baselines", text, str)
-    for name in found:
+    names = entries("baselines", text, str)
+    for name in names:
         baseline(name)  # raises an error if there is no baseline with this name
-    return found
+    return names
 
 
 # Holding the conversations of a run, and reporting.
@@ -208,9 +204,12 @@ def _watched(
         def keep(record: Record) -> None:
             add(record)
             held[record.setting] += statistics.whole([record])
-            own = held[record.setting]
-            told = ", ".join(text.format(figure.of(own)) for figure, text in shown if own)
-            bar.update(note=f"{record.setting}: {told}" if told else "")
+            records_of_setting = held[record.setting]
+            if not records_of_setting:
+                bar.update()
+                return
+            said = ", ".join(text.format(figure.of(records_of_setting)) for figure, text in shown)
+            bar.update(note=f"{record.setting}: {said}")
 
         yield keep
 
@@ -243,13 +242,13 @@ def _hold(
 
 
 def _report(folder: RunFolder, *, plots: bool) -> None:
-    found = folder.results()
-    summaries = statistics.summarise(found)
+    results = folder.results()
+    summaries = statistics.summarise(results)
     report = folder.path / "results.md"
-    report.write_text(markdown(found, summaries), encoding="utf-8")
-    written = [write_results(folder.path, found, summaries), report]
+    report.write_text(markdown(results, summaries), encoding="utf-8")
+    written = [write_results(folder.path, results, summaries), report]
     if plots:
-        written += draw_all(found, folder.path / "plots")
+        written += draw_all(results, folder.path / "plots")
     typer.echo(plain_text(table(summaries)))
     _report_errors(summaries)
     typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
@@ -280,7 +279,7 @@ Serving: TypeAlias = tuple[Sequence[Sitting], PreTrainedTokenizerBase, str, str]
 device. Settings of different sittings do not take turns."""
 
 
-def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> Serving:
+def _serving(kind: BackendName, models: Models, settings: RunSettings) -> Serving:
     arguments = settings.backend_arguments
     if arguments and kind is not BackendName.SGLANG:
         raise InvalidArgument("backend-arguments", arguments, "none but with --backend sglang")
@@ -298,8 +297,8 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> S
         check_model(target)
         # One engine for each plan, one after another.
         sittings = [
-            Sitting(own, partial(_sglang_engine, models, own[0].plan, arguments))
-            for own in _by_plan(settings.settings)
+            Sitting(group, partial(_sglang_engine, models, group[0].plan, arguments))
+            for group in _by_plan(settings.settings)
         ]
         device = models.device or "SGLang's choice"
         dtype = "SGLang's choice" if models.dtype == AUTO_DTYPE else models.dtype
@@ -313,7 +312,7 @@ def _serving(kind: BackendName, models: opts.Models, settings: RunSettings) -> S
     return [sitting], load_tokenizer(target), dtype_name(precision), str(place)
 
 
-def _local(models: opts.Models, settings: tuple[Setting, ...]) -> Serving:
+def _local(models: Models, settings: tuple[Setting, ...]) -> Serving:
     """Load this package's engine, and also transformers if a baseline needs it."""
     plans = [setting.plan for setting in settings if setting.baseline is None]
     widest = next((plan for plan in plans if plan.speculative), plans[0])
@@ -330,7 +329,7 @@ def _by_plan(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
 
 @contextmanager
 def _sglang_engine(
-    models: opts.Models, plan: Plan, arguments: Mapping[str, Scalar]
+    models: Models, plan: Plan, arguments: Mapping[str, Scalar]
 ) -> Iterator[Generate]:
     from eaglegbv.backends.sglang.llm import SGLangLLM
 
@@ -346,7 +345,7 @@ def _sglang_engine(
         llm.shutdown()
 
 
-def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Generate]:
+def _baselines(models: Models, settings: Sequence[Setting]) -> dict[str, Generate]:
     names = dict.fromkeys(s.baseline for s in settings if s.baseline is not None)
     if not names:
         return {}
@@ -371,25 +370,20 @@ def _baselines(models: opts.Models, settings: Sequence[Setting]) -> dict[str, Ge
 )
 def served(
     context: typer.Context,
-    questions: opts.Questions = None,
-    questions_set: opts.QuestionsSet = "mt-bench",
-    data: opts.QuestionData = None,
+    asked: Questions,
     verifiers: Annotated[
         str, opt("Verifiers of sampled trees, as in generate; 'none' is plain decoding.")
     ] = "block,gbv,otbv,spectr,specinfer,traversal",
     eagle: Annotated[
-        str | None,
+        tuple[float, ...] | None,
         opt("Temperatures of SGLang's own EAGLE trees; on a CPU only 0.", shown="none"),
     ] = None,
-    paths: Annotated[int, opt("Drafted paths, K; top-k of EAGLE.")] = 3,
-    depth: opts.Depth = 4,
-    temperature: opts.Temperatures = "1.0",
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    max_tokens: opts.MaxTokens = 128,
+    temperature: opts.Temperatures = (1.0,),
+    *,
+    tree: Annotated[PlanChoices, Fields("draft_width", paths=3, depth=4)],
+    run: Annotated[dict[str, Any], Fields("seed", of=RunSettings, max_tokens=128, seed=0)],
     at_once: Annotated[int, opt("Number of conversations at a time.")] = 16,
-    seed: opts.Seed = 0,
-    model: opts.Model = None,
-    drafter: opts.Drafter = None,
+    models: Annotated[Models, Fields("model", "drafter")],
     out: Annotated[
         Path | None, opt("Folder; a run in it is resumed.", shown="runs/served-SET")
     ] = None,
@@ -399,7 +393,6 @@ def served(
     Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
     the same number of nodes. To continue an interrupted run, give the same command again.
     """
-    given = locals()
     from eaglegbv.backends.sglang.ready import check_ready
 
     check_ready(context.args)
@@ -407,20 +400,26 @@ def served(
     from eaglegbv.backends.sglang.llm import Endpoint
 
     require_integer("at-once", at_once, 1, 1024)
-    chosen = load_questions(questions_set, data).first(questions)
-    temperatures = opts.entries("temperature", temperature, float)
-    base, shape = Plan(draft_width=draft_width), Plan(paths=paths, depth=depth)
+    chosen = asked.load()
+    shape = tree.plan()
     sampled = grid(
-        opts.verifier_names(verifiers), [paths], [depth], temperatures, base=base
-    ).settings
-    own = tuple(  # SGLang's own trees
-        Setting(plan=PLAIN, temperature=hot, baseline=f"eagle K{paths} L{depth}")
-        for hot in (() if eagle is None else opts.entries("eagle", eagle, float))
+        opts.verifier_names(verifiers),
+        [shape.paths],
+        [shape.depth],
+        temperature,
+        base=Plan(draft_width=shape.draft_width),
     )
-    models = opts.Models(model=model, drafter=drafter)
-    arguments = {"arguments": " ".join(context.args), "at_once": at_once}
-    told = {"backend": "sglang server", "backend_arguments": arguments}
-    settings = opts.run_settings(given, chosen, models, sampled + own, **told)
+    # SGLang's own trees.
+    name = f"eagle K{shape.paths} L{shape.depth}"
+    eagles = tuple(Setting(plan=PLAIN, temperature=heat, baseline=name) for heat in eagle or ())
+    settings = opts.run_settings(
+        chosen,
+        models,
+        sampled.settings + eagles,
+        backend="sglang server",
+        backend_arguments={"arguments": " ".join(context.args), "at_once": at_once},
+        **run,
+    )
     folder = RunFolder(
         out or Path("runs") / f"served-{chosen.suite}",
         settings,
@@ -428,21 +427,22 @@ def served(
     )
 
     @contextmanager
-    def server(own: tuple[Setting, ...]) -> Iterator[Generate]:
-        trees = own[0].plan if own[0].baseline is None else shape
-        log = folder.path / "logs" / f"{own[0].name}.txt"
-        with running(_launch(own[0], trees, models, context.args), log) as url:
+    def server(group: tuple[Setting, ...]) -> Iterator[Generate]:
+        setting = group[0]
+        trees = setting.plan if setting.baseline is None else shape
+        log = folder.path / "logs" / f"{setting.name}.txt"
+        with running(_launch(setting, trees, models, context.args), log) as url:
             yield Endpoint(url, trees)
 
     groups = _by_plan(settings.settings)
-    sittings = [Sitting(own, partial(server, own)) for own in groups]
+    sittings = [Sitting(group, partial(server, group)) for group in groups]
     _hold(sittings, chosen.questions, folder, at_once)
     text = plain_text(served_table(settings, folder.records))
     (folder.path / "table.txt").write_text(text + "\n", encoding="utf-8")
     typer.echo(text)
 
 
-def _launch(setting: Setting, trees: Plan, models: opts.Models, others: Sequence[str]) -> "Launch":
+def _launch(setting: Setting, trees: Plan, models: Models, others: Sequence[str]) -> "Launch":
     """Return the command that starts the server of a setting; ``trees`` have this shape."""
     from eaglegbv.backends.sglang.launch import launch
     from eaglegbv.backends.sglang.settings import Settings

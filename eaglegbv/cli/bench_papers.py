@@ -1,15 +1,18 @@
 """``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import opt
-from eaglegbv.config import EngineConfig, Plan
+from eaglegbv.cli.options import Models, Questions, opt
+from eaglegbv.cli.structs import Fields, entries, member
+from eaglegbv.config import EngineConfig, Plan, PlanChoices
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.comparison import DrafterReport, category_table, depth_table, drafter_report
 from eaglegbv.eval.paired_comparison import collect
@@ -17,7 +20,7 @@ from eaglegbv.eval.papers.cells import Options, Site
 from eaglegbv.eval.papers.grids import PAPERS
 from eaglegbv.eval.papers.sheets import AGAINST, AGREES, Report, findings_table
 from eaglegbv.eval.plots import check_matplotlib, picture_style, save_pictures
-from eaglegbv.eval.questions import Question, load_questions
+from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Record, RunSettings, Setting, describe_environment
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import DrafterResults
@@ -35,7 +38,6 @@ from eaglegbv.eval.study import (
 )
 from eaglegbv.loading import default_model
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import DRAFT_WIDTH
 from eaglegbv.verifiers.global_resolution import Solver
 
 _NAMED = "A drafter, as in generate; 'NAME=DRAFTER' shows it as NAME. May be repeated"
@@ -49,22 +51,14 @@ def _by_name(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 def drafters(
     drafter: Annotated[list[str], opt(f"{_NAMED}; the others are compared with the first.")],
-    depth: Annotated[int, opt("Length of a drafted path, L.")] = 5,
-    paths: Annotated[str, opt("Numbers of drafted paths, K.")] = "1,3",
-    verifier: opts.Verifier = "otbv",
-    draft_sampling: opts.SamplingName = None,
-    temperature: opts.Temperature = 1.0,
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: opts.DraftTemperature = 1.0,
-    questions: opts.Questions = None,
-    questions_set: opts.QuestionsSet = "mt-bench",
-    data: opts.QuestionData = None,
-    max_tokens: opts.MaxTokens = 128,
+    paths: Annotated[tuple[int, ...], opt("Numbers of drafted paths, K.")] = (1, 3),
+    temperature: Annotated[float, opt("Sampling temperature; 0 is greedy.")] = 1.0,
+    *,
+    tree: Annotated[PlanChoices, Fields(without=("paths", "widths"), verifier="otbv", depth=5)],
+    asked: Questions,
+    run: Annotated[dict[str, Any], Fields("seed", of=RunSettings, max_tokens=128, seed=0)],
     batch: Annotated[int, opt("Number of conversations held together.")] = 16,
-    seed: opts.Seed = 0,
-    model: opts.Model = None,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
+    models: Annotated[Models, Fields("model", "device", "dtype")],
     as_json: opts.AsJson = False,
 ) -> None:
     """Compare the acceptance length of drafters on the same questions, by depth and category.
@@ -73,40 +67,38 @@ def drafters(
     the ratio to the first drafter, is a bootstrap over questions. 'd or more' is the share of
     forwards that accept at least d tokens; these shares add up to the length.
     """
-    given = locals()
-    plans = [
-        opts.made_of(given, opts.plan_choices, paths=count).plan()
-        for count in opts.entries("paths", paths, int)
-    ]
-    chosen = load_questions(questions_set, data).first(questions)
+    plans = [opts.fitting(replace(tree, paths=count)).plan() for count in paths]
+    chosen = asked.load()
     # Refused before anything is loaded.
-    SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    SamplingParams(temperature=temperature, **run)
     named = _by_name(drafter)
     # Every drafter and plan answers the same prompts, and must read them itself.
     engine = EngineConfig(prefix_cache=False)
-    found: list[DrafterReport] = []
+    reports: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
-    given["model"] = model or default_model(*(where for _, where in named))
+    model = models.model or default_model(*(where for _, where in named))
     total = len(named) * len(plans) * len(chosen.questions)
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
-            models = opts.made_of(given, opts.Models, drafter=where)
-            llm = models.load(plans[0], engine)
+            pair = replace(models, model=model, drafter=where)
+            llm = pair.load(plans[0], engine)
             for plan in plans:
-                own = (Setting(plan=plan, temperature=temperature),)
-                settings = opts.run_settings(given, chosen, models, own)
+                setting = Setting(plan=plan, temperature=temperature)
+                settings = opts.run_settings(chosen, pair, (setting,), **run)
                 held = _converse(llm.generate, chosen.questions, settings, batch, bar)
                 drafted = llm.drafter_name or "none"
-                found.append(drafter_report(name, drafted, plan, held, first.get(plan)))
+                reports.append(drafter_report(name, drafted, plan, held, first.get(plan)))
                 first.setdefault(plan, held)
     if as_json:
         where_and_when = describe_environment(str(llm.device))
         opts.print_json(
-            DrafterResults(origin=chosen.origin, environment=where_and_when, drafters=tuple(found))
+            DrafterResults(
+                origin=chosen.origin, environment=where_and_when, drafters=tuple(reports)
+            )
         )
         return
-    typer.echo("\n\n".join(map(plain_text, (depth_table(found), category_table(found)))))
-    broken = sum(one.errors for one in found)
+    typer.echo("\n\n".join(map(plain_text, (depth_table(reports), category_table(reports)))))
+    broken = sum(one.errors for one in reports)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
@@ -134,23 +126,10 @@ def _converse(
 
 def study(
     drafter: Annotated[list[str] | None, opt(f"{_NAMED}.", shown="eagle3 and eagle1")] = None,
-    temperatures: Annotated[str, opt("Temperatures of the target.")] = "0,0.2,0.4,0.6,0.8,1.0,1.2",
-    draft_temperatures: Annotated[
-        str, opt("Draft temperatures, as multiples of the target's, including 1.")
-    ] = "0.5,1,1.5,2,3",
-    paths: Annotated[str, opt("Numbers of paths of sampled trees, K.")] = "1,2,4",
-    depth: Annotated[int, opt("Length of a path, and depth of fixed trees.")] = 4,
-    sizes: Annotated[str, opt("Nodes of fixed trees, up to K L or more.")] = "1,2,4,6,8,12,16",
-    questions: opts.Questions = None,
-    questions_set: opts.QuestionsSet = "mt-bench",
-    data: opts.QuestionData = None,
-    places: Annotated[int, opt("Places per text at which trees are drafted.")] = 3,
-    judgements: Annotated[int, opt("How many times each tree is judged.")] = 3,
-    max_tokens: opts.MaxTokens = 64,
-    seed: opts.Seed = 0,
-    model: opts.Model = None,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
+    *,
+    settings: Annotated[StudySettings, Fields(without=("beam", "draft_width"))],
+    asked: Questions,
+    models: Annotated[Models, Fields("model", "device", "dtype")],
     out: Annotated[Path, opt("Folder of the results.")] = Path("runs/study"),
 ) -> None:
     """Compare sampled with deterministic trees of as many nodes, at every draft temperature.
@@ -160,28 +139,19 @@ def study(
     study.json and a picture (matplotlib comes with '.[bench]') into --out, after every
     temperature.
     """
-    given = locals()
     check_matplotlib()
-    settings = opts.made_of(
-        given,
-        StudySettings,
-        temperatures=tuple(opts.entries("temperatures", temperatures, float)),
-        draft_temperatures=tuple(opts.entries("draft-temperatures", draft_temperatures, float)),
-        paths=tuple(opts.entries("paths", paths, int)),
-        sizes=tuple(opts.entries("sizes", sizes, int)),
-    )
-    chosen = load_questions(questions_set, data).first(questions)
+    chosen = asked.load()
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
     named = _by_name(drafter or ("eagle3", "eagle1"))
-    given["model"] = model or default_model(*(where for _, where in named))
+    model = models.model or default_model(*(where for _, where in named))
     llms = {
-        name: opts.made_of(given, opts.Models, drafter=where).load(Plan(), engine)
+        name: replace(models, model=model, drafter=where).load(Plan(), engine)
         for name, where in named
     }
     first = next(iter(llms.values()))
     result = Study(
-        model=given["model"],
+        model=model,
         drafters=tuple(llms),
         questions=tuple(question.id for question in chosen.questions),
         suite=chosen.suite,
@@ -195,8 +165,13 @@ def study(
     total = len(settings.temperatures) * len(llms) * len(chosen.questions)
     with opts.progress(total, "text") as bar:
         for heat in settings.temperatures:
-            asked = chosen.questions
-            texts = collect(first, asked, temperature=heat, max_tokens=max_tokens, seed=seed)
+            texts = collect(
+                first,
+                chosen.questions,
+                temperature=heat,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
+            )
             for name, llm in llms.items():
                 sampled, fixed = study_cells(
                     name, llm.pair, texts, heat, settings, on_texts=bar.update
@@ -206,8 +181,8 @@ def study(
                 )
             path.write_bytes(msgspec.json.encode(result) + b"\n")
     typer.echo(plain_text(study_table(result)))
-    found = [*tree_findings(result), *temperature_findings(result)]
-    typer.echo("\n".join(f"- {finding}" for finding in found))
+    findings = [*tree_findings(result), *temperature_findings(result)]
+    typer.echo("\n".join(f"- {finding}" for finding in findings))
     with picture_style():
         pictures = save_pictures(study_canvas(result), out, "study")
     typer.echo("\n".join(f"wrote {one}" for one in [*pictures, path]), err=True)
@@ -215,19 +190,9 @@ def study(
 
 def paper(
     name: Annotated[str, typer.Argument(help="Name of the paper, such as bv, gbv or spectr-gbv.")],
-    questions: opts.Questions = None,
-    questions_set: opts.QuestionsSet = "mt-bench",
-    data: opts.QuestionData = None,
-    max_tokens: opts.MaxTokens = 128,
-    places: Annotated[int, opt("Places of a text at which drafts are judged.")] = 5,
-    judgements: Annotated[int, opt("How many times each verifier judges each tree.")] = 4,
-    engine_questions: Annotated[int, opt("Questions that the engine answers.")] = 16,
-    engine: Annotated[bool, opt("Measure in the engine as well.", "--engine")] = False,
-    seed: Annotated[int, opt("Seed of texts, drafts and judgements.")] = 0,
-    model: opts.Model = None,
-    drafter: opts.Drafter = None,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
+    asked: Questions,
+    options: Options,
+    models: Annotated[Models, Fields("model", "drafter", "device", "dtype")],
     out: Annotated[
         Path | None, opt("Folder; a run in it is resumed.", shown="runs/paper-NAME")
     ] = None,
@@ -238,22 +203,21 @@ def paper(
     of a ratio tests each of them. Measurements are saved as they come: the same command continues
     where an earlier one stopped.
     """
-    given = locals()
     if name not in PAPERS:
         raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
     chosen = PAPERS[name]
     folder = out or Path("runs") / f"paper-{name}"
-    models = opts.made_of(given, opts.Models)
-    asked = load_questions(questions_set, data).first(questions)
-    options = opts.made_of(given, Options)
+    questions = asked.load()
     # Every setting answers the same prompts, and must read them itself.
     llm = models.load(Plan(), EngineConfig(prefix_cache=False))
-    site = Site(folder, asked, options, llm, lambda what, steps: opts.progress(steps, "text", what))
+    site = Site(
+        folder, questions, options, llm, lambda what, steps: opts.progress(steps, "text", what)
+    )
     typer.echo(chosen.title)
-    found = chosen.measure(site)
-    text = report_text(found.report)
+    measured = chosen.measure(site)
+    text = report_text(measured.report)
     (folder / "report.txt").write_text(f"{chosen.title}\n\n{text}\n", encoding="utf-8")
-    (folder / "report.json").write_bytes(msgspec.json.encode(found) + b"\n")
+    (folder / "report.json").write_bytes(msgspec.json.encode(measured) + b"\n")
     typer.echo("\n" + text)
 
 
@@ -263,14 +227,14 @@ def report_text(report: Report) -> str:
     for table in report.tables:
         notes = "".join(f"\n({note})" for note in table.notes)
         parts.append(f"{table.title}\n{plain_text(table.rows)}{notes}")
-    found = report.findings
-    if found:
+    findings = report.findings
+    if findings:
         counts = ", ".join(
-            f"{sum(one.verdict == verdict for one in found)} {verdict}"
+            f"{sum(one.verdict == verdict for one in findings)} {verdict}"
             for verdict in (AGREES, AGAINST)
         )
-        parts.append(plain_text(findings_table(found)))
-        parts.append(f"of {len(found)} directions: {counts}, the rest not told apart")
+        parts.append(plain_text(findings_table(findings)))
+        parts.append(f"of {len(findings)} directions: {counts}, the rest not told apart")
     if report.exceptions:
         exceptions = plain_text(findings_table(report.exceptions))
         parts.append(f"exceptions, with 95% intervals of the ratio\n{exceptions}")
@@ -278,8 +242,12 @@ def report_text(report: Report) -> str:
 
 
 def solvers(
-    vocab: Annotated[str | None, opt("Vocabulary sizes.", shown="the standard table")] = None,
-    drafts: Annotated[str | None, opt("Numbers of drafts, n.", shown="the standard table")] = None,
+    vocab: Annotated[
+        tuple[int, ...] | None, opt("Vocabulary sizes.", shown="the standard table")
+    ] = None,
+    drafts: Annotated[
+        tuple[int, ...] | None, opt("Numbers of drafts, n.", shown="the standard table")
+    ] = None,
     width: Annotated[str, opt("Tokens that draft distributions keep, or 'all'.")] = "all,64",
     solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,max_flow,lp",
     instances: Annotated[int, opt("Number of random nodes of each size.")] = 10,
@@ -297,14 +265,13 @@ def solvers(
         raise InvalidArgument("drafts", drafts, "given with --vocab, and neither without the other")
     sizes = list(STANDARD)
     if vocab is not None and drafts is not None:
-        counts = opts.entries("drafts", drafts, int)
-        sizes = [(v, n) for v in opts.entries("vocab", vocab, int) for n in counts]
+        sizes = list(product(vocab, drafts))
     widths = [
-        None if kept == "all" else opts.entries("width", kept, int)[0]
-        for kept in opts.entries("width", width, str)
+        None if kept == "all" else entries("width", kept, int)[0]
+        for kept in entries("width", width, str)
     ]
     settings = settings_of(sizes, widths)
-    chosen = [opts.member("solver", name, Solver) for name in opts.entries("solver", solver, str)]
+    chosen = [member("solver", name, Solver) for name in entries("solver", solver, str)]
     with opts.progress(len(settings) * len(chosen), "row") as bar:
         report = compare_solvers(
             settings,

@@ -69,9 +69,9 @@ def plot(
 
     Needs matplotlib: pip install -e '.[bench]' in a checkout.
     """
-    found = load_results(run, "run")
+    loaded = load_results(run, "run")
     folder = out or (run if run.is_dir() else run.parent) / "plots"
-    typer.echo("\n".join(f"wrote {path}" for path in draw_all(found, folder)), err=True)
+    typer.echo("\n".join(f"wrote {path}" for path in draw_all(loaded, folder)), err=True)
 
 
 def results(

@@ -1,4 +1,4 @@
-"""``eaglegbv bench batch`` and ``bench step``: tokens a second by batch, and a step by phase."""
+"""``eaglegbv bench batch``, ``step`` and ``endpoint``: speeds by batch, by phase, by clients."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ import typer
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
-from eaglegbv.cli.options import opt
+from eaglegbv.cli.options import Models, Questions, opt
+from eaglegbv.cli.structs import Fields, entries
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, plan_name
 from eaglegbv.cuda_graphs import GraphMode
 from eaglegbv.devices import dtype_name, place_of
@@ -20,7 +21,9 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval import random_models, step_bench, throughput
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline
-from eaglegbv.eval.questions import load_questions, make_prompts
+from eaglegbv.eval.endpoint import Load
+from eaglegbv.eval.endpoint import measure as measure_endpoint
+from eaglegbv.eval.questions import make_prompts
 from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.records import describe_environment
 from eaglegbv.eval.report import plain_text
@@ -36,9 +39,7 @@ MADE_PROMPT = 64  # tokens of a prompt of made models, where none are asked for
 
 
 def batch(
-    batches: Annotated[str, opt("Numbers of prompts at once.")] = "1,2,4,8,16",
-    contexts: Annotated[str, opt("Tokens of a prompt; 0: the questions as they are.")] = "0",
-    temperature: opts.Temperatures = "1.0",
+    grid: Annotated[throughput.Grid, Fields(prompts=8)],
     ways: Annotated[
         str,
         opt(
@@ -48,19 +49,11 @@ def batch(
         ),
     ] = "auto,3x4,none,transformers",
     verifier: opts.Verifier = "otbv",
-    tokens: Annotated[int, opt("Tokens of an answer.")] = 64,
-    repeats: opts.Repeats = 3,
-    prompts: Annotated[int, opt("Least number of prompts of a repeat.")] = 8,
-    questions_set: opts.QuestionsSet = "mt-bench",
-    data: opts.QuestionData = None,
-    seed: opts.Seed = 0,
-    model: opts.Model = None,
-    drafter: opts.Drafter = None,
+    *,
+    asked: Annotated[Questions, Fields("questions_set", "data")],
+    models: Annotated[Models, Fields(without=("trust_remote_code", "generation_config"))],
     shape: Annotated[str | None, opt("Make a pair of this shape: tiny or llama-3.1-8b.")] = None,
     efficiency: Annotated[float, opt("Block efficiency of the first plan on a made pair.")] = 3.5,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
-    compile_backend: opts.CompileBackend = None,
     explain: Annotated[bool, opt("Also print what auto chose, and why.", "--explain")] = False,
     out: Annotated[Path | None, opt("JSON file for all timings.")] = None,
 ) -> None:
@@ -70,35 +63,25 @@ def batch(
     --shape the weights are made, such that drafts are as good as --efficiency says: the texts mean
     nothing, but they are drafted and verified as any others.
     """
-    given = locals()
-    grid = opts.made_of(
-        given,
-        throughput.Grid,
-        batches=opts.entries("batches", batches, int),
-        contexts=opts.entries("contexts", contexts, int),
-        temperatures=opts.entries("temperature", temperature, float),
-    )
     # Check before loading models, which may take minutes.
     opts.check_verifier(verifier)
     opts.check_out(out)
-    where, precision = place_of(device, dtype)
-    names = opts.entries("ways", ways, str)
+    where, precision = place_of(models.device, models.dtype)
+    names = entries("ways", ways, str)
     most = max(count * grid.calls(count) for count in grid.batches)
-    models = opts.made_of(given, opts.Models)
     if shape is None:
-        known = load_questions(questions_set, data)
+        known = asked.load()
         questions = known.first(min(most, len(known.questions))).questions
         engines = _loaded(models, names, verifier)
         assert isinstance(engines.plain, LLM)
-        asked = [messages(question.turns[0]) for question in questions]
-        texts = [engines.plain.encode(own) for own in asked]
+        texts = [engines.plain.encode(messages(question.turns[0])) for question in questions]
     else:
         engines = _made(shape, names, verifier, efficiency, grid, models)
         vocab = _shape(shape, None).draft_vocab
         texts = random_models.random_prompts(vocab, most, MADE_PROMPT)
     chosen = [_way(engines, name, verifier) for name in names]
     timings = []
-    cells = len(grid.contexts) * len(grid.temperatures) * grid.repeats * len(chosen)
+    cells = len(grid.contexts) * len(grid.temperature) * grid.repeats * len(chosen)
     with opts.progress(cells * sum(map(grid.calls, grid.batches)), "call") as bar:
         for timing in throughput.measure(chosen, partial(make_prompts, texts), grid):
             timings.append(timing)
@@ -109,8 +92,8 @@ def batch(
     lines += throughput.paired_lines(timings) if lines else []
     if explain and lines:
         typer.echo("\n".join(["", *lines, EXPLAINED]))
-    if engines.told:
-        typer.echo(engines.told)
+    if engines.note:
+        typer.echo(engines.note)
     if out is not None:
         results = BatchResults(
             timings=tuple(timings),
@@ -118,8 +101,8 @@ def batch(
             model=engines.names[0],
             drafter=engines.names[1],
             verifier=verifier,
-            suite=questions_set if shape is None else "random tokens",
-            compile_backend=compile_backend or "",
+            suite=asked.questions_set if shape is None else "random tokens",
+            compile_backend=models.compile_backend or "",
             dtype=dtype_name(precision),
         )
         out.write_bytes(msgspec.json.encode(results) + b"\n")
@@ -131,7 +114,7 @@ class _Engines:
     plain: LLM | PairEngine  # decodes plainly, and need not keep anything for a drafter
     drafting: LLM | PairEngine | None  # with a drafter; None where no way drafts
     names: tuple[str, str]  # of target and drafter
-    told: str = ""  # what a reader has to know
+    note: str = ""  # what a reader has to know
 
     @cached_property
     def library(self) -> Library:
@@ -141,7 +124,7 @@ class _Engines:
         return Library(llm.model_name, dtype=llm.dtype, device=llm.device)
 
 
-def _loaded(models: opts.Models, ways: list[str], verifier: str) -> _Engines:
+def _loaded(models: Models, ways: list[str], verifier: str) -> _Engines:
     """Load the models that are named, once plainly, and with the drafter if a way drafts."""
     drafts = any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in ways)
     models = models.or_lookup(AUTO) if drafts else models
@@ -157,20 +140,21 @@ def _made(
     ways: list[str],
     verifier: str,
     efficiency: float,
-    grid: throughput.Grid,
-    models: opts.Models,
+    grid: Annotated[throughput.Grid, Fields(prompts=8)],
+    models: Models,
 ) -> _Engines:
     """Make models of a shape, whose first fixed plan reaches a block efficiency."""
     sizes = _shape(shape, None)
     plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
-    for name, own in plans.items():
-        if own is None:
+    for name, plan in plans.items():
+        if plan is None:
             raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
-    plan = next((own for own in plans.values() if own is not None and own.speculative), None)
+    speculative = (plan for plan in plans.values() if plan is not None and plan.speculative)
+    plan = next(speculative, None)
     if plan is None:
         expected = "a plan, PATHSxDEPTH, that is to reach the block efficiency"
         raise InvalidArgument("ways", ",".join(ways), expected)
-    temperature = grid.temperatures[0]
+    temperature = grid.temperature[0]
     device, dtype = place_of(models.device, models.dtype)
     length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
     target, drafter = random_models.random_pair(
@@ -244,19 +228,17 @@ def step(
         ),
     ] = None,
     model: Annotated[str | None, opt("A target instead of a shape.", shown="none")] = None,
-    drafter: opts.Drafter = None,
     plans: Annotated[
         str, opt("Plans, as PATHSxDEPTH or VERIFIER:PATHSxDEPTH; none is plain decoding.")
     ] = "4x6,none",
     verifier: opts.Verifier = "otbv",
-    batches: Annotated[str, opt("Numbers of requests.")] = "1",
-    contexts: Annotated[str, opt("Tokens of each prompt.")] = "512",
-    temperature: opts.Temperatures = "1.0",
+    batches: Annotated[tuple[int, ...], opt("Numbers of requests.")] = (1,),
+    contexts: Annotated[tuple[int, ...], opt("Tokens of each prompt.")] = (512,),
+    temperature: opts.Temperatures = (1.0,),
     steps: Annotated[int, opt("Number of steps to time.")] = 30,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
-    compile_backend: opts.CompileBackend = None,
-    cuda_graphs: opts.CudaGraphs = "auto",
+    *,
+    models: Annotated[Models, Fields("drafter", "device", "dtype", "compile_backend")],
+    engine: Annotated[EngineConfig, Fields("cuda_graphs")],
     out: Annotated[Path | None, opt("File to which JSON lines are added as they come.")] = None,
 ) -> None:
     """Time the phases of a step, in every setting, for a target and what drafts for it.
@@ -269,34 +251,29 @@ def step(
     opts.check_verifier(verifier)
     opts.check_out(out)
     settings = []
-    for count, length, t, name in product(
-        opts.entries("batches", batches, int),
-        opts.entries("contexts", contexts, int),
-        opts.entries("temperature", temperature, float),
-        opts.entries("plans", plans, str),
-    ):
+    named_plans = entries("plans", plans, str)
+    for count, length, heat, name in product(batches, contexts, temperature, named_plans):
         plan = _plan(name, verifier)
         if plan is None:
             raise InvalidArgument("plans", name, "none, PATHSxDEPTH or VERIFIER:PATHSxDEPTH")
         settings.append(
             step_bench.StepSetting(
-                plan=plan, batch=count, context=length, temperature=t, steps=steps
+                plan=plan, batch=count, context=length, temperature=heat, steps=steps
             )
         )
-    where, precision = place_of(device, dtype)
-    graphs = opts.member("cuda-graphs", cuda_graphs, GraphMode)
+    where, precision = place_of(models.device, models.dtype)
     how: dict[str, Any] = {
         "slots": max(setting.slots for setting in settings),
         "dtype": precision,
         "device": where,
-        "compile_backend": compile_backend,
-        "graphs": graphs,
+        "compile_backend": models.compile_backend,
+        "graphs": engine.cuda_graphs,
     }
     if model is None:
         longest = max(setting.max_context for setting in settings)
         pair = Pair(*random_models.random_pair(made, max_context=longest, **how))
     else:
-        named = opts.Models(model=model, drafter=drafter).named
+        named = Models(model=model, drafter=models.drafter).named
         pair = load_pair(named.target, named.drafter, **how)
     floors = step_bench.Floors(pair)
     _note(
@@ -304,10 +281,10 @@ def step(
         {
             "environment": describe_environment(str(where)),
             "model": made if model is None else model,
-            "drafter": drafter,
+            "drafter": models.drafter,
             "dtype": dtype_name(precision),
-            "compile": compile_backend,
-            "cuda_graphs": graphs,
+            "compile": models.compile_backend,
+            "cuda_graphs": engine.cuda_graphs,
             "weights": floors.weights,
         },
     )
@@ -326,6 +303,42 @@ def step(
     typer.echo(f"{floors.weights / 1e9:.2f} GB of weights")
     if failed:
         raise typer.Exit(1)
+
+
+LOAD_COLUMNS = {
+    "clients": ("clients", "d"),
+    "answers": ("answers", "d"),
+    "first token, s": ("first_token", ".3f"),
+    "95 of 100": ("first_token_95", ".3f"),
+    "between tokens, s": ("between_tokens", ".4f"),
+    "tokens/s": ("tokens_per_second", ".1f"),
+    "tokens a forward": ("tokens_per_forward", ".2f"),
+}
+"""What the table of an endpoint's load shows of a row, by heading, and how."""
+
+
+def endpoint(
+    url: Annotated[str, typer.Argument(help="Address of the server, without /v1.")],
+    load: Load,
+    asked: Annotated[Questions, Fields(questions_set="builtin")],
+    api_key: Annotated[
+        str, typer.Option(help="The server's key.", envvar="EAGLEGBV_API_KEY")
+    ] = "none",
+    as_json: opts.AsJson = False,
+) -> None:
+    """Measure time to first token and tokens a second of a server with OpenAI's endpoints.
+
+    With each number of clients, every client asks one question that is not counted and then
+    --each that are, one after another.
+    """
+    conversations = [messages(question.turns[0]) for question in asked.load().questions]
+    total = sum(load.clients) * (1 + load.each)
+    with opts.progress(total, "answer") as bar:
+        rows = list(measure_endpoint(url, api_key, conversations, load, bar.update))
+    if as_json:
+        opts.print_json(rows)
+    else:
+        opts.print_rows([msgspec.structs.asdict(row) for row in rows], LOAD_COLUMNS)
 
 
 def _note(out: Path | None, facts: object) -> None:

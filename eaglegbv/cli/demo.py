@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import opt
+from eaglegbv.cli.structs import Fields
 from eaglegbv.config import AUTO, PLAIN, EngineConfig
 from eaglegbv.eval.baselines import PLAIN as TRANSFORMERS
 from eaglegbv.eval.baselines import Library, baseline
@@ -47,7 +48,8 @@ WAYS = {
 @app.command()
 def demo(
     prompt: Annotated[str, opt("The prompt to answer first.")] = "Why is the sky blue?",
-    model: opts.Model = None,
+    *,
+    models: Annotated[opts.Models, Fields("model")],
     questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 6,
     max_tokens: Annotated[int, opt("Tokens of an answer in the table; twice that first.")] = 48,
     seed: opts.Seed = 0,
@@ -57,13 +59,12 @@ def demo(
     grid = Grid(
         batches=(1,),
         contexts=(0,),
-        temperatures=TEMPERATURES,
+        temperature=TEMPERATURES,
         tokens=max_tokens,
         repeats=1,
         prompts=questions,
         seed=seed,
     )
-    models = opts.Models(model=model)
     # Every way must read its prompts itself.
     llm = models.load(AUTO, EngineConfig(prefix_cache=False))
     params = llm.sampling_defaults
@@ -99,11 +100,12 @@ def demo_table(timings: Sequence[Timing]) -> list[list[str]]:
     """Return the table's rows, headings first: each way at each temperature, prompts included."""
     rows = [["", "tokens/s", "over plain decoding", "tokens a forward"]]
     for cell, calls in grouped(timings, lambda t: t.cell).items():
-        for way, own in grouped(calls, lambda t: t.way).items():
-            rate = sum(t.tokens for t in own) / sum(t.seconds for t in own)
-            forwards = sum(sum(t.plans.values()) for t in own)
+        for way, timings_of_way in grouped(calls, lambda t: t.way).items():
+            tokens = sum(t.tokens for t in timings_of_way)
+            rate = tokens / sum(t.seconds for t in timings_of_way)
+            forwards = sum(sum(t.plans.values()) for t in timings_of_way)
             # The first token of an answer comes with the prompt, and of no decoding forward.
-            decoded = sum(t.tokens for t in own) - len(own)
+            decoded = tokens - len(timings_of_way)
             each = f"{decoded / forwards:.2f}" if forwards else "1.00"
             ratio: Estimate | None = Estimate.exactly(1.0)
             if way != BASELINE:
@@ -122,6 +124,6 @@ def conclusion(timings: Sequence[Timing]) -> str:
         if ratio is None:
             parts.append(f"{heat} one question is too few to tell")
         else:
-            told = ratio.told("faster than", "slower than", "not told apart from")
-            parts.append(f"{heat} {ratio.value:.2f} times as fast ({told} plain decoding)")
+            faster = ratio.told("faster than", "slower than", "not told apart from")
+            parts.append(f"{heat} {ratio.value:.2f} times as fast ({faster} plain decoding)")
     return f"Gained by the default plan, for text of the same distribution: {'; '.join(parts)}."

@@ -5,153 +5,159 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import opt
+from eaglegbv.cli.options import Models, opt
+from eaglegbv.cli.structs import Fields
+from eaglegbv.config import EngineConfig, Plan, PlanChoices
 from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from eaglegbv.llm import LLM, Stream
-    from eaglegbv.sampling import SamplingParams
     from eaglegbv.text import Completion
 
-_DRAFTING = ("verifier", "widths", "paths", "depth", "draft_width", "draft_temperature")
 Messages = list[dict[str, str]]
 INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
-_AUTO = (
-    "otbv; without this, --paths, --depth, --widths and --draft-sampling the engine chooses plans"
-)
-_OWN_OR = "the model's own, or {}"
-_SEED = (
-    "Reproduces a text if --verifier, --paths, --depth, --widths or --draft-sampling is given; "
-    "plans that the engine chooses depend on timing."
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What is to be answered.
+
+    Attributes:
+        prompt: The prompt.
+        prompt_file: File with it; '-' reads standard input.
+        system: System message before the prompt.
+        raw: Continue the prompt as it is, without a chat template.
+    """
+
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    system: str | None = None
+    raw: bool = False
+
+    def read(self) -> str | Messages:
+        """Return it as an LLM takes it.
+
+        Raises:
+            InvalidArgument: There is none or more than one, or its file cannot be read.
+        """
+        text = self.prompt
+        if self.prompt is None and self.prompt_file is None:
+            raise InvalidArgument("prompt", text, "--prompt TEXT or --prompt-file FILE")
+        if self.prompt_file is not None:
+            text = self._read_file(self.prompt_file)
+        if not text or not text.strip():
+            raise InvalidArgument("prompt", text, "a text that is not empty")
+        if self.raw and self.system is not None:
+            expected = "none with --raw, which has no chat template"
+            raise InvalidArgument("system", self.system, expected)
+        return text if self.raw else messages(text, self.system)
+
+    def _read_file(self, path: Path) -> str:
+        if self.prompt is not None:
+            expected = "--prompt or --prompt-file, not both"
+            raise InvalidArgument("prompt-file", str(path), expected)
+        try:
+            stdin = str(path) == "-"
+            content = typer.get_binary_stream("stdin").read() if stdin else path.read_bytes()
+            return content.decode("utf-8-sig")  # without a byte-order mark
+        except (OSError, UnicodeDecodeError) as error:
+            expected = f"a readable file ({error})"
+            raise InvalidArgument("prompt-file", str(path), expected) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What is written of an answer.
+
+    Attributes:
+        stream: Print the text as it comes.
+        json: Print one JSON object: text, tokens, metrics.
+        trace: File for a timeline of the engine's steps, a Chrome trace (Perfetto).
+        trace_trees: Add every draft tree to the trace; 'eaglegbv view' draws them.
+    """
+
+    stream: bool = True
+    json: bool = False
+    trace: Path | None = None
+    trace_trees: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidArgument if there is no file for the trace, or none that can be written."""
+        if self.trace_trees and self.trace is None:
+            raise InvalidArgument("trace-trees", True, "--trace FILE to write them to")
+        opts.check_out(self.trace, "trace")
+
+    @contextmanager
+    def tracing(self, llm: "LLM") -> Iterator[None]:
+        """Write the trace, if one is wanted, within this context."""
+        if self.trace is None:
+            yield
+            return
+        from eaglegbv.trace import Tracer
+
+        with Tracer(self.trace, decode=llm.decode if self.trace_trees else None) as tracer:
+            llm.observe(tracer, trees=self.trace_trees)
+            yield
+        typer.echo(f"wrote {self.trace}", err=True)
+
+
+Sampling = Annotated[
+    dict[str, Any],
+    Fields(
+        of=SamplingParams,
+        without=("n", "logit_bias", "bad_words", "prompt_logprobs", "logprobs_mode"),
+        shown="the model's own, or {}",
+    ),
+]
 
 
 def generate(
-    prompt: Annotated[str | None, opt("The prompt.")] = None,
-    prompt_file: Annotated[Path | None, opt("File with it; '-' reads standard input.")] = None,
-    system: Annotated[str | None, opt("System message before the prompt.")] = None,
-    raw: opts.Raw = False,
-    model: opts.Model = None,
-    drafter: opts.Drafter = None,
-    verifier: Annotated[
-        str | None, opt(f"One of {opts.VERIFIERS}; or 'none' for plain decoding.", shown=_AUTO)
-    ] = None,
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
-    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
-    widths: opts.Widths = None,
-    draft_sampling: opts.SamplingName = None,
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: opts.DraftTemperature = 1.0,
-    temperature: Annotated[
-        float | None, opt("Sampling temperature; 0 is greedy.", shown=_OWN_OR.format(1))
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        opt("Most likely tokens that together reach this probability.", shown=_OWN_OR.format(1)),
-    ] = None,
-    top_k: Annotated[
-        int | None, opt("Keep this many most likely tokens; 0: all.", shown=_OWN_OR.format("all"))
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        opt("Drop tokens below this fraction of the most likely one.", shown=_OWN_OR.format(0)),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        opt(
-            "Above 1, makes tokens of the prompt and the answer less likely.",
-            shown=_OWN_OR.format(1),
-        ),
-    ] = None,
-    presence_penalty: Annotated[
-        float, opt("Subtracted from the logits of tokens that occur in the answer.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, opt("Subtracted once for each time that a token occurs in the answer.")
-    ] = 0.0,
-    max_tokens: Annotated[
-        int | None, opt("Most tokens of an answer.", shown=_OWN_OR.format(128))
-    ] = None,
-    generation_config: opts.GenerationConfig = "auto",
-    stop: Annotated[list[str] | None, opt("Text that ends the answer; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, opt("Go on after end-of-sequence tokens.", "--ignore-eos")] = False,
-    seed: Annotated[int | None, opt(_SEED, shown="a fixed one, which is printed")] = None,
-    stream: Annotated[bool, opt("Print the text as it comes.")] = True,
-    as_json: Annotated[
-        bool, opt("Print one JSON object: text, tokens, metrics.", "--json")
-    ] = False,
-    trace: Annotated[
-        Path | None, opt("File for a timeline of the engine's steps, a Chrome trace (Perfetto).")
-    ] = None,
-    trace_trees: Annotated[
-        bool, opt("Add every draft tree to the trace; 'eaglegbv view' draws them.", "--trace-trees")
-    ] = False,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
-    compile_backend: opts.CompileBackend = None,
-    cuda_graphs: opts.CudaGraphs = "auto",
-    trust_remote_code: opts.TrustRemoteCode = False,
+    prompt: Prompt,
+    models: Models,
+    plan: PlanChoices,
+    sampling: Sampling,
+    engine: Annotated[EngineConfig, Fields("cuda_graphs")],
+    output: Output,
 ) -> None:
     """Answer a prompt; the text follows the target's distribution, whatever drafts and verifies.
 
-    Ctrl-C ends the answer: the text so far stays, with its figures.
+    Ctrl-C ends the answer: the text so far stays, with its figures. A seed reproduces a text where
+    --verifier, --paths, --depth, --widths or --draft-sampling is given: plans that the engine
+    chooses depend on timing. Without one, such a text's seed is printed.
     """
-    given, message = locals(), _prompt(prompt, prompt_file)
-    if raw and system is not None:
-        raise InvalidArgument("system", system, "none with --raw, which has no chat template")
-    if trace_trees and trace is None:
-        raise InvalidArgument("trace-trees", trace_trees, "--trace FILE to write them to")
-    opts.check_out(trace, "trace")
-    from eaglegbv.config import EngineConfig, Plan
-    from eaglegbv.cuda_graphs import GraphMode
-    from eaglegbv.rng import request_seed
-    from eaglegbv.sampling import SamplingParams
+    request = prompt.read()
+    output.check()
+    SamplingParams(**sampling)  # what is wrong is found before minutes go by with loading
+    planning = opts.fitting(plan).planning()
+    llm = models.load(planning, engine)
+    params = SamplingParams(**(msgspec.structs.asdict(llm.sampling_defaults) | sampling))
+    seeded = isinstance(planning, Plan) and params.seed is None
+    if seeded:
+        from eaglegbv.rng import request_seed
 
-    names = SamplingParams.__struct_fields__
-    asked = {name: value for name, value in given.items() if name in names and value is not None}
-    SamplingParams(**asked)  # what is wrong is found before minutes go by with loading
-    plan = opts.made_of(given, opts.plan_choices).planning()
-    config = EngineConfig(cuda_graphs=opts.member("cuda-graphs", cuda_graphs, GraphMode))
-    llm = opts.made_of(given, opts.Models).load(plan, config)
-    params = SamplingParams(**(msgspec.structs.asdict(llm.sampling_defaults) | asked))
-    if seed is None and isinstance(plan, Plan):
         # The seed that the engine would derive, so that it can be printed.
-        params = msgspec.structs.replace(params, seed=request_seed(config.seed, 0))
-    request = message if raw else messages(message, system)
-    with _tracing(llm, trace, trees=trace_trees):
+        params = msgspec.structs.replace(params, seed=request_seed(engine.seed, 0))
+    with output.tracing(llm):
         start = time.perf_counter()
-        completion = answer(llm, request, params, printed=stream and not as_json)
-        if as_json:
+        completion = answer(llm, request, params, printed=output.stream and not output.json)
+        if output.json:
             opts.print_json(_facts(llm, completion, time.perf_counter() - start))
-        elif not stream:
+        elif not output.stream:
             typer.echo(completion.text)
-        if not as_json:
-            # If the engine chooses plans, no seed reproduces a text: the choice depends on timing.
-            repeats = seed is None and params.seed is not None and not params.greedy
-            typer.echo(_footer(completion, f", seed {params.seed}" if repeats else ""), err=True)
+        if not output.json:
+            repeats = f", seed {params.seed}" if seeded and not params.greedy else ""
+            typer.echo(_footer(completion, repeats), err=True)
     if completion.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def _tracing(llm: "LLM", path: Path | None, *, trees: bool) -> Iterator[None]:
-    if path is None:
-        yield
-        return
-    from eaglegbv.trace import Tracer
-
-    with Tracer(path, decode=llm.decode if trees else None) as tracer:
-        llm.observe(tracer, trees=trees)
-        yield
-    typer.echo(f"wrote {path}", err=True)
 
 
 def messages(prompt: str, system: str | None = None) -> Messages:
@@ -181,26 +187,6 @@ def _printed(stream: "Stream", *, printed: bool) -> "Completion":
     raise AssertionError("a stream ends with a completion")
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if prompt is None and prompt_file is None:
-        raise InvalidArgument("prompt", prompt, "--prompt TEXT or --prompt-file FILE")
-    if prompt is not None and prompt_file is not None:
-        expected = "--prompt or --prompt-file, not both"
-        raise InvalidArgument("prompt-file", str(prompt_file), expected)
-    text = prompt
-    if prompt_file is not None:
-        try:
-            stdin = str(prompt_file) == "-"
-            raw = typer.get_binary_stream("stdin").read() if stdin else prompt_file.read_bytes()
-            text = raw.decode("utf-8-sig")  # without a byte-order mark
-        except (OSError, UnicodeDecodeError) as error:
-            expected = f"a readable file ({error})"
-            raise InvalidArgument("prompt-file", str(prompt_file), expected) from error
-    if not text or not text.strip():
-        raise InvalidArgument("prompt", text, "a text that is not empty")
-    return text
-
-
 def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, object]:
     facts, metrics = completion.to_dict(), completion.metrics
     for name in ("block_efficiency", "acceptance_length", "acceptance_by_depth", "decode_seconds"):
@@ -218,8 +204,13 @@ def _footer(completion: "Completion", repeats: str) -> str:
         f": {first} from the prompt, {metrics.committed_tokens} in {forwards} target "
         f"forward{'' if forwards == 1 else 's'} ({metrics.block_efficiency:.2f} each)"
     )
-    told = steps if forwards else ""
-    return f"[{len(completion.token_ids)} tokens{told}{rate}, {completion.finish_reason}{repeats}]"
+    counts = steps if forwards else ""
+    return (
+        f"[{len(completion.token_ids)} tokens{counts}{rate}, {completion.finish_reason}{repeats}]"
+    )
+
+
+_DRAFTING = ("verifier", "paths", "depth", "draft_width", "draft_temperature", "widths")
 
 
 def serve(
@@ -227,19 +218,8 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="Folder or hub name of the target; or tiny, or smollm2.")
     ],
-    drafter: Annotated[
-        str | None,
-        opt(
-            "Folder or hub name of an EAGLE head.",
-            shown="none: plain decoding; of tiny and smollm2 their own",
-        ),
-    ] = None,
-    verifier: Annotated[str, opt("Verifier of independently drawn paths, such as gbv.")] = "otbv",
-    paths: Annotated[int, opt("Drafted paths, K.")] = 3,
-    depth: opts.Depth = 4,
-    widths: opts.Widths = None,
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: opts.DraftTemperature = 1.0,
+    models: Annotated[Models, Fields("drafter")],
+    choices: Annotated[PlanChoices, Fields(*_DRAFTING)],
     seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
     backend: Annotated[
         str, opt("sglang; or local, this package's engine: see 'serve --backend local --help'.")
@@ -249,7 +229,6 @@ def serve(
     ] = False,
 ) -> None:
     """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
-    given = locals()
     if backend != "sglang":  # main() has the local one served by a command of its own
         raise InvalidArgument("backend", backend, one_of(("local", "sglang"), backend))
     from eaglegbv.backends.sglang.ready import check_ready
@@ -260,14 +239,27 @@ def serve(
     from eaglegbv.backends.sglang.settings import Settings
     from eaglegbv.loading import named_models
 
-    if widths is not None:
-        paths, depth = opts.paths_of_widths(widths, "SGLang's trees are K paths of equal length")
-    settings = opts.made_of(given, Settings)
-    models = named_models(model, drafter)
-    if models.drafter is None:
+    settings = Settings(
+        verifier=choices.verifier or Plan().verifier,
+        draft_width=choices.draft_width,
+        draft_temperature=choices.draft_temperature,
+        seed=seed,
+    )
+    plan = choices.plan()
+    if plan.widths:
+        expected = "such as 3x1x1x1: SGLang's trees are K paths of equal length"
+        raise InvalidArgument("widths", plan.widths, expected)
+    pair = named_models(model, models.drafter)
+    if pair.drafter is None:
         _refuse_drafting(context)
-    target, head, others = models.target, models.drafter, context.args
-    start = launch(target, head, paths=paths, depth=depth, settings=settings, others=others)
+    start = launch(
+        pair.target,
+        pair.drafter,
+        paths=plan.paths,
+        depth=plan.depth,
+        settings=settings,
+        others=context.args,
+    )
     if dry_run:
         check_command(start)
         variables = (f"{name}='{value}'" for name, value in start.environment.items())

@@ -109,9 +109,9 @@ def _read_embedding(model: str) -> "Tensor":
     if not folder.is_dir():
         folder = Path(huggingface_hub.snapshot_download(model))
     try:
-        found = read_weights(folder).tensors
+        tensors = read_weights(folder).tensors
     except DrafterMismatch as error:
         raise InvalidArgument("target", model, f"a model with its weights ({error})") from error
-    if name not in found:
+    if name not in tensors:
         raise InvalidArgument("target", model, f"weights with the tensor {name}")
-    return found[name]
+    return tensors[name]

@@ -42,11 +42,11 @@ def _add(name: str, place: str, text: str) -> None:
     @app.command(name, help=text, add_help_option=False, context_settings=PASSED_ON)
     def command(context: typer.Context) -> None:
         module, _, attribute = place.partition(":")
-        own = getattr(import_module(f"eaglegbv.cli.{module}"), attribute)
+        group = getattr(import_module(f"eaglegbv.cli.{module}"), attribute)
         try:
-            own(context.args, prog_name=f"eaglegbv {name}")
+            group(context.args, prog_name=f"eaglegbv {name}")
         except InvalidArgument as error:
-            raise EagleGBVError(_in_own_terms(error, own, context.args)) from error
+            raise EagleGBVError(_in_options_terms(error, group, context.args)) from error
 
 
 _add("demo", "demo:app", "Answer a prompt, and show what speculation gains.")
@@ -72,19 +72,19 @@ def _options(
     """Handle the options that come before a command."""
 
 
-def _in_own_terms(error: InvalidArgument, own: typer.Typer, given: Sequence[str]) -> str:
+def _in_options_terms(error: InvalidArgument, group: typer.Typer, given: Sequence[str]) -> str:
     """Return what ``error`` says, with the names of the given command's options for arguments."""
-    command = typer.main.get_command(own)
+    command = typer.main.get_command(group)
     if isinstance(command, TyperGroup):
         command = next(
             (command.commands[name] for name in given if name in command.commands), command
         )
     options = {name for param in command.params for name in param.opts}
 
-    def option(found: re.Match[str]) -> str:
-        name = "--" + found[0].replace("_", "-")
+    def option(match: re.Match[str]) -> str:
+        name = "--" + match[0].replace("_", "-")
         known = (name, name.removesuffix("s"), name.removesuffix("-backend"))
-        return next((own for own in known if own in options), found[0])
+        return next((one for one in known if one in options), match[0])
 
     argument = re.sub(r"^[a-z_-]+$", option, error.argument)
     expected = re.sub(r"\b[a-z]+(_[a-z]+)+\b", option, error.expected)
@@ -140,14 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
     _escape_what_the_console_lacks()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = app
+    command: typer.Typer = app
     try:
         command, words = _command(words)
         with _telling():
             command(words)
     except InvalidArgument as error:
-        told = _in_own_terms(error, command, words)
+        message = _in_options_terms(error, command, words)
     except (EagleGBVError, OSError) as error:
-        told = str(error)
-    typer.echo(f"eaglegbv: {told}", err=True)
+        message = str(error)
+    typer.echo(f"eaglegbv: {message}", err=True)
     raise SystemExit(USAGE_ERROR)

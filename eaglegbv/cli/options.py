@@ -1,4 +1,4 @@
-"""Options that several commands share, what they mean together, and how commands report.
+"""What several commands take, and how they report.
 
 Only functions import torch here, and only when they are called: help is printed without it.
 """
@@ -6,48 +6,30 @@ Only functions import torch here, and only when they are called: help is printed
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import typer
 from tqdm import tqdm
 from typer.models import OptionInfo
 
+from eaglegbv.cli.structs import App, entries
+from eaglegbv.config import AutoPlan, PlanChoices
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
-    from eaglegbv.config import EngineConfig, PlanChoices, Planning
+    from eaglegbv.config import EngineConfig, Planning
     from eaglegbv.eval.questions import QuestionSet
     from eaglegbv.eval.records import RunSettings, Setting
     from eaglegbv.llm import LLM
     from eaglegbv.loading import NamedModels
-    from eaglegbv.tree import DraftSampling
 
-VERIFIERS = (
-    "otbv, gbv, spectr_gbv, traversal, block, greedy_block, token, specinfer, spectr, spechub, "
-    "greedy_draft, global_resolution or target_only"
-)
-"""Verifiers listed in help, without loading them; variants of a verifier are left out."""
-
-QUESTION_SETS = (
-    "mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm, mbpp, eagle-gsm8k, eagle-humaneval "
-    "or builtin"
-)
-"""Sets of questions listed in help, without loading them."""
-
-SAMPLINGS = "iid, wor, greedy, hub or fixed"
-FITTING = "3, or as many as the verifier takes"
 LOOKUP = "ngram"  # the drafter of a model for which none is named
 LINE_SECONDS = 10.0  # seconds between two lines of progress where there is no terminal for a bar
-Entry = TypeVar("Entry", str, int, float)
-Kind = TypeVar("Kind", bound=StrEnum)
-Made = TypeVar("Made")
 
 
 def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
@@ -56,9 +38,9 @@ def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
     return option
 
 
-def make_app(text: str | None = None) -> typer.Typer:
+def make_app(text: str | None = None) -> App:
     """Return an application, or a group of its commands; ``text`` is its help."""
-    return typer.Typer(
+    return App(
         no_args_is_help=text is not None,
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -68,83 +50,30 @@ def make_app(text: str | None = None) -> typer.Typer:
     )
 
 
-Model = Annotated[
-    str | None,
-    opt(
-        "Folder or hub name of the target; smollm2; or tiny, the packaged one.",
-        shown="smollm2 if it is here, or tiny",
-    ),
-]
-Drafter = Annotated[
-    str | None,
-    opt(
-        "Folder or hub name of an EAGLE head, a small language model or a table; 'ngram'; "
-        "'eagle1' or 'eagle3' of the tiny model.",
-        shown=f"{LOOKUP}, prompt lookup; of tiny eagle3, of smollm2 its own",
-    ),
-]
-Device = Annotated[str | None, opt("Device, such as cpu or cuda.", shown="cuda or cpu")]
-Dtype = Annotated[
-    str,
-    opt(
-        "One of float32, bfloat16, float16; auto: bfloat16 on a GPU and on a CPU that multiplies "
-        "it faster, else float32."
-    ),
-]
-CompileBackend = Annotated[
-    str | None,
-    typer.Option(
-        "--compile",
-        metavar="BACKEND",
-        help="Compile the target first, in minutes: 'inductor'.",
-        show_default="not compiled",
-    ),
-]
-CudaGraphs = Annotated[
-    str,
-    opt(
-        "Replay tree forwards and drafting as CUDA graphs: auto, on, off, or eager (the same "
-        "padding without recording, on any device)."
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, opt("Run code that the model brings, if it needs any.", "--trust-remote-code")
-]
-GenerationConfig = Annotated[
-    str,
-    opt("Sampling settings that the model's generation_config.json recommends: auto, or none."),
-]
-Raw = Annotated[bool, opt("Continue the prompt as it is, without a chat template.", "--raw")]
 Verifier = Annotated[str, opt("Verifier, as in generate.")]
-Depth = Annotated[int, opt("Drafted tokens per path, L.")]
-Widths = Annotated[
-    str | None,
-    opt(
-        "Drafts of the nodes of each depth, such as 3x2x2x1, instead of paths and depth.",
-        shown="K paths",
-    ),
-]
-SamplingName = Annotated[str | None, opt(f"Draft sampling: {SAMPLINGS}.", shown="the verifier's")]
-DraftWidth = Annotated[int, opt("Number of candidates a draft distribution keeps.")]
-DraftTemperature = Annotated[
-    float, opt("Temperature of the drafts, as a multiple of the request's; lossless at any value.")
-]
-Temperature = Annotated[float, opt("Sampling temperature; 0 is greedy.")]
-Temperatures = Annotated[str, opt("Sampling temperatures.")]
-Questions = Annotated[int | None, opt("Questions, spread evenly over the set.", shown="all")]
-QuestionsSet = Annotated[str, opt(f"Set of questions: {QUESTION_SETS}; or a file of JSON lines.")]
-QuestionData = Annotated[
-    Path | None, opt("File or folder from which to read the set, instead of the usual places.")
-]
-MaxTokens = Annotated[int, opt("Most tokens of an answer.")]
-Repeats = Annotated[int, opt("How many times to run everything.")]
+Temperatures = Annotated[tuple[float, ...], opt("Sampling temperatures.")]
 Seed = Annotated[int, opt("Seed of all random numbers.")]
 AsJson = Annotated[bool, opt("Print JSON.", "--json")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """The models that the options name, and how they are loaded; see the options' help."""
+    """The models that a command runs, and how they are loaded.
+
+    Attributes:
+        model: Folder or hub name of the target; smollm2; or tiny, the packaged one. By default
+            smollm2 if it is here, or tiny.
+        drafter: Folder or hub name of an EAGLE head, a small language model or a table; 'ngram';
+            'eagle1' or 'eagle3' of the tiny model. By default ngram, prompt lookup; of tiny eagle3,
+            of smollm2 its own.
+        device: Device, such as cpu or cuda; by default cuda where there is one.
+        dtype: One of float32, bfloat16, float16; auto: bfloat16 on a GPU and on a CPU that
+            multiplies it faster, else float32.
+        compile_backend: Compile the target first, in minutes: 'inductor'.
+        trust_remote_code: Run code that the model brings, if it needs any.
+        generation_config: Sampling settings that the model's generation_config.json recommends:
+            auto, or none.
+    """
 
     model: str | None = None
     drafter: str | None = None
@@ -165,8 +94,6 @@ class Models:
 
     def or_lookup(self, plan: "Planning") -> "Models":
         """Return them with prompt lookup, and say so, where ``plan`` drafts and nothing could."""
-        from eaglegbv.config import AutoPlan
-
         drafts = isinstance(plan, AutoPlan) or plan.speculative
         if not drafts or self.named.drafter is not None:
             return self
@@ -184,35 +111,42 @@ class Models:
         return LLM(**asdict(models), plan=plan, engine=engine)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """The questions that a command asks.
+
+    Attributes:
+        questions: Questions, spread evenly over the set; by default all.
+        questions_set: Set of questions: mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm,
+            mbpp, eagle-gsm8k, eagle-humaneval or builtin; or a file of JSON lines.
+        data: File or folder from which to read the set, instead of the usual places.
+    """
+
+    questions: int | None = None
+    questions_set: str = "mt-bench"
+    data: Path | None = None
+
+    def load(self) -> "QuestionSet":
+        """Read them."""
+        from eaglegbv.eval.questions import load_questions
+
+        return load_questions(self.questions_set, self.data).first(self.questions)
+
+
 # What the texts of options mean.
 
 
-def made_of(given: Mapping[str, Any], make: Callable[..., Made], **more: object) -> Made:
-    """Call ``make`` with those of a command's options that it takes, and with ``more``.
-
-    Args:
-        given: The command's options by name, its ``locals()`` at its beginning.
-        make: A function or a class whose arguments are called like the options.
-        more: Arguments instead of options of the same name, or that are none.
-    """
-    taken = signature(make).parameters
-    return make(**{name: value for name, value in given.items() if name in taken} | more)
-
-
 def run_settings(
-    given: Mapping[str, Any],
     questions: "QuestionSet",
     models: Models,
     settings: "tuple[Setting, ...]",
-    **more: object,
+    **asked: Any,  # noqa: ANN401
 ) -> "RunSettings":
-    """Return the settings of a run by a command's options, of one repeat unless they say more."""
+    """Return the settings of a run, of one repeat unless more are ``asked`` for."""
     from eaglegbv.eval.records import RunSettings
 
     named = models.named
-    return made_of(
-        {"system": None, "repeats": 1, **given},
-        RunSettings,
+    return RunSettings(
         suite=questions.suite,
         origin=questions.origin,
         question_ids=tuple(question.id for question in questions.questions),
@@ -220,94 +154,35 @@ def run_settings(
         model=named.name,
         drafter=named.drafter_name,
         settings=settings,
-        compile_backend=given.get("compile_backend") or "",
-        **more,
+        compile_backend=models.compile_backend or "",
+        **asked,
     )
-
-
-def entries(option: str, text: str, kind: Callable[[str], Entry]) -> list[Entry]:
-    """Return the entries of a comma-separated list."""
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        if all(parts):
-            return [kind(part) for part in parts]
-    except ValueError:
-        pass
-    wanted = "integers" if kind is int else "numbers" if kind is float else "names"
-    raise InvalidArgument(option, text, f"{wanted} separated by commas")
-
-
-def member(option: str, name: str, kind: type[Kind]) -> Kind:
-    """Return the member of ``kind`` that an option names."""
-    if name not in set(kind):
-        raise InvalidArgument(option, name, one_of(kind, name))
-    return kind(name)
-
-
-def widths_named(text: str | None) -> tuple[int, ...] | None:
-    """Return the widths in a text such as 3x2x2x1; None without one."""
-    if text is None:
-        return None
-    parts = text.split("x")
-    if not all(part.isdecimal() for part in parts):
-        raise InvalidArgument("widths", text, "numbers such as 3x2x2x1")
-    return tuple(map(int, parts))
-
-
-def paths_of_widths(text: str, reason: str) -> tuple[int, int]:
-    """Return paths and depth of widths such as 3x1x1x1; raise for others, for a ``reason``."""
-    from eaglegbv.config import Plan
-
-    plan = Plan(widths=widths_named(text) or ())
-    if plan.widths:
-        raise InvalidArgument("widths", text, f"such as 3x1x1x1: {reason}")
-    return plan.paths, plan.depth
 
 
 def check_verifier(name: str) -> None:
     """Raise unless a verifier has this name; ``none`` is plain decoding."""
     from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
 
-    found = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
-    if name not in found:
-        raise InvalidArgument("verifier", name, one_of(sorted(found), name))
+    known = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
+    if name not in known:
+        raise InvalidArgument("verifier", name, one_of(sorted(known), name))
 
 
 def verifier_names(text: str) -> list[str]:
     """Return the verifiers in a comma-separated list."""
-    found = entries("verifiers", text, str)
-    for name in found:
+    names = entries("verifiers", text, str)
+    for name in names:
         check_verifier(name)
-    return found
+    return names
 
 
-def draft_sampling_named(name: str | None) -> "DraftSampling | None":
-    """Return the draft sampling with a name; None stays the verifier's own."""
-    from eaglegbv.tree import DraftSampling
-
-    return None if name is None else member("draft_sampling", name, DraftSampling)
-
-
-def plan_choices(
-    verifier: str | None = None,
-    paths: int | None = None,
-    depth: int | None = None,
-    *,
-    draft_sampling: str | None,
-    draft_width: int,
-    draft_temperature: float,
-    widths: str | None = None,
-) -> "PlanChoices":
-    """Return these choices, with as many paths as a verifier takes where it alone is named."""
-    from eaglegbv.config import PlanChoices
+def fitting(plan: PlanChoices) -> PlanChoices:
+    """Return choices with as many paths as a verifier takes, where it alone is named."""
     from eaglegbv.verifiers.registry import with_fitting_paths
 
-    if verifier is not None:
-        check_verifier(verifier)
-    sampling = draft_sampling_named(draft_sampling)
-    tree = verifier, paths, depth, sampling
-    choices = PlanChoices(*tree, draft_width, draft_temperature, widths_named(widths))
-    return with_fitting_paths(choices)
+    if plan.verifier is not None:
+        check_verifier(plan.verifier)
+    return with_fitting_paths(plan)
 
 
 def check_out(path: Path | None, option: str = "out") -> None:

@@ -5,7 +5,7 @@ import hmac
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -13,13 +13,12 @@ import typer
 
 from eaglegbv import openai_api as api
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.options import opt
-from eaglegbv.config import EngineConfig
-from eaglegbv.cuda_graphs import GraphMode
-from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled, OutOfSlots
+from eaglegbv.cli.options import Models, opt
+from eaglegbv.cli.structs import Fields
+from eaglegbv.config import EngineConfig, PlanChoices
+from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 from eaglegbv.llm import LLM
-from eaglegbv.text import Completion
-from eaglegbv.utils import DRAFT_WIDTH
+from eaglegbv.text import Completion, is_one
 
 try:
     import uvicorn
@@ -84,6 +83,10 @@ class Server:
 
     async def health(self, _: Request) -> Response:
         """Answer ``/health``: whether the engine takes requests."""
+        try:
+            self.llm.check_health()
+        except EagleGBVError as error:
+            raise Refused(503, str(error), kind="server_error") from error
         return JSONResponse({"status": "ok", "unfinished": self.unfinished})
 
     async def metrics(self, _: Request) -> Response:
@@ -108,7 +111,7 @@ class Server:
         for prompt in prompts:
             for choice in prompt.choices:
                 _check_end(choice)
-        return JSONResponse(api.answer(request, prompts, name, self.name))
+        return JSONResponse(api.answer(request, prompts, name, self.name, self.llm.decode))
 
     async def _events(self, request: api.Request, name: str) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed answer; one that breaks off ends by an error event."""
@@ -139,9 +142,8 @@ class Server:
     @contextmanager
     def _counted(self, request: api.Request) -> "Iterator[None]":
         """Count the answers of a request while they are unfinished; refuse too many."""
-        prompts = getattr(request, "prompt", None)
-        many = len(prompts) if isinstance(prompts, list) and _is_list(prompts) else 1
-        count = many * request.sampling.n
+        prompts = request.prompts
+        count = request.sampling.n * (1 if is_one(prompts) else len(prompts))
         if count > self.limit:
             raise Refused(400, f"{count} answers: expected at most {self.limit} in one request")
         if self.unfinished + count > self.limit:
@@ -186,8 +188,6 @@ def _error(error: EagleGBVError) -> tuple[int, Mapping[str, Any]]:
         return error.status, api.error_body(str(error), error.kind, error.parameter)
     if isinstance(error, InvalidArgument):
         return 400, api.error_body(str(error), "invalid_request_error", error.argument)
-    if isinstance(error, OutOfSlots) and error.wanted > error.total:
-        return 400, api.error_body(str(error), "invalid_request_error", "prompt")
     return 500, api.error_body(str(error), "server_error")
 
 
@@ -204,10 +204,6 @@ def _check_end(completion: Completion) -> None:
         raise Refused(500 if read else 400, completion.error)
     if not api.ended_well(completion):
         raise Refused(503, f"the answer was {completion.finish_reason}", kind="server_error")
-
-
-def _is_list(prompts: list[Any]) -> bool:
-    return isinstance(prompts[0], str | list) if prompts else True
 
 
 def _by_prompt(ended: Mapping[int, Completion], n: int) -> list[Completion]:
@@ -260,16 +256,10 @@ def serve(
         str, typer.Argument(help="Folder or hub name of the target; or tiny, or smollm2.")
     ],
     backend: Annotated[str, opt("local, this server; or sglang, see 'eaglegbv serve'.")] = "local",
-    drafter: opts.Drafter = None,
-    verifier: Annotated[
-        str | None, opt(f"One of {opts.VERIFIERS}; or 'none'.", shown="auto")
-    ] = None,
-    paths: Annotated[int | None, opt("Drafted paths, K.", shown=opts.FITTING)] = None,
-    depth: Annotated[int | None, opt("Drafted tokens per path, L.", shown="4")] = None,
-    widths: opts.Widths = None,
-    draft_sampling: opts.SamplingName = None,
-    draft_width: opts.DraftWidth = DRAFT_WIDTH,
-    draft_temperature: opts.DraftTemperature = 1.0,
+    *,
+    plan: PlanChoices,
+    engine: Annotated[EngineConfig, Fields(max_batch=64)],
+    models: Annotated[Models, Fields(without=("model",))],
     host: Annotated[str, opt("Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, opt("Port to listen at; 0 for a free one.")] = 8000,
     api_key: Annotated[
@@ -277,26 +267,13 @@ def serve(
         typer.Option(help="Key that clients must give.", envvar="EAGLEGBV_API_KEY"),
     ] = None,
     served_model_name: Annotated[str | None, opt("What clients call it.", shown="MODEL")] = None,
-    max_batch: Annotated[int, opt("Most answers that are computed at once.")] = 64,
     max_waiting: Annotated[int, opt("Most answers that wait; more are refused (429).")] = 256,
-    kv_slots: Annotated[
-        int | None, opt("Tokens that the KV pools hold.", shown="by free memory")
-    ] = None,
-    seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
-    device: opts.Device = None,
-    dtype: opts.Dtype = "auto",
-    compile_backend: opts.CompileBackend = None,
-    cuda_graphs: opts.CudaGraphs = "auto",
-    trust_remote_code: opts.TrustRemoteCode = False,
-    generation_config: opts.GenerationConfig = "auto",
 ) -> None:
     """Serve MODEL by this package's engine, with the endpoints of OpenAI's API."""
-    given = locals()
     if backend != "local":
         raise InvalidArgument("backend", backend, "local or sglang")
-    plan = opts.made_of(given, opts.plan_choices).planning()
-    graphs = opts.member("cuda-graphs", cuda_graphs, GraphMode)
-    config = EngineConfig(cuda_graphs=graphs, max_batch=max_batch, kv_slots=kv_slots, seed=seed)
-    llm = opts.made_of(given, opts.Models).load(plan, config)
-    server = Server(llm, served_model_name or model, api_key, limit=max_batch + max_waiting)
+    planning = opts.fitting(plan).planning()
+    llm = replace(models, model=model).load(planning, engine)
+    limit = engine.max_batch + max_waiting
+    server = Server(llm, served_model_name or model, api_key, limit=limit)
     uvicorn.run(server.app(), host=host, port=port, timeout_graceful_shutdown=SHUTDOWN_SECONDS)

@@ -156,18 +156,28 @@ HUB_PATHS = 2  # number of paths of SpecHub, which drafts pairs
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of an audit.
 
+    Attributes:
+        vocab: Number of tokens.
+        depth: Drafted tokens per path, L.
+        paths: Drafted paths of an iid tree, K, or as many as the verifier takes; for the other
+            distributions, children of every node.
+        widths: Drafts of the nodes of each depth instead, such as 3x2x2x1.
+        instances: Number of random problems.
+        iterations: Verification steps in a row, between which stateful verifiers keep their state;
+            with widths one.
+        seed: Seed of the problems.
+
     Raises:
         InvalidArgument: A value is out of range.
     """
 
-    vocab: int = 3  # number of tokens
-    depth: int = 2  # length of a path, L
-    paths: int = 2  # paths of an `iid` tree, K; for the other distributions, children of every node
-    # drafts of the nodes of each depth instead, as in `Plan`; `paths` and `depth` follow from them
-    widths: tuple[int, ...] = ()
-    instances: int = 50  # number of random problems
-    iterations: int = 2  # steps in a row, between which stateful verifiers keep their state
-    seed: int = 0  # seed of the problems
+    vocab: int = 3
+    depth: int = 2
+    paths: int = 2
+    widths: tuple[int, ...] = ()  # `paths` and `depth` follow from them
+    instances: int = 50
+    iterations: int = 2
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for width in self.widths:

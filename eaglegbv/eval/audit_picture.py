@@ -31,12 +31,18 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
     At every prefix the target's logits are newly drawn normal numbers with standard deviation
     :data:`SHARPNESS`. The drafter's are the target's plus normal numbers with :data:`NOISE`. Both
     are divided by the temperature.
+
+    Attributes:
+        vocab: Number of tokens.
+        depth: Drafted tokens per path, L.
+        trees: Number of trees for each figure.
+        seed: Seed of all random numbers.
     """
 
-    vocab: int = 64  # number of tokens
-    depth: int = 6  # length of a drafted path, L
-    trees: int = 3000  # number of trees per figure
-    seed: int = 0  # seed of all random numbers
+    vocab: int = 64
+    depth: int = 6
+    trees: int = 3000
+    seed: int = 0
 
     def __post_init__(self) -> None:
         require_integers(self, vocab=(2, 4096), depth=(1, 32), trees=(2, 10**6))

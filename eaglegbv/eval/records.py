@@ -160,13 +160,20 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSettings(Asked, frozen=True, kw_only=True):
-    """All settings that determine what a run does; it is resumed only with equal ones."""
+    """All settings that determine what a run does; it is resumed only with equal ones.
 
-    system: str | None  # system prompt before every conversation, or None
+    Attributes:
+        system: System message before every conversation.
+        max_tokens: Most tokens of an answer.
+        seed: Seed from which every request's seed is derived.
+        repeats: How many times to run everything.
+    """
+
+    system: str | None = None
     settings: tuple[Setting, ...]
-    max_tokens: int  # most tokens of an answer
-    seed: int  # seed from which every request's seed is derived
-    repeats: int
+    max_tokens: int
+    seed: int
+    repeats: int = 1
     template: str | None = None  # the whole chat template; likewise
     # What runs the plans: `local` or `sglang`; `transformers` if there are only baselines.
     backend: str = "local"

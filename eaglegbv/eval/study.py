@@ -31,20 +31,31 @@ BATCH = 32  # number of texts read together
 
 
 class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the study."""
+    """Settings of the study.
+
+    Attributes:
+        temperatures: Temperatures of the target.
+        draft_temperatures: Draft temperatures, as multiples of the target's, including 1.
+        paths: Numbers of paths of sampled trees, K.
+        depth: Length of a path, and depth of fixed trees.
+        sizes: Nodes of fixed trees, ascending, up to K L or more.
+        beam: Nodes of a level of fixed trees that get children, and children of each.
+        draft_width: Number of candidates a draft distribution keeps.
+        places: Places per text at which trees are drafted.
+        judgements: How many times each tree is judged.
+        max_tokens: Most tokens of a text.
+        seed: Seed of all random numbers.
+    """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
-    # Multiples of the target's temperature.
     draft_temperatures: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 3.0)
-    paths: tuple[int, ...] = (1, 2, 4)  # numbers of paths of sampled trees
-    depth: int = 4  # length of a path, and depth of fixed trees
-    # Nodes of fixed trees, ascending, the largest at least that of the sampled trees.
+    paths: tuple[int, ...] = (1, 2, 4)
+    depth: int = 4
     sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
-    # For fixed trees, the nodes of a level that get children, and the children of each.
     beam: int = 8
     draft_width: int = DRAFT_WIDTH
-    places: int = 3  # number of places of each text
-    judgements: int = 3  # how often each tree is judged
+    places: int = 3
+    judgements: int = 3
     max_tokens: int = 64
     seed: int = 0
 

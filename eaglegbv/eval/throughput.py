@@ -128,15 +128,25 @@ WARM_UP_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Settings of a measurement."""
+    """Settings of a measurement.
 
-    batches: Sequence[int]  # numbers of prompts
-    contexts: Sequence[int]  # lengths of the prompts; 0 for the questions as they are
-    temperatures: Sequence[float]  # sampling temperatures
-    tokens: int  # tokens of an answer
-    repeats: int  # number of repeats
-    prompts: int = 1  # least number of prompts that a repeat answers, batch after batch
-    seed: int = 0  # seed of all random numbers
+    Attributes:
+        batches: Numbers of prompts at once.
+        contexts: Tokens of a prompt; 0 for the questions as they are.
+        temperature: Sampling temperatures.
+        tokens: Tokens of an answer.
+        repeats: How many times to run everything.
+        prompts: Least number of prompts that a repeat answers, batch after batch.
+        seed: Seed of all random numbers.
+    """
+
+    batches: Sequence[int] = (1, 2, 4, 8, 16)
+    contexts: Sequence[int] = (0,)
+    temperature: Sequence[float] = (1.0,)
+    tokens: int = 64
+    repeats: int = 3
+    prompts: int = 1
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name, values, low in (
@@ -164,7 +174,7 @@ def measure(
         prompts: Returns the given number of prompts of the given length (0: as they are).
         grid: What to measure.
     """
-    for temperature, context, batch in product(grid.temperatures, grid.contexts, grid.batches):
+    for temperature, context, batch in product(grid.temperature, grid.contexts, grid.batches):
         fit = [way for way in ways if way.max_batch is None or batch <= way.max_batch]
         calls = grid.calls(batch)
         asked = prompts(batch * calls, context)

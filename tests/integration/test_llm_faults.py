@@ -16,10 +16,11 @@ from support.requests import idle
 
 from eaglegbv import LLM, Completion, EngineConfig, InvalidArgument, Plan, SamplingParams
 from eaglegbv.engine import Engine
-from eaglegbv.errors import EngineBusy, StepFailed
+from eaglegbv.errors import EagleGBVError, EngineBusy, StepFailed
 from eaglegbv.metrics import FINISHED, STEPS, StepRecord
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import FinishReason, RequestOutput
+from eaglegbv.serving import Serving
 from eaglegbv.text import TextStream
 
 PARAMS = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
@@ -431,3 +432,27 @@ def test_a_stream_may_be_open_when_the_interpreter_exits():
     stream = "LLM('tiny', plan=Plan()).stream('Once')"
     code = f"from eaglegbv import LLM, Plan\nstream = {stream}\nnext(stream)"
     assert "Error" not in process(sys.executable, "-c", code).stderr
+
+
+@pytest.mark.parametrize("place", ["_follow_all", "_cancel_left", "_step"])
+def test_a_fault_of_the_engine_s_thread_ends_whoever_waits(saved_pair, monkeypatch, place):
+    """Outside of a step too: nobody hangs, and later calls say what has happened."""
+    usual = getattr(Serving, place)
+
+    def faulty(serving: Serving) -> None:
+        if len(serving._open) == 5:
+            raise RuntimeError("planted")
+        usual(serving)
+
+    monkeypatch.setattr(Serving, place, faulty)
+    stopped = "the engine has stopped: RuntimeError: planted"
+    with LLM(*saved_pair, paths=2, depth=3) as llm, ThreadPoolExecutor() as pool:
+        stream = llm.stream("a", LONG)
+        calls = [pool.submit(llm.generate, ["a", "b"], LONG) for _ in range(2)]
+        with pytest.raises(EagleGBVError, match=stopped):
+            list(stream)
+        for call in calls:
+            assert all(stopped in answer.error for answer in call.result(timeout=60))
+        for later in (lambda: llm.generate("a"), llm.reset_prefix_cache, llm.check_health):
+            with pytest.raises(EagleGBVError, match=stopped):
+                later()

@@ -1,24 +1,33 @@
 """The server of the package's own engine, asked by OpenAI's client and by plain requests."""
 
 import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
+from support.cli import documented, documented_commands, process, run
 from support.requests import idle
 from support.soak import soak
 
 from eaglegbv import LLM, EngineConfig, SamplingParams
 from eaglegbv.cli.main import main
 from eaglegbv.cli.serve_local import Server
-from eaglegbv.engine import Engine
-from eaglegbv.errors import OutOfSlots
-from eaglegbv.request import FinishReason, Request
+from eaglegbv.grammars import Grammars
+from eaglegbv.serving import Serving
 from eaglegbv.text import Delta
 
 CHAT = [{"role": "user", "content": "Name a fruit."}]
@@ -125,6 +134,7 @@ def test_several_prompts_and_stop(client, llm):
 def test_what_else_is_served(client, served, llm):
     assert [model.id for model in client.models.list()] == ["pair"]
     assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
+    llm.generate("a", SamplingParams(max_tokens=1))
     metrics = httpx.get(f"{served.url}/metrics")
     assert "eaglegbv_steps_total " in metrics.text
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -141,8 +151,8 @@ def test_what_else_is_served(client, served, llm):
         ({"max_new_tokens": 5}, "max_new_tokens", "SamplingParams(max_tokens=...)"),
         ({"temprature": 1}, "temprature", "temperature, perhaps"),
         ({"sampling": {}}, "sampling", "no such argument"),
-        ({"echo": True}, "echo", "there is no echo here"),
-        ({"prompt_logprobs": 3}, "prompt_logprobs", "this server does not offer it"),
+        ({"suffix": "b"}, "suffix", "there is no suffix here"),
+        ({"functions": []}, "functions", "this server does not offer it"),
         ({"response_format": {"type": "xml"}}, "response_format", "a type of text, json_object"),
         ({"prompt": 5}, "body", "got `int` - at `$.prompt`"),
         ({"model": "gpt"}, "model", "no model 'gpt', only 'pair'"),
@@ -207,23 +217,98 @@ def test_a_client_that_goes_away_before_the_first_piece_ends_its_request(served,
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"echo": True}, {"prompt_logprobs": 3}], ids=lambda asked: next(iter(asked))
+)
+def test_what_is_of_prompts_is_not_streamed(served, asked):
+    body = {"prompt": "abc", "stream": True} | asked
+    headers = {"Authorization": "Bearer secret"}
+    refused = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == next(iter(asked))
+
+
+def test_prompts_are_echoed_with_their_logprobs(client, llm):
+    """As evaluation harnesses ask for them."""
+    texts = ["abc", "fig and pear"]
+    ids = [llm.encode(text) for text in texts]
+    asked = {"model": "pair", "max_tokens": 2, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    alone = client.completions.create(prompt=texts, logprobs=2, **asked).choices
+    for prompt in (texts, ids):
+        echoed = client.completions.create(prompt=prompt, logprobs=2, echo=True, **asked).choices
+        for choice, answer, text, tokens in zip(echoed, alone, texts, ids, strict=True):
+            assert choice.text == text + answer.text
+            score = llm.score(tokens)
+            first, *read = choice.logprobs.token_logprobs[: len(tokens)]
+            assert first is None
+            assert sum(read) == pytest.approx(score.total, abs=1e-4)
+            assert "".join(choice.logprobs.tokens[: len(tokens)]) == text
+            for name in ("tokens", "token_logprobs", "top_logprobs"):
+                rest = getattr(choice.logprobs, name)[len(tokens) :]
+                assert rest == getattr(answer.logprobs, name)
+    [plain] = client.completions.create(prompt="abc", echo=True, **asked).choices
+    assert (plain.text, plain.logprobs) == (echoed[0].text, None)
+
+
+def test_prompt_logprobs_are_written_as_by_vllm(client, llm):
+    ids = llm.encode("abc")
+    asked = {"model": "pair", "max_tokens": 1, "extra_body": {"prompt_logprobs": 1}}
+    answer = client.completions.create(prompt=ids, **asked).choices[0].prompt_logprobs
+    assert answer[0] is None
+    expected = llm.score(ids, logprobs=1).logprobs
+    for token, place, known in zip(ids[1:], answer[1:], expected[1:], strict=True):
+        assert set(place) == {str(entry) for entry in known}
+        assert place[str(token)]["logprob"] == pytest.approx(known[token].logprob, abs=1e-5)
+        assert set(place[str(token)]) == {"logprob", "rank", "decoded_token"}
+    chat = client.chat.completions.create(messages=CHAT, **asked).prompt_logprobs
+    assert chat[0] is None
+    assert len(chat) == len(llm.encode(CHAT))
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_prompt_larger_than_the_pool_is_the_clients_mistake(served, llm, monkeypatch, stream):
-    add = Engine.add
-
-    def crowded(*arguments: object, **named: object) -> Request:
-        request = add(*arguments, **named)
-        request.error = OutOfSlots(1 + 10**9, 0, 10**9)
-        arguments[0].finish(request, FinishReason.ERROR)
-        return request
-
-    monkeypatch.setattr(Engine, "add", crowded)
+@pytest.mark.parametrize("prompt", [[5] * 300, ["abc", "abc " * 300], [[5], [5] * 300]])
+def test_a_prompt_that_can_never_fit_is_the_client_s_mistake(served, prompt, stream):
     refused = httpx.post(
         f"{served.url}/v1/completions",
-        json={"prompt": "abc", "stream": stream},
+        json={"prompt": prompt, "stream": stream},
         headers={"Authorization": "Bearer secret"},
     )
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    assert refused.status_code == 400
+    assert "expected at most" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_large_grammar_is_compiled_on_another_thread_than_the_engine_s(served, llm, stream):
+    compiled_on: list[str] = []
+    compile_ = Grammars._compile
+
+    def watched(grammars: Grammars, name: str, source: str) -> object:
+        compiled_on.append(threading.current_thread().name)
+        return compile_(grammars, name, source)
+
+    grammars = llm._engine._grammars
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "_compiled", lru_cache(partial(watched, grammars)))
+        answer = httpx.post(
+            f"{served.url}/v1/completions",
+            json={"prompt": "abc", "regex": "a{3}", "stream": stream, "temperature": 0},
+            headers={"Authorization": "Bearer secret"},
+        )
+    assert answer.status_code == 200
+    assert len(compiled_on) == 1
+    assert compiled_on[0] != "eaglegbv"
+
+
+def test_a_server_whose_engine_has_stopped_says_so(saved_pair, monkeypatch):
+    with LLM(*saved_pair, paths=2, depth=3) as llm:
+        client = TestClient(Server(llm, "pair", None, limit=4).app())
+        assert client.get("/health").status_code == 200
+        monkeypatch.setattr(Serving, "_follow_all", Mock(side_effect=RuntimeError("planted")))
+        for _ in range(2):
+            answer = client.post("/v1/completions", json={"prompt": "abc"})
+            assert answer.status_code == 500
+            assert "the engine has stopped: RuntimeError: planted" in answer.text
+        assert client.get("/health").status_code == 503
 
 
 def test_a_few_clients_that_leave_and_err_lose_nothing(served, llm):
@@ -245,3 +330,70 @@ def test_the_command_is_refused_in_one_line(capsys):
         main(["serve", "tiny", "--backend", "local", "--verifier", "nope"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err.startswith("eaglegbv: --verifier='nope': expected ")
+
+
+def test_its_speed_is_measured_by_clients(served, capsys):
+    words = ["bench", "endpoint", served.url, "--clients", "1,3", "--each", "2"]
+    words += ["--max-tokens", "4"]
+    keyless = run(capsys, *words)
+    assert keyless.status == 2
+    assert "the API key is missing or wrong" in keyless.err
+    done = json.loads(run(capsys, *words, "--api-key", "secret", "--json").out)
+    assert [(row["clients"], row["answers"]) for row in done] == [(1, 2), (3, 6)]
+    for row in done:
+        assert 0 < row["first_token"] <= row["first_token_95"]
+        assert row["between_tokens"] >= 0
+        assert row["tokens_per_second"] > 0
+        assert 1 <= row["tokens_per_forward"] <= 4
+    assert served.unfinished == 0
+    table = run(capsys, *words, "--api-key", "secret").out.splitlines()
+    assert table[0].split()[:2] == ["clients", "answers"]
+    nobody = run(capsys, "bench", "endpoint", "http://127.0.0.1:1")
+    assert nobody.status == 2
+    assert "url='http://127.0.0.1:1': expected the address of a server" in nobody.err
+
+
+def test_the_page_s_commands_run(capsys, free_port):
+    """docs/serving.md: the server, curl, OpenAI's client, and the measurement."""
+    server, *asking = documented_commands("serving.md")
+    words = [word.replace("8000", str(free_port)) for word in server]
+    address = f"127.0.0.1:{free_port}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process_:
+        try:
+            wait_for(f"http://{address}/health", process_)
+            for words in asking:
+                placed = [word.replace("127.0.0.1:8000", address) for word in words]
+                if placed[0] == "curl":
+                    assert "error" not in process(*placed).stdout
+                else:
+                    done = run(capsys, *placed[1:], "--clients", "1,2", "--each", "1")
+                    assert done.status == 0, done.err
+            [code] = documented("serving.md", "python")
+            exec(code.replace("127.0.0.1:8000", address), {})
+            assert "target_forwards" in capsys.readouterr().out
+        finally:
+            process_.send_signal(signal.SIGINT)
+    assert process_.returncode == 0
+
+
+def wait_for(url: str, server: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            httpx.get(url).raise_for_status()
+        except httpx.HTTPError:
+            assert server.poll() is None, server.stderr
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        else:
+            return
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+    return port

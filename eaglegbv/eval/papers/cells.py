@@ -46,14 +46,23 @@ AT_PLACES = {Way.SAME_DRAFTS: same_drafts, Way.NODES: node_cells, Way.SOLVERS: s
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user sets; a run is resumed only with the same."""
+    """What a user sets; a run is resumed only with the same.
 
-    seed: int = 0  # of texts, drafts and judgements
-    max_tokens: int = 128  # tokens of an answer at most
-    places: int = 5  # places of each text at which all verifiers judge the same drafts
-    judgements: int = 4  # how often each judges each tree
-    engine_questions: int = 16  # questions that whole engines answer, for what one step cannot tell
-    engine: bool = False  # measure in the engine as well what the same drafts tell
+    Attributes:
+        seed: Seed of texts, drafts and judgements.
+        max_tokens: Most tokens of an answer.
+        places: Places of a text at which all verifiers judge the same drafts.
+        judgements: How many times each verifier judges each tree.
+        engine_questions: Questions that the engine answers, for what one step cannot tell.
+        engine: Measure in the engine as well what the same drafts tell.
+    """
+
+    seed: int = 0
+    max_tokens: int = 128
+    places: int = 5
+    judgements: int = 4
+    engine_questions: int = 16
+    engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)

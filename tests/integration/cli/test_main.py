@@ -12,7 +12,9 @@ import eaglegbv
 from eaglegbv.cli import audit, bench, bench_results, demo
 from eaglegbv.cli.demo import conclusion, demo_table
 from eaglegbv.cli.main import app
-from eaglegbv.cli.options import QUESTION_SETS, VERIFIERS
+from eaglegbv.cli.options import Questions
+from eaglegbv.cli.structs import documented_fields
+from eaglegbv.config import PlanChoices
 from eaglegbv.eval.questions import SUITES
 from eaglegbv.eval.throughput import Timing
 from eaglegbv.verifiers import registry
@@ -54,17 +56,22 @@ def test_every_option_has_help():
         assert list(silent(typer.main.get_command(one), "eaglegbv")) == []
 
 
+def listed(text: str) -> set[str]:
+    return set(text.replace(" or ", ", ").split(", "))
+
+
 def test_help_names_every_set_of_questions():
-    assert set(QUESTION_SETS.replace(" or ", ", ").split(", ")) == set(SUITES)
+    said = documented_fields(Questions)["questions_set"]
+    assert listed(said.removeprefix("Set of questions: ").partition(";")[0]) == set(SUITES)
 
 
 def test_help_names_the_verifiers_there_are(cli):
     """All but the engine's own, and variants of one."""
     known = {*registry.VERIFIERS, *registry.STATEFUL_VERIFIERS}
     variants = {name for name in known if name.startswith("global_resolution_")}
-    assert set(VERIFIERS.replace(" or ", ", ").split(", ")) == known - variants
-    listed = " ".join(cli("generate", "--help").out.split())
-    assert VERIFIERS in listed
+    said = documented_fields(PlanChoices)["verifier"]
+    assert listed(said.removeprefix("Verifier: ").partition(";")[0]) == known - variants
+    assert said in " ".join(cli("generate", "--help").out.split())
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_ways_take_turns_after_a_warm_up_and_share_seeds() -> None:
     calls: list[Call] = []
     (first, seeds), (second, others) = told("a", calls), told("b", calls)
     single, _ = told("c", calls, 1)
-    grid = throughput.Grid(batches=[1, 2], contexts=[5], temperatures=[1.0], tokens=40, repeats=2)
+    grid = throughput.Grid(batches=[1, 2], contexts=[5], temperature=[1.0], tokens=40, repeats=2)
     timings = list(throughput.measure([first, second, single], QUESTIONS, grid))
     order = [name for name, batch, _, tokens in calls if tokens == 40 and batch == 1]
     assert order == ["a", "b", "c", "b", "c", "a"]
@@ -55,7 +55,7 @@ def test_small_batches_are_measured_on_several_prompts() -> None:
     calls: list[Call] = []
     (first, seeds), (second, _) = told("a", calls), told("b", calls)
     grid = throughput.Grid(
-        batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=40, repeats=1, prompts=3
+        batches=[1, 2], contexts=[0], temperature=[1.0], tokens=40, repeats=1, prompts=3
     )
     timings = list(throughput.measure([first, second], QUESTIONS, grid))
     order = [(name, batch, length) for name, batch, length, tokens in calls if tokens == 40]
@@ -118,7 +118,7 @@ def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
         throughput.Way(name, partial(throughput.run_engine, engine, AUTO))
         for name in ("auto", "3x4")
     ]
-    grid = throughput.Grid(batches=[1, 2], contexts=[0], temperatures=[1.0], tokens=1, repeats=2)
+    grid = throughput.Grid(batches=[1, 2], contexts=[0], temperature=[1.0], tokens=1, repeats=2)
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
     timings = list(throughput.measure(ways, lambda count, _: asked[count], grid))
     assert {(t.batch, t.way): t.plans for t in timings} == {

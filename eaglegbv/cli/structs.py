@@ -1,0 +1,270 @@
+"""Commands whose arguments are structs: each of their fields is an option.
+
+A command's signature names the structs that it takes. An option has its field's name, type and
+default, and its help is what the struct's docstring says of the field. What is asked for that no
+struct has raises where the command is defined.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import StrEnum
+from functools import partial, wraps
+from inspect import Parameter, Signature, cleandoc, signature
+from operator import methodcaller
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+import typer
+from typer.models import ParameterInfo
+
+from eaglegbv.errors import InvalidArgument, one_of
+
+Command = TypeVar("Command", bound=Callable[..., object])
+Member = TypeVar("Member", bound=StrEnum)
+Reading = Callable[[str, Any], object]  # makes a field's value of its name and what typer read
+Making = Callable[[Mapping[str, Any]], object]  # makes a command's argument of all that typer read
+
+NAMES = {"compile_backend": "--compile", "validation_prompts": "--validate"}
+"""Options that are not called like their fields."""
+
+
+class Fields:
+    """Which fields of a struct are options, beside it in a command's signature.
+
+    Args:
+        only: Those alone, and those with ``defaults``; all if none is named.
+        of: The struct, where the command takes a dictionary of what was asked for instead: its
+            options have no other defaults than these, and what was not given is left out.
+        without: Fields that are no options.
+        shown: How help shows the defaults of the struct ``of``.
+        defaults: Defaults other than the struct's. What is None here the command sets itself.
+    """
+
+    def __init__(
+        self,
+        *only: str,
+        of: type[Any] | None = None,
+        without: Collection[str] = (),
+        shown: str = "{}",
+        **defaults: object,
+    ) -> None:
+        self.of = of
+        self._only = {*only, *defaults} if only else None
+        self._without = without
+        self._shown = shown
+        self._defaults = defaults
+
+    def options(self, struct: type[Any]) -> "dict[str, Option]":
+        """Return the options by name.
+
+        Raises:
+            TypeError: The struct lacks a field that is named, or no option can have its values.
+        """
+        fields: dict[str, Parameter] = {}
+        for field in fields_of(struct):
+            fields.setdefault(field.name, field)
+        unknown = {*(self._only or ()), *self._without, *self._defaults} - fields.keys()
+        if unknown:
+            raise TypeError(f"{struct.__name__} has no field {', '.join(sorted(unknown))}")
+        names = (self._only or fields.keys()) - set(self._without)
+        return {name: self._option(fields[name]) for name in fields if name in names}
+
+    def _option(self, field: Parameter) -> "Option":
+        kind, text = get_args(field.annotation)
+        shown: str | bool = True
+        default = self._defaults.get(field.name, field.default)
+        if self.of is not None and field.name not in self._defaults:
+            usual = _text(field.default)
+            shown = False if usual is None else self._shown.format(usual)
+            default = None
+        name = NAMES.get(field.name) or f"--{field.name.replace('_', '-')}"
+        named = field.name in NAMES or field.default is False  # for these there is no --no-NAME
+        option = typer.Option(*([name] if named else ()), help=text, show_default=shown)
+        return Option.of(field.name, kind, default, [option])
+
+    def make(self, struct: type[Any], names: Collection[str], values: Mapping[str, Any]) -> object:
+        """Return what the command takes, given the values of all options that have one."""
+        given = {name: values[name] for name in names if name in values}
+        if self.of is not None:
+            return given
+        left = {name: None for name, default in self._defaults.items() if default is None}
+        return _made(struct, left | given)
+
+
+class Option(NamedTuple):
+    """An option, and how its value is read."""
+
+    argument: Parameter  # what typer makes the option of
+    read: Reading
+
+    @classmethod
+    def of(cls, name: str, kind: object, default: object, notes: Sequence[object]) -> Self:
+        """Return the option of an argument of this type, given what is noted beside the type."""
+        if not any(isinstance(note, ParameterInfo) for note in notes):  # such as typer's context
+            return cls(Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind), _as_it_is)
+        taken, read = reading_of(kind)
+        if _text(default) is None:
+            taken = taken | None
+        noted: Any = Annotated[taken, *notes]
+        return cls(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=_text(default), annotation=noted), read
+        )
+
+
+def fields_of(struct: type[Any]) -> Iterator[Parameter]:
+    """Yield the fields of a struct, those of a struct within it in its place.
+
+    Each is annotated with its type and with what the docstring says of it.
+    """
+    said = documented_fields(struct)
+    kinds = get_type_hints(struct)
+    for name, field in signature(struct).parameters.items():
+        if is_struct(kinds[name]):
+            yield from fields_of(kinds[name])
+        else:
+            yield field.replace(annotation=Annotated[kinds[name], said.get(name, "")])
+
+
+def is_struct(kind: object) -> bool:
+    """Whether a type is a struct, whose fields can be options."""
+    return isinstance(kind, type) and (
+        issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind)
+    )
+
+
+def _made(struct: type[Any], values: Mapping[str, Any]) -> object:
+    """Return a struct with those of the values that are its fields'."""
+    made = {}
+    kinds = get_type_hints(struct)
+    for name in signature(struct).parameters:
+        if is_struct(kinds[name]):
+            made[name] = _made(kinds[name], values)
+        elif name in values:
+            made[name] = values[name]
+    return struct(**made)
+
+
+def documented_fields(struct: type[Any]) -> dict[str, str]:
+    """Return what the docstrings of a struct and of its bases say of each field, without markup."""
+    said: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        _, _, section = cleandoc(base.__doc__ or "").partition("Attributes:\n")
+        section, *_ = re.split(r"\n(?=\S)", section)
+        for entry in re.split(r"\n(?= {4}\w)", f"\n{section}"):
+            name, _, text = entry.partition(":")
+            plain = re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"\1", " ".join(text.split()))
+            said[name.strip()] = plain.replace("``", "")
+    return said
+
+
+def reading_of(kind: object) -> tuple[Any, Reading]:
+    """Return the type that typer reads for a field's, and what makes the field's value of that."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not NoneType)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        members = kind
+        return str, lambda name, value: member(name, value, members)
+    if get_origin(kind) in (tuple, list, Sequence):
+        entry = get_args(kind)[0]
+        if entry in (int, float):
+            return str, lambda name, value: tuple(entries(name, value, entry))
+        return list[entry], lambda _, values: tuple(values)  # type: ignore[valid-type]
+    if kind in (str, int, float, bool, Path):
+        return kind, _as_it_is
+    raise TypeError(f"no option has values of type {kind}")
+
+
+def _as_it_is(name: str, value: object) -> object:
+    del name
+    return value
+
+
+def entries(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Return the entries of a list separated by commas, or of integers as in 3x2x2x1."""
+    separator = "[,x]" if kind is int else ","
+    parts = [part.strip() for part in re.split(separator, text)]
+    try:
+        if all(parts):
+            return [kind(part) for part in parts]
+    except ValueError:
+        pass
+    wanted = "integers" if kind is int else "numbers" if kind is float else "names"
+    raise InvalidArgument(option, text, f"{wanted} separated by commas")
+
+
+def member(option: str, name: str, kind: type[Member]) -> Member:
+    """Return the member of ``kind`` that an option names."""
+    if name not in set(kind):
+        raise InvalidArgument(option, name, one_of(kind, name))
+    return kind(name)
+
+
+def _text(default: object) -> object:
+    """Return a default as an option has it: numbers separated by commas, None for nothing."""
+    if isinstance(default, tuple):
+        return ",".join(f"{number:g}" for number in default) or None
+    return default
+
+
+def with_options(command: Callable[..., object]) -> Callable[..., object]:
+    """Return a command for typer, whose arguments are options and make those of ``command``."""
+    options: dict[str, Option] = {}
+    makers: dict[str, Making] = {}
+    for name, argument in signature(command).parameters.items():
+        kind, *notes = get_args(argument.annotation) or (argument.annotation,)
+        fields = next((note for note in notes if isinstance(note, Fields)), Fields())
+        struct = fields.of or kind
+        if is_struct(struct):
+            of_struct = fields.options(struct)
+            options = options | of_struct | options  # a field that two structs have is one option
+            makers[name] = partial(fields.make, struct, of_struct.keys())
+        else:
+            options[name] = Option.of(name, kind, argument.default, notes)
+            makers[name] = methodcaller("get", name)
+
+    @wraps(command)
+    def run(**given: object) -> object:
+        values = {
+            name: options[name].read(name, value)
+            for name, value in given.items()
+            if value is not None
+        }
+        return command(**{name: make(values) for name, make in makers.items()})
+
+    arguments = [option.argument for option in options.values()]
+    run.__signature__ = Signature(arguments)  # type: ignore[attr-defined]
+    run.__annotations__ = {argument.name: argument.annotation for argument in arguments}
+    return run
+
+
+class App(typer.Typer):
+    """An application whose commands take structs; see :class:`typer.Typer`."""
+
+    def command(self, *names: Any, **how: Any) -> Callable[[Command], Command]:  # noqa: ANN401
+        """Return a decorator that adds a command."""
+        return _expanding(super().command(*names, **how))
+
+    def callback(self, *names: Any, **how: Any) -> Callable[[Command], Command]:  # noqa: ANN401
+        """Return a decorator that adds what runs before the commands."""
+        return _expanding(super().callback(*names, **how))
+
+
+def _expanding(add: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    def added(command: Command) -> Command:
+        add(with_options(command))
+        return command
+
+    return added
