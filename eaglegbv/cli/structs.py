@@ -40,6 +40,8 @@ Making = Callable[[Mapping[str, Any]], object]  # makes a command's argument of 
 NAMES = {"compile_backend": "--compile", "validation_prompts": "--validate"}
 """Options that are not called like their fields."""
 
+_BY_NAME = Parameter.KEYWORD_ONLY
+
 
 class Fields:
     """Which fields of a struct are options, beside it in a command's signature.
@@ -73,35 +75,42 @@ class Fields:
         Raises:
             TypeError: The struct lacks a field that is named, or no option can have its values.
         """
-        fields: dict[str, Parameter] = {}
+        options: dict[str, Option] = {}
+        unknown = {*(self._only or ()), *self._without, *self._defaults}
         for field in fields_of(struct):
-            fields.setdefault(field.name, field)
-        unknown = {*(self._only or ()), *self._without, *self._defaults} - fields.keys()
+            unknown.discard(field.name)
+            if field.name in self._without or field.name in options:
+                continue
+            if self._only is None or field.name in self._only:
+                options[field.name] = self._option(field)
         if unknown:
             raise TypeError(f"{struct.__name__} has no field {', '.join(sorted(unknown))}")
-        names = (self._only or fields.keys()) - set(self._without)
-        return {name: self._option(fields[name]) for name in fields if name in names}
+        return options
 
-    def _option(self, field: Parameter) -> "Option":
-        kind, text = get_args(field.annotation)
+    def _option(self, field: "Field") -> "Option":
         shown: str | bool = True
         default = self._defaults.get(field.name, field.default)
         if self.of is not None and field.name not in self._defaults:
             usual = _text(field.default)
             shown = False if usual is None else self._shown.format(usual)
             default = None
-        name = NAMES.get(field.name) or f"--{field.name.replace('_', '-')}"
-        named = field.name in NAMES or field.default is False  # for these there is no --no-NAME
-        option = typer.Option(*([name] if named else ()), help=text, show_default=shown)
-        return Option.of(field.name, kind, default, [option])
+        names = []
+        if field.name in NAMES:
+            names = [NAMES[field.name]]
+        elif field.default is False:  # there is no --no-NAME
+            names = [f"--{field.name.replace('_', '-')}"]
+        note = typer.Option(*names, help=field.text, show_default=shown)
+        return Option.of(field.name, field.kind, default, note)
 
     def make(self, struct: type[Any], names: Collection[str], values: Mapping[str, Any]) -> object:
         """Return what the command takes, given the values of all options that have one."""
         given = {name: values[name] for name in names if name in values}
         if self.of is not None:
             return given
-        left = {name: None for name, default in self._defaults.items() if default is None}
-        return _made(struct, left | given)
+        for name, default in self._defaults.items():
+            if default is None:
+                given.setdefault(name, None)
+        return _made(struct, given)
 
 
 class Option(NamedTuple):
@@ -111,38 +120,46 @@ class Option(NamedTuple):
     read: Reading
 
     @classmethod
-    def of(cls, name: str, kind: object, default: object, notes: Sequence[object]) -> Self:
-        """Return the option of an argument of this type, given what is noted beside the type."""
-        if not any(isinstance(note, ParameterInfo) for note in notes):  # such as typer's context
-            return cls(Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind), _as_it_is)
+    def of(cls, name: str, kind: object, default: object, *notes: object) -> Self:
+        """Return the option of an argument of a type, given typer's note on it."""
         taken, read = reading_of(kind)
-        if _text(default) is None:
+        shown = _text(default)
+        if shown is None:
             taken = taken | None
         noted: Any = Annotated[taken, *notes]
-        return cls(
-            Parameter(name, Parameter.KEYWORD_ONLY, default=_text(default), annotation=noted), read
-        )
+        return cls(Parameter(name, _BY_NAME, default=shown, annotation=noted), read)
+
+    @classmethod
+    def as_it_is(cls, name: str, kind: object) -> Self:
+        """Return what typer itself gives, such as its context."""
+        return cls(Parameter(name, _BY_NAME, annotation=kind), _as_it_is)
 
 
-def fields_of(struct: type[Any]) -> Iterator[Parameter]:
-    """Yield the fields of a struct, those of a struct within it in its place.
+class Field(NamedTuple):
+    """A field of a struct."""
 
-    Each is annotated with its type and with what the docstring says of it.
-    """
+    name: str
+    kind: Any  # its type
+    default: object  # `Parameter.empty` for none
+    text: str  # what the docstring says of it
+
+
+def fields_of(struct: type[Any]) -> Iterator[Field]:
+    """Yield the fields of a struct, those of a struct within it in its place."""
     said = documented_fields(struct)
     kinds = get_type_hints(struct)
-    for name, field in signature(struct).parameters.items():
+    for name, argument in signature(struct).parameters.items():
         if is_struct(kinds[name]):
             yield from fields_of(kinds[name])
         else:
-            yield field.replace(annotation=Annotated[kinds[name], said.get(name, "")])
+            yield Field(name, kinds[name], argument.default, said.get(name, ""))
 
 
 def is_struct(kind: object) -> bool:
     """Whether a type is a struct, whose fields can be options."""
-    return isinstance(kind, type) and (
-        issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind)
-    )
+    if not isinstance(kind, type):
+        return False
+    return issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind)
 
 
 def _made(struct: type[Any], values: Mapping[str, Any]) -> object:
@@ -231,9 +248,12 @@ def with_options(command: Callable[..., object]) -> Callable[..., object]:
             of_struct = fields.options(struct)
             options = options | of_struct | options  # a field that two structs have is one option
             makers[name] = partial(fields.make, struct, of_struct.keys())
+            continue
+        makers[name] = methodcaller("get", name)
+        if any(isinstance(note, ParameterInfo) for note in notes):
+            options[name] = Option.of(name, kind, argument.default, *notes)
         else:
-            options[name] = Option.of(name, kind, argument.default, notes)
-            makers[name] = methodcaller("get", name)
+            options[name] = Option.as_it_is(name, kind)
 
     @wraps(command)
     def run(**given: object) -> object:
