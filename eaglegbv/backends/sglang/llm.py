@@ -45,6 +45,7 @@ SGLANG_NAMES: Mapping[str, str] = {
 """Arguments of :class:`eaglegbv.llm.LLM` that SGLang's engine has by another name."""
 
 LOCAL_ALONE: Mapping[str, str] = {
+    "check_health": "ask SGLang's /health",
     "dtype": "SGLang chooses it",
     "generate_async": "SGLang has an event loop of its own",
     "explain_plans": "one plan serves every request",
