@@ -1,18 +1,22 @@
-"""Documented commands for real models, with stand-ins in a cache as the hub's client keeps it."""
+"""Documented commands: their options; and those for real models, with stand-ins in the hub's cache."""
 
 import json
 import os
+import re
+import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.cli import documented_commands, process
+import typer
+from support.cli import DOCS, documented_commands, process
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from eaglegbv.cli import audit, bench, bench_results, demo, main, serve_local, train
 from eaglegbv.eval.runner import read_results
 
 REVISION = "0" * 40
@@ -104,3 +108,35 @@ def test_they_run_as_documented(tmp_path):
             assert [turn.completion_tokens for turn in record.turns] == [5, 5]
         baselines = [s.baseline for s in settings.settings if s.baseline is not None]
         assert ",".join(baselines) == option(command, "--baselines")
+
+
+def named_options() -> list[tuple[str, list[str]]]:
+    """The words of every command in README and docs, and its page."""
+    found = []
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        lines = re.findall(r"^\s*(?:[A-Z_]+=\S+ )*(eaglegbv [a-z].*)$", text, re.MULTILINE)
+        lines += re.findall(r"`(eaglegbv [a-z][^`]*--[^`]*)`", text)
+        found += [(f"{page.name}: {line}", shlex.split(line, comments=True)) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize(("place", "words"), named_options(), ids=lambda value: str(value)[:60])
+def test_every_option_that_the_pages_name_is_there(place, words):
+    _, name, *rest = words
+    apps = {"audit": audit.app, "bench": bench.app, "demo": demo.app, "train": train.app}
+    command = typer.main.get_command(apps.get(name, main.app))
+    if name == "view":
+        command = typer.main.get_command(bench_results.view_app)
+    elif name == "serve" and "local" in rest:
+        command = typer.main.get_command(serve_local.app)
+    elif name not in apps:
+        rest = [name, *rest]
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    known = {"-h", "--help"}
+    for parameter in command.params:
+        known |= {*parameter.opts, *parameter.secondary_opts}
+    asked = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    passed_on = command.context_settings.get("ignore_unknown_options", False)
+    assert asked <= known or passed_on, place
