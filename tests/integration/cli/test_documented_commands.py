@@ -1,4 +1,4 @@
-"""Documented commands: their options; and those for real models, with stand-ins in the hub's cache."""
+"""Documented commands: their options; those for real models with stand-ins in the hub's cache."""
 
 import json
 import os
