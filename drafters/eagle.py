@@ -15,7 +15,7 @@ and frees, the head commits and frees too. Rows on drafted features are scratch:
 same positions are run again on true features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
@@ -31,6 +31,7 @@ from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots, own_s
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.graph_drafting import DeviceDrafting
+from eaglegbv.drafters.graph_reading import DeviceReading
 from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
 from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
@@ -55,7 +56,12 @@ class EagleState(DraftState):
 
 
 class EagleDrafter(RowDrafter):
-    """Drafts with an EAGLE-1 or EAGLE-3 head."""
+    """Drafts with an EAGLE-1 or EAGLE-3 head.
+
+    Attributes:
+        head: The head.
+        read_counts: Forwards on true features that were ``replayed``, or by why they were not.
+    """
 
     skips: ClassVar[bool] = True
 
@@ -90,8 +96,12 @@ class EagleDrafter(RowDrafter):
         self.head = head
         self._forward = HeadForward(head, attention)
         self._on_device: DeviceDrafting | None = None
+        self._reading: DeviceReading | None = None
+        self.read_counts: Mapping[str, int] = {}
         if recorder is not None:
             most = pool.num_slots if max_context is None else max_context
+            self._reading = DeviceReading(head, self._forward, recorder, max_context=most)
+            self.read_counts = self._reading.counts
             self._on_device = DeviceDrafting(head, self._forward, recorder, max_context=most)
             self.graph_counts = self._on_device.counts
 
@@ -101,6 +111,8 @@ class EagleDrafter(RowDrafter):
         """See :meth:`Drafter.record`."""
         if self._on_device is not None:
             self._on_device.record(requests, plan, draft_sampling, params)
+        if self._reading is not None:
+            self._reading.record(requests, plan.depth + 1)
 
     def observe(self, request: Request, features: Tensor) -> None:
         """Take true features; see :meth:`Drafter.observe`."""
@@ -144,13 +156,25 @@ class EagleDrafter(RowDrafter):
         if not behind:
             return
         segments = [self._true_segment(request, state) for request, state in behind]
-        features = torch.cat([part for _, state in behind for part in state.pending])
-        hidden = self._forward.read(segments, features)
-        ends = accumulate(segment.num_new for segment in segments)
-        for (request, state), end in zip(behind, ends, strict=True):
+        features = [part for _, state in behind for part in state.pending]
+        most = max(request.plan.depth for request, _ in behind) + 1  # rows after a step
+        last = self._read(segments, features, most)
+        for (request, state), hidden in zip(behind, last, strict=True):
             state.context = request.context
             state.pending = []
-            state.hidden = hidden[end - 1]
+            state.hidden = hidden
+
+    def _read(
+        self, segments: Sequence[Segment], features: Sequence[Tensor], most: int
+    ) -> Sequence[Tensor]:
+        """Return the head's output at the last row of each segment; ``most`` rows are recorded."""
+        if self._reading is not None:
+            found = self._reading.read(segments, features, most)
+            if found is not None:
+                return found.unbind(0)
+        hidden = self._forward.read(segments, torch.cat(list(features)))
+        ends = accumulate(segment.num_new for segment in segments)
+        return [hidden[end - 1] for end in ends]
 
     @torch.inference_mode()
     def draft(self, call: DraftCall) -> DraftTree:

@@ -18,8 +18,10 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
+from eaglegbv.attention.base import Attend as AttendBatch
 from eaglegbv.attention.base import (
     AttentionCall,
+    PackedBatch,
     PagedAttention,
     Segment,
     pack,
@@ -430,6 +432,11 @@ class HeadForward:
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """Run rows on the target's ``features`` ``[rows, F]``; return the next hidden states."""
         return self.step(segments, self._head.fuse(features))
+
+    def read_batch(self, batch: PackedBatch, features: Tensor, attend: AttendBatch) -> Tensor:
+        """Run the rows of a batch on ``features`` ``[rows, F]`` with the caller's attention."""
+        rows = Rows(batch.token_ids, self._head.rotary(batch.positions, features.dtype))
+        return self._run(rows, self._head.fuse(features), partial(attend, self._call))
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, with logits."""

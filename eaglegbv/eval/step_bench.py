@@ -278,6 +278,7 @@ def _eager(pair: Pair) -> Counter[str]:
     parts: dict[str, Mapping[str, int]] = {
         "forward": target.graph_counts,
         "draft": {} if drafter is None else drafter.graph_counts,
+        "catch-up": drafter.read_counts if isinstance(drafter, EagleDrafter) else {},
         "attention": target.attention_fallbacks,
     }
     return Counter(

@@ -33,12 +33,11 @@ from eaglegbv.attention.base import (
     PagedAttention,
     Segment,
     attending,
-    joined,
-    offsets_of,
     pack,
 )
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, SlotAllocator, slot_bytes
+from eaglegbv.attention.static import StaticBatch
 from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.cuda_graphs import (
@@ -333,13 +332,6 @@ class HFTarget(Target):
 class StaticForward:
     """Forwards of draft trees by buckets: padded to fixed sizes, recorded once, replayed.
 
-        rows      [ tree | tree | ... ][ padding ]
-        requests    0      1             one-row padding requests; the last takes all remaining rows
-
-    Padding rows write to a scratch slot after those of the allocator, and see only themselves. So
-    they touch nothing that a request holds, and a request's results do not depend on its padding,
-    except for rounding: products of more rows may be summed in another order.
-
     Attributes:
         counts: Number of forwards that were ``replayed``, or by the reason why they were not.
     """
@@ -348,7 +340,8 @@ class StaticForward:
         self.counts = Outcomes()
         self._target = target
         self._recorder = recorder
-        self._recorded: dict[Bucket, _Recorded] = {}
+        self._recorded: dict[Bucket, StaticBatch] = {}
+        self._replays: dict[Bucket, Work] = {}
         self._refused: dict[Bucket, str] = {}
         # Results of all buckets, as large as for the largest.
         self._logits: Tensor | None = None
@@ -381,24 +374,25 @@ class StaticForward:
         """Replay the bucket's forward over these segments, and return whether that is possible."""
         if bucket in self._refused:
             return False
-        spare = bucket.rows - sum(segment.num_new for segment in segments)
-        lone = bucket.requests - len(segments)
-        padded = [*segments, *[self._pad(1)] * lone, self._pad(spare - lone)]
-        recorded = self._recorded.get(bucket)
+        static = self._recorded.get(bucket)
         try:
-            if recorded is None:
+            if static is None:
                 target = self._target
-                attention = target.attention.static(bucket, max_context=target.max_context)
-                recorded = _Recorded(bucket, attention, target.device)
-                recorded.load(padded)
+                static = StaticBatch(
+                    bucket,
+                    target.attention,
+                    max_context=target.max_context,
+                    scratch_slot=target.allocator.num_slots,
+                )
+                static.load(segments)
                 if self._logits is None:
-                    self._make_room(recorded.run(target))
-                recorded.replay = self._recorder.record(self._work(recorded))
-                self._recorded[bucket] = recorded
+                    self._make_room(target.run(static.batch, static.attend))
+                self._replays[bucket] = self._recorder.record(self._work(static))
+                self._recorded[bucket] = static
             else:
-                recorded.load(padded)
+                static.load(segments)
             if replay:
-                recorded.replay()
+                self._replays[bucket]()
         except NotRecordable as obstacle:
             self._refused[bucket] = obstacle.reason
             return False
@@ -411,47 +405,15 @@ class StaticForward:
                 for part in (output.logits, output.features)
             )
 
-    def _work(self, recorded: "_Recorded") -> Work:
+    def _work(self, static: StaticBatch) -> Work:
         def work() -> tuple[Tensor, ...]:
-            output = recorded.run(self._target)
+            output = self._target.run(static.batch, static.attend)
             for room, part in ((self._logits, output.logits), (self._features, output.features)):
                 if room is not None and part is not None:
                     room[: len(part)].copy_(part)
             return ()
 
         return work
-
-    def _pad(self, rows: int) -> Segment:
-        zeros = torch.zeros(rows, dtype=torch.int64)
-        slots = torch.full_like(zeros, self._target.allocator.num_slots)
-        return Segment(zeros, zeros, zeros[:0], slots, zeros, torch.eye(rows, dtype=torch.bool))
-
-
-class _Recorded:
-    """Static buffers of a bucket, and the attention and recording that use them."""
-
-    def __init__(self, bucket: Bucket, attention: PagedAttention, device: torch.device) -> None:
-        self.replay: Work
-        self._attention = attention
-        self._batch: PackedBatch
-        with torch.inference_mode(mode=False):
-            self._token_ids, self._positions, self._slots = (
-                torch.zeros(bucket.rows, dtype=torch.int64, device=device) for _ in range(3)
-            )
-
-    def load(self, segments: Sequence[Segment]) -> None:
-        """Copy a step's inputs into the buffers, and plan its attention."""
-        buffers = (self._token_ids, self._positions, self._slots)
-        parts = zip(*((s.token_ids, s.positions, s.new_slots) for s in segments), strict=True)
-        for buffer, own in zip(buffers, parts, strict=True):
-            buffer.copy_(joined(own, buffer.device))
-        offsets = offsets_of(segment.num_new for segment in segments)
-        self._batch = PackedBatch(tuple(segments), offsets, *buffers)
-        self._attention.plan(self._batch)
-
-    def run(self, target: HFTarget) -> TargetOutput:
-        """Run the model over the buffers."""
-        return target.run(self._batch, partial(self._attention.attend, batch=self._batch))
 
 
 def load_config(

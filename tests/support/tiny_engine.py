@@ -45,6 +45,7 @@ class TinyEngine:
     engine: Engine
     model: LlamaForCausalLM
     target: HFTarget
+    drafter: EagleDrafter
 
     def run(self, requests: list[Request]) -> None:
         """Step until all requests have ended, checking after every step who owns which slot."""
@@ -161,4 +162,4 @@ def tiny_engine(
     head = head.eval().to(dtype).to(device)
     drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256)
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
-    return TinyEngine(Engine(target, drafter, config), model, target)
+    return TinyEngine(Engine(target, drafter, config), model, target, drafter)

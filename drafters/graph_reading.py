@@ -1,0 +1,114 @@
+"""An EAGLE head's forward on the features of committed tokens, recorded once and replayed.
+
+It runs in every step, between what the host learns of the last one and the next draft, so that the
+device would wait for each of its launches.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaglegbv.attention.base import Segment
+from eaglegbv.attention.static import StaticBatch
+from eaglegbv.cuda_graphs import REPLAYED, Bucket, NotRecordable, Outcomes, Recorder, Work
+from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
+
+
+class DeviceReading:
+    """Forwards of a head on true features by replayed recordings.
+
+    Attributes:
+        counts: Forwards by outcome: ``replayed``, or the reason why they were not.
+    """
+
+    def __init__(
+        self, head: EagleHead, forward: HeadForward, recorder: Recorder, *, max_context: int
+    ) -> None:
+        """Begin with nothing recorded; the last slot of the pool of ``forward`` is nobody's."""
+        self.counts = Outcomes()
+        self._head = head
+        self._forward = forward
+        self._recorder = recorder
+        self._max_context = max_context
+        self._recorded: dict[Bucket, _Reading] = {}
+        self._refused: dict[Bucket, str] = {}
+
+    def read(
+        self, segments: Sequence[Segment], features: Sequence[Tensor], most: int
+    ) -> Tensor | None:
+        """Return the head's output ``[requests, hidden]`` at each segment's last row.
+
+        ``features`` ``[rows, F]`` together are those of the rows. The result is None where they
+        have to be run as they are, as where a segment has more than ``most`` rows.
+        """
+        sizes = [segment.num_new for segment in segments]
+        bucket = Bucket.holding(len(segments), sum(sizes))
+        if max(sizes) > most or bucket is None:
+            self.counts.note("catch-ups", "prefill" if max(sizes) > most else "too many rows")
+            return None
+        if bucket not in self._refused:
+            reading = self._loaded(bucket, segments, features)
+            if reading is not None:
+                self.counts.note("catch-ups", REPLAYED)
+                [hidden] = reading.replay()
+                return hidden[: len(segments)].clone()  # other recordings overwrite it
+        self.counts.note("catch-ups", self._refused[bucket])
+        return None
+
+    def record(self, requests: int, rows_each: int) -> None:
+        """Record now what up to so many requests with up to so many rows each will need."""
+        for bucket in Bucket.up_to(requests, rows_each):
+            if bucket not in self._refused:
+                self._loaded(bucket, [], [])
+
+    def _loaded(
+        self, bucket: Bucket, segments: Sequence[Segment], features: Sequence[Tensor]
+    ) -> "_Reading | None":
+        """Return the bucket's recording with these inputs; None if it cannot be recorded."""
+        known = self._recorded.get(bucket)
+        try:
+            reading = known or _Reading(
+                bucket, self._head, self._forward, max_context=self._max_context
+            )
+            reading.load(segments, features)
+            if known is None:
+                reading.replay = self._recorder.record(reading.work)
+                self._recorded[bucket] = reading
+        except NotRecordable as obstacle:
+            self._refused[bucket] = obstacle.reason
+            return None
+        return reading
+
+
+class _Reading:
+    """Static buffers of a bucket, and the forward over them."""
+
+    replay: Work
+
+    def __init__(
+        self, bucket: Bucket, head: EagleHead, forward: HeadForward, *, max_context: int
+    ) -> None:
+        pool = forward.attention.pool
+        self._forward = forward
+        self._batch = StaticBatch(
+            bucket, forward.attention, max_context=max_context, scratch_slot=pool.num_slots - 1
+        )
+        with torch.inference_mode(mode=False):
+            width = head.config.feature_size
+            self._features = pool.keys.new_zeros((bucket.rows, width))
+            self._ends = torch.zeros(bucket.requests, dtype=torch.int64, device=pool.keys.device)
+
+    def load(self, segments: Sequence[Segment], features: Sequence[Tensor]) -> None:
+        """Copy a step's inputs into the buffers, and plan attention."""
+        self._batch.load(segments)
+        ends = torch.tensor(self._batch.batch.offsets[1 : len(self._ends) + 1]) - 1
+        self._ends.copy_(ends, non_blocking=True)
+        if features:
+            parts = torch.cat(list(features))
+            self._features[: len(parts)].copy_(parts)
+
+    def work(self) -> tuple[Tensor, ...]:
+        """Run the rows, and return the output at the last of each request."""
+        hidden = self._forward.read_batch(self._batch.batch, self._features, self._batch.attend)
+        return (hidden.index_select(0, self._ends),)
