@@ -12,6 +12,7 @@ from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Outcomes, Recorder, Work
 from eaglegbv.devices import send
 from eaglegbv.drafters.draft_probs import DraftProbs, draft_params, draft_probs, log_probs, support
+from eaglegbv.drafters.drawn_paths import DrawnPaths, takes
 from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
 from eaglegbv.drafters.host_drafting import DraftCall, draft_numbers
 from eaglegbv.drafters.tree_growth import Frontier, LevelTable, TreeGrowth, in_columns, level_table
@@ -190,6 +191,7 @@ class _Drafting:
         self._forward = forward
         self._table = table
         self._rows = table.most_rows
+        self._width = support(plan, kind.draft_sampling, len(head.draft_to_target))
         self._scratch_slot = pool.num_slots - 1
         self._attention: BranchAttention | None = None
         if plan.depth > 1:
@@ -253,6 +255,8 @@ class _Drafting:
     def work(self) -> tuple[Tensor, ...]:
         """Draft, and return the tensors of the trees in order."""
         kind = self._kind
+        if takes(kind.plan, kind.draft_sampling, self._width, self._roots.device):
+            return self._drawn_by_kernels()
         fixed = kind.draft_sampling is DraftSampling.FIXED
         growth = TreeGrowth(self._table, self._roots, None if fixed else self._uniforms)
         rotations = self._rotations()
@@ -275,6 +279,26 @@ class _Drafting:
             logits = drafted.logits.view(kind.requests, self._rows, -1)[:, :rows]
             frontier = growth.grow(self._probs(logits.flatten(0, 1), rows))
         return tuple(growth.finish().tensors.values())
+
+    def _drawn_by_kernels(self) -> tuple[Tensor, ...]:
+        plan, head = self._kind.plan, self._head
+        paths = DrawnPaths(
+            plan,
+            self._roots,
+            self._uniforms,
+            width=self._width,
+            draft_to_target=head.draft_to_target,
+        )
+        rotations = self._rotations()
+        tokens = paths.grow(head.logits(self._hidden), self._settings)
+        settings = self._settings.mapped(lambda column: column.repeat_interleave(plan.paths))
+        hidden = self._hidden.repeat_interleave(plan.paths, dim=0)
+        for level, rotation in enumerate(rotations):
+            rows = Rows(tokens.flatten(), rotation)
+            drafted = self._step(level, rows, hidden.unflatten(0, tokens.shape), None)
+            hidden = drafted.hidden
+            tokens = paths.grow(drafted.logits, settings)
+        return tuple(paths.finish().tensors.values())
 
     def _chains(
         self, level: int, above: Tensor | None, rows_above: int, frontier: Frontier
@@ -317,7 +341,7 @@ class _Drafting:
     def _probs(self, logits: Tensor, rows: int) -> DraftProbs:
         """Return the distributions of ``rows`` rows per request."""
         kind, ids = self._kind, self._head.draft_to_target
-        width = support(kind.plan, kind.draft_sampling, len(ids))
+        width = self._width
         if kind.draft_sampling is DraftSampling.FIXED:
             return log_probs(logits, width=width, draft_to_target=ids)
         settings = self._settings.mapped(lambda column: column.repeat_interleave(rows))

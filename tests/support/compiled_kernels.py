@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eaglegbv import kernels, layer_kernels
+from eaglegbv import draft_kernels, kernels, layer_kernels
 from eaglegbv.backends.sglang import kernels as sglang_kernels
 from eaglegbv.devices import PIECE, PIECE_WARPS
 from eaglegbv.verifiers import fused
@@ -32,13 +32,17 @@ FLOAT64 = {
         "weights",
         "top_ps",
         "min_ps",
+        "chance_out",
+        "chances",
+        "score_at",
+        "score_out",
     ),
 }
 INT32 = {
     *("child_out", "place_out", "drafts_out", "node_faults", "child_at", "place_at", "drafts_at"),
     *("stop_out", "bonus_out", "stop_at", "bonus_at"),
 }
-FLOAT32 = {"logits", "warped_out", "temperatures"}
+FLOAT32 = {"logits", "warped_out", "warped", "temperatures"}
 NUMBERS = {
     *("nodes", "num_draws", "width", "vocab", "length", "tests_stride", "uniforms_stride"),
     *(
@@ -53,8 +57,9 @@ NUMBERS = {
         "q_head",
     ),
     *("k_row", "k_head", "angle_row", "half", "gate_row", "up_row", "keys_row", "keys_head"),
-    *("values_row", "values_head", "dim"),
+    *("values_row", "values_head", "dim", "depth", "level", "most"),
 }
+INT8 = {"drawn", "alive_at", "alive_out"}
 HALF = {
     *("x", "weight", "out", "q", "k", "cos", "sin", "q_out", "k_out", "gate", "up", "keys"),
     *("values", "pool_keys", "pool_values"),
@@ -65,7 +70,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def type_of(name: str, kernel: str) -> str:
     if name in NUMBERS:
         return "i32"
-    if name == "eps":
+    if name in INT8:
+        return "*i8"
+    if name in ("eps", "floor"):
         return "fp32"
     if name in HALF:
         return "*bf16"
@@ -113,6 +120,8 @@ def main() -> None:
         (layer_kernels.gate_rows, {"BLOCK": 1024}),
         (layer_kernels.write_rows, {"BLOCK": 1024}),
     ]
+    work.append((draft_kernels.draw_children, {"LISTED": True, **lists}))
+    work.append((draft_kernels.number_children, {"PATHS": 16}))
     for kernel, constants in work:
         name = f"{kernel.__name__} {constants.get('RULE', '')}"
         sys.stdout.write(" ".join((name, *resources(kernel, constants))) + "\n")
