@@ -241,7 +241,10 @@ def with_options(command: Callable[..., object]) -> Callable[..., object]:
     options: dict[str, Option] = {}
     makers: dict[str, Making] = {}
     for name, argument in signature(command).parameters.items():
-        kind, *notes = get_args(argument.annotation) or (argument.annotation,)
+        kind = argument.annotation
+        notes: list[object] = []
+        if get_origin(kind) is Annotated:
+            kind, *notes = get_args(kind)
         fields = next((note for note in notes if isinstance(note, Fields)), Fields())
         struct = fields.of or kind
         if is_struct(struct):
