@@ -1,7 +1,9 @@
 """``eaglegbv serve`` says to SGLang what was asked for."""
 
+import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +205,33 @@ def test_a_head_is_converted_once_by_servers_that_start_at_once(saved_pair, tmp_
     (folder / "model.safetensors.partial").write_bytes(b"broken off")
     assert served_head(saved_pair[1], saved_pair[0])[0] == folder
     assert all((folder / name).read_bytes() == content for name, content in written.items())
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
+def test_a_head_of_fewer_positions_than_its_target_is_given_as_many(
+    head, pair, tmp_path, monkeypatch
+):
+    """SGLang would not start, and takes 2048 where the head does not say."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    source, short = getattr(pair, head), tmp_path / "short"
+    shutil.copytree(source, short)
+    assert served_head(source, pair.target)[0] == source
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    served, _ = served_head(short, pair.target)
+    assert json.loads((served / "config.json").read_text()) == config
+    assert (served / "model.safetensors").resolve() == short / "model.safetensors"
+    assert served_head(short, pair.target)[0] == served
+
+
+def test_a_converted_head_has_its_targets_positions(saved_pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    target = tmp_path / "target"
+    shutil.copytree(saved_pair[0], target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 9000}))
+    served, _ = served_head(saved_pair[1], target)
+    assert json.loads((served / "config.json").read_text())["max_position_embeddings"] == 9000
 
 
 @pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang()))

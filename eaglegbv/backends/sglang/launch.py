@@ -9,11 +9,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from eaglegbv.backends.sglang.ready import check_ready, read_options
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
@@ -43,6 +44,10 @@ SET_HERE = {
     "speculative_num_draft_tokens": "--paths and --depth",
 }
 """SGLang's options that say what ours say, by name."""
+
+POSITIONS = "max_position_embeddings"
+DEFAULT_POSITIONS = 2048
+"""How many a Llama configuration has that does not say."""
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of configurations whose models have layers that predict further tokens."""
@@ -140,30 +145,49 @@ def served_head(
     checkpoint = read_checkpoint(folder)
     target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
     algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
-    return _converted(checkpoint), algorithm
+    context = getattr(target.get_text_config(decoder=True), POSITIONS, 0)
+    return _startable(checkpoint, context), algorithm
 
 
-def _converted(checkpoint: Checkpoint) -> Path:
-    """Write a head of another format into the temporary folder, unless an earlier server did.
+def _startable(checkpoint: Checkpoint, context: int) -> Path:
+    """Return a folder from which SGLang starts a head beside a target of ``context`` tokens.
 
-    Servers that start at once write the same files, each in a folder of its own, and put them in
-    their place whole.
+    It must be in SGLang's format and have at least as many positions; rotary embeddings do not
+    depend on their number. Another head is written into the temporary folder, unless an earlier
+    server did. Servers that start at once write the same files, each in a folder of its own, and
+    put them in their place whole.
     """
-    if checkpoint.format is FormatName.SGLANG:
+    home = checkpoint.folder.resolve()
+    written = checkpoint.format is FormatName.SGLANG
+    positions = checkpoint.passed_on.get(POSITIONS) or DEFAULT_POSITIONS
+    if written and positions >= context:
         return checkpoint.folder
-    sources = [checkpoint.folder.resolve() / name for name in (CONFIG, *checkpoint.files)]
-    written = sorted((str(file), file.stat().st_mtime_ns) for file in sources)
-    key = hashlib.sha256(repr(written).encode()).hexdigest()
+    positions = max(positions, context)
+    sources = [home / name for name in (CONFIG, *checkpoint.files)]
+    times = sorted((str(file), file.stat().st_mtime_ns) for file in sources)
+    key = hashlib.sha256(repr((times, positions)).encode()).hexdigest()
     place = Path(tempfile.gettempdir()) / f"eaglegbv-head-{key[:16]}"
-    files = [place / name for name in (SAFETENSORS, CONFIG)]
-    if not all(file.is_file() for file in files):
+    names = (*(checkpoint.files if written else (SAFETENSORS,)), CONFIG)
+    if not all((place / name).is_file() for name in names):
         with tempfile.TemporaryDirectory(prefix=f"{place.name}-") as folder:
-            partial = Path(folder)
-            export_head(checkpoint, FormatName.SGLANG, partial)
+            _write_startable(checkpoint, positions, Path(folder))
             place.mkdir(exist_ok=True)
-            for file in files:
-                (partial / file.name).replace(file)
+            for name in names:
+                (Path(folder) / name).replace(place / name)
     return place
+
+
+def _write_startable(checkpoint: Checkpoint, positions: int, folder: Path) -> None:
+    """Write a head into an empty folder as SGLang reads it; weights that it reads are linked."""
+    if checkpoint.format is not FormatName.SGLANG:
+        longer = {**checkpoint.passed_on, POSITIONS: positions}
+        export_head(replace(checkpoint, passed_on=longer), FormatName.SGLANG, folder)
+        return
+    home = checkpoint.folder.resolve()
+    for name in checkpoint.files:
+        (folder / name).symlink_to(home / name)
+    config = read_json(home / CONFIG) | {POSITIONS: positions}
+    (folder / CONFIG).write_bytes(msgspec.json.encode(config))
 
 
 @dataclass(frozen=True, slots=True)
