@@ -54,7 +54,9 @@ _PRESETS: Mapping[Preset, Mapping[str, float]] = {
 
 def _take_preset(context: typer.Context, preset: str | None) -> str | None:
     if preset is not None:
-        context.default_map = {**_PRESETS[member("preset", preset, Preset)]}
+        settings = _PRESETS[member("preset", preset, Preset)]
+        assert settings.keys() <= {option.name for option in context.command.params}
+        context.default_map = {**settings}
     return preset
 
 
