@@ -15,7 +15,7 @@ from eaglegbv import LLM, SamplingParams, cost_cache
 from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, Plan
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.metrics import STEPS
-from eaglegbv.scheduler.planner import KnownCosts, Measured, StepShape
+from eaglegbv.scheduler.costs import KnownCosts, Measured, StepShape
 from eaglegbv.utils import CACHE_FOLDER
 
 KNOWN = tuple(Measured(StepShape.of([plan], 1, 100), 0.01) for plan in (PLAIN, Plan()))

@@ -10,7 +10,8 @@ import torch
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source
 from eaglegbv.request import PlanReason, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import KnownCosts, Measured, Planner, StepShape
+from eaglegbv.scheduler.costs import KnownCosts, Measured, StepShape
+from eaglegbv.scheduler.planner import Planner
 from support.requests import make_request
 
 
