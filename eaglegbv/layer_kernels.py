@@ -1,4 +1,4 @@
-"""Triton kernels for the small layers of a model: norms, rotations, activations, keys and values.
+"""Triton kernels beside the products of a model: norms, rotations, activations, keys, masks.
 
 Each rounds where tensor operations would, so results differ by the order of a sum alone.
 :mod:`eaglegbv.fused_layers` launches them.
@@ -133,3 +133,47 @@ def write_rows(
     value = tl.load(values + row * values_row + head * values_head + lane, mask=real, other=0.0)
     tl.store(pool_keys + to, key, mask=real)
     tl.store(pool_values + to, value, mask=real)
+
+
+@triton.jit
+def pack_masks(
+    facts,
+    visible,
+    positions,
+    tree_positions,
+    octets_out,
+    window,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Pack what the new tokens of a request see, one bit for each of its keys, row by row.
+
+    A request's ``facts``, seven int64: new tokens, committed ones, pending ones; where its octets,
+    its entries of ``visible``, and its positions begin, those of new tokens and of pending ones.
+    ``visible`` that begin at -1 are in causal order.
+    """
+    own = facts + tl.program_id(0) * 7
+    rows, context, pending = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    octets_at, visible_at = tl.load(own + 3), tl.load(own + 4)
+    keys = context + pending
+    octets = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    lanes = tl.arange(0, 8)
+    bits = octets[:, None] * 8 + lanes[None, :].to(tl.int64)
+    row = bits // keys
+    key = bits - row * keys
+    real = row < rows
+    place = key - context  # among the pending tokens
+    late = real & (place >= 0)
+
+    named = late & (visible_at >= 0)
+    listed = tl.load(visible + visible_at + row * pending + place, mask=named, other=0)
+    causal = (visible_at < 0) & (place <= row + pending - rows)
+    seen = real & ((place < 0) | causal)
+    seen |= named & (listed != 0)
+    if WINDOW:
+        at = tl.load(positions + tl.load(own + 5) + row, mask=real, other=0)
+        others = tl.load(tree_positions + tl.load(own + 6) + place, mask=late, other=0)
+        seen &= at - tl.where(place < 0, key, others) < window
+    values = tl.sum(tl.where(seen, 1, 0) << lanes[None, :], axis=1)
+    last = (rows * keys + 7) // 8
+    tl.store(octets_out + octets_at + octets, values.to(tl.uint8), mask=octets < last)

@@ -37,7 +37,7 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import MAX_DEPTH
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable
-from eaglegbv.devices import send
+from eaglegbv.devices import runs_kernels, send, upload
 from eaglegbv.errors import InvalidArgument
 
 HEAD_DIMS = frozenset({64, 128, 256})  # head sizes with which the kernels are tested upstream
@@ -285,6 +285,8 @@ class PackedMasks:
         cls, segments: Sequence[Segment], window: int | None, device: torch.device | str = "cpu"
     ) -> Self:
         """Pack what each new token sees, for ``device``, without reading from there."""
+        if runs_kernels(torch.device(device)):
+            return cls(*_packed_by_kernel(segments, window, torch.device(device)))
         packed = []
         for segment in segments:
             # A prompt's mask is large, and quickly made where it is needed; masks of trees are
@@ -304,6 +306,48 @@ def pack_bits(bits: Tensor) -> Tensor:
     octets = torch.nn.functional.pad(bits, (0, padding)).view(-1, 8).to(torch.uint8)
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (octets * weights).sum(dim=1, dtype=torch.uint8)
+
+
+_OCTETS = 128  # bytes of a mask that a program packs
+
+
+def _packed_by_kernel(
+    segments: Sequence[Segment], window: int | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and the offsets of :class:`PackedMasks`, by one kernel for all requests."""
+    from eaglegbv.layer_kernels import pack_masks
+
+    listed: list[Tensor] = []
+    facts: list[tuple[int, ...]] = []
+    octets = entries = rows = pending = 0
+    sizes = [-(-segment.num_new * segment.num_keys // 8) for segment in segments]
+    for segment, size in zip(segments, sizes, strict=True):
+        q, m = segment.num_new, segment.num_pending
+        causal = segment.visible is None or m == 1
+        first = -1 if causal else entries
+        facts.append((q, segment.num_context, m, octets, first, rows, pending))
+        if segment.visible is not None and not causal:
+            listed.append(segment.visible.reshape(-1))
+            entries += q * m
+        octets, rows, pending = octets + size, rows + q, pending + m
+    table = upload(facts, dtype=torch.int64, device=device)
+    bits = torch.empty(octets, dtype=torch.uint8, device=device)
+    visible = joined(listed, device).view(torch.uint8) if listed else bits
+    positions = tree_positions = table
+    if window is not None:
+        positions = joined([segment.positions for segment in segments], device)
+        tree_positions = joined([segment.tree_positions for segment in segments], device)
+    pack_masks[(len(segments), -(-max(sizes) // _OCTETS))](
+        table,
+        visible,
+        positions,
+        tree_positions,
+        bits,
+        0 if window is None else window,
+        WINDOW=window is not None,
+        BLOCK=_OCTETS,
+    )
+    return bits, torch.tensor(offsets_of(sizes), dtype=torch.int32)
 
 
 class PlannedWrapper:

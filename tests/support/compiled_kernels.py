@@ -57,9 +57,9 @@ NUMBERS = {
         "q_head",
     ),
     *("k_row", "k_head", "angle_row", "half", "gate_row", "up_row", "keys_row", "keys_head"),
-    *("values_row", "values_head", "dim", "depth", "level", "most"),
+    *("values_row", "values_head", "dim", "depth", "level", "most", "window"),
 }
-INT8 = {"drawn", "alive_at", "alive_out"}
+INT8 = {"drawn", "alive_at", "alive_out", "visible"}
 HALF = {
     *("x", "weight", "out", "q", "k", "cos", "sin", "q_out", "k_out", "gate", "up", "keys"),
     *("values", "pool_keys", "pool_values"),
@@ -70,6 +70,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def type_of(name: str, kernel: str) -> str:
     if name in NUMBERS:
         return "i32"
+    if name == "octets_out":
+        return "*u8"
     if name in INT8:
         return "*i8"
     if name in ("eps", "floor"):
@@ -120,6 +122,7 @@ def main() -> None:
         (layer_kernels.gate_rows, {"BLOCK": 1024}),
         (layer_kernels.write_rows, {"BLOCK": 1024}),
     ]
+    work.append((layer_kernels.pack_masks, {"WINDOW": True, "BLOCK": 128}))
     work.append((draft_kernels.draw_children, {"LISTED": True, **lists}))
     work.append((draft_kernels.number_children, {"PATHS": 16}))
     for kernel, constants in work:

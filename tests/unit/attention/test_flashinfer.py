@@ -363,3 +363,18 @@ def test_masks_of_prompts_are_made_where_they_are_read(window):
         assert not device.reads
         assert not device.blocking
         assert torch.equal(found.bits.cpu(), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3, 7])
+@pytest.mark.parametrize("name", BATCHES)
+def test_one_kernel_packs_the_masks_of_all_requests(name, window, monkeypatch):
+    """Interpreted on a CPU; trees, prompts and single tokens, with and without padding."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for segments in (BATCHES[name], padded(BATCHES[name])[0]):
+        monkeypatch.setattr("eaglegbv.attention.flashinfer.runs_kernels", lambda _: False)
+        expected = PackedMasks.of(segments, window)
+        monkeypatch.setattr("eaglegbv.attention.flashinfer.runs_kernels", lambda _: True)
+        found = PackedMasks.of(segments, window, device)
+        assert torch.equal(found.bits.cpu(), expected.bits)
+        assert torch.equal(found.byte_offsets, expected.byte_offsets)
