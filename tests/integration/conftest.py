@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     """A CUDA device that is none; see :mod:`support.pretend_device`.
 
-    Layers run and paths are drawn by tensor operations: it takes long to interpret kernels.
+    Layers run there by tensor operations, as it takes long to interpret their kernels.
     """
     for module in BY_KERNELS:
         monkeypatch.setattr(f"{module}.runs_kernels", lambda _: False)

@@ -22,9 +22,8 @@ BY_KERNELS = (
     "eaglegbv.models.hf",
     "eaglegbv.attention.kv_cache",
     "eaglegbv.drafters.eagle_model",
-    "eaglegbv.drafters.drawn_paths",
 )
-"""Modules that run layers, or draw, by kernels on a GPU."""
+"""Modules that run layers by kernels on a GPU."""
 
 _READS = {
     "item",

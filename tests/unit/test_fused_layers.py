@@ -81,7 +81,9 @@ def test_rotations(dtype):
     cos, sin = (f(angles).repeat(1, 1, 2).to(dtype) for f in (torch.cos, torch.sin))
     expected = llama.apply_rotary_pos_emb(q, k, cos, sin)
     for found, wanted in zip(rotated(q, k, cos, sin), expected, strict=True):
-        allowed = 0 if dtype in EXACT else 16 * ULP[dtype]  # the largest numbers are about 8
+        # A GPU may fuse a product and a sum in float32. The largest numbers are about 8.
+        exact = dtype in EXACT and dtype is not torch.float32
+        allowed = 0 if exact else 16 * ULP[dtype]
         torch.testing.assert_close(found, wanted, rtol=0, atol=allowed)
         assert found.transpose(1, 2).is_contiguous()
 

@@ -101,7 +101,8 @@ efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} -
 inductor() { step inductor --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor; }
 checks() { TAIL=40 phase "$1" $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short "${@:2}"; }
 kernels() {                            # compiled there, interpreted elsewhere
-  checks kernels tests/unit/test_fused_layers.py tests/unit/test_kernels.py tests/sglang/test_numbering.py
+  checks kernels tests/unit/test_fused_layers.py tests/unit/drafters/test_drawn_paths.py tests/unit/test_kernels.py \
+    tests/sglang/test_numbering.py
 }
 tests() {                              # attention first, then whole texts with graphs
   checks tests -m gpu tests/unit/attention tests/integration/test_engine_graphs.py

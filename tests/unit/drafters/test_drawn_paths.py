@@ -99,6 +99,7 @@ def test_a_draft_is_drawn_in_few_launches():
     assert len(taken) == 3 + 4 * 4, taken
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests marked gpu compare texts there")
 def test_texts_are_those_of_plain_steps(monkeypatch):
     plan = Plan(paths=3, depth=2, draft_width=5)
     params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
