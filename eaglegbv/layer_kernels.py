@@ -152,11 +152,11 @@ def pack_masks(
     its entries of ``visible``, and its positions begin, those of new tokens and of pending ones.
     ``visible`` that begin at -1 are in causal order.
     """
-    own = facts + tl.program_id(0) * 7
+    own = facts + tl.program_id(1) * 7
     rows, context, pending = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     octets_at, visible_at = tl.load(own + 3), tl.load(own + 4)
     keys = context + pending
-    octets = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    octets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lanes = tl.arange(0, 8)
     bits = octets[:, None] * 8 + lanes[None, :].to(tl.int64)
     row = bits // keys

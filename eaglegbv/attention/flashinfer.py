@@ -337,7 +337,7 @@ def _packed_by_kernel(
     if window is not None:
         positions = joined([segment.positions for segment in segments], device)
         tree_positions = joined([segment.tree_positions for segment in segments], device)
-    pack_masks[(len(segments), -(-max(sizes) // _OCTETS))](
+    pack_masks[(-(-max(sizes) // _OCTETS), len(segments))](
         table,
         visible,
         positions,
