@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -541,17 +542,11 @@ class LLM(TextGenerator):
         next step.
         """
         call = self._call(prompts, sampling_params, plan, priority)
-        outbox = LoopOutbox()
-        caller = Caller(outbox)
         results: dict[int, Result] = {}
-        try:
-            await self._begun(call, caller)
-            while len(results) < call.total:
-                piece = await outbox.get()
+        async with aclosing(self._pieces(call, streamed=False)) as pieces:
+            async for piece in pieces:
                 if piece.result is not None:
                     results[piece.place] = piece.result
-        finally:
-            caller.left = True
         return call.answers(_in_order(results))
 
     @known_arguments(_SAMPLING)
@@ -568,17 +563,9 @@ class LLM(TextGenerator):
         A task that is cancelled, or stops iterating, cancels the request.
         """
         call = self._call(prompt, sampling_params, plan, priority)
-        outbox = LoopOutbox()
-        caller = Caller(outbox, streamed=True)
-        unfinished = call.total
-        try:
-            await self._begun(call, caller)
-            while unfinished:
-                piece = await outbox.get()
-                unfinished -= piece.result is not None
+        async with aclosing(self._pieces(call, streamed=True)) as pieces:
+            async for piece in pieces:
                 yield _checked(piece)
-        finally:
-            caller.left = True
 
     def score(self, prompts: object, *, logprobs: int = 0) -> Score | list[Score]:
         """Return how likely the target finds a text, or each of many, token by token.
@@ -697,10 +684,21 @@ class LLM(TextGenerator):
             asks += [Ask(next(places), prompt_ids, params) for params in copies]
         return self._serving.begin(caller, asks, self._planning(call.plan), call.priority)
 
-    async def _begun(self, call: Call, caller: Caller) -> None:
-        """Begin a call's requests, whose prompts may take long to encode, on another thread."""
-        begun = await asyncio.to_thread(self._begin, call, caller)
-        await asyncio.wrap_future(begun)
+    async def _pieces(self, call: Call, *, streamed: bool) -> AsyncGenerator[Piece, None]:
+        """Begin a call's requests, and yield news of them until all have ended."""
+        outbox = LoopOutbox()
+        caller = Caller(outbox, streamed=streamed)
+        unfinished = call.total
+        try:
+            # On another thread, as prompts may take long to encode, and grammars to compile.
+            begun = await asyncio.to_thread(self._begin, call, caller)
+            await asyncio.wrap_future(begun)
+            while unfinished:
+                piece = await outbox.get()
+                unfinished -= piece.result is not None
+                yield piece
+        finally:
+            caller.left = True
 
 
 class Stream(Iterator[Delta]):
