@@ -26,7 +26,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "enable_prefix_caching": "engine=EngineConfig(prefix_cache=...)",
         "enforce_eager": "engine=EngineConfig(cuda_graphs='off')",
         "guided_decoding": _STRUCTURED,
-        "generation_config": "sampling_params=SamplingParams(...)",
+        "generation_config": "sampling_params=SamplingParams(...), or LLM(generation_config=...)",
         "kv_cache_dtype": "no argument: keys and values are kept in the model's dtype",
         "length_penalty": "no argument: there is no beam search",
         "max_length": "SamplingParams(max_tokens=...), which does not count the prompt",
