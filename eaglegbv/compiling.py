@@ -18,8 +18,6 @@ from torch.backends.mkldnn import set_flags as set_onednn_flags
 
 from eaglegbv.errors import InvalidArgument
 
-EXAMPLE_WIDTH = 251  # approximate number of tokens of a draft distribution for which code is tuned
-
 
 def check_backend(backend: str) -> None:
     """Raise InvalidArgument unless ``torch.compile`` knows ``backend``."""

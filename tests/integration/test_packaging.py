@@ -82,6 +82,7 @@ def test_every_module_imports_from_the_unpacked_wheel(wheel, tmp_path):
     process(sys.executable, "-I", "-c", IMPORT_ALL, tmp_path, *modules, cwd=tmp_path)
 
 
+@pytest.mark.thorough
 def test_wheel_carries_version_licence_and_command(wheel):
     info = f"eaglegbv-{eaglegbv.__version__}.dist-info"
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
@@ -90,6 +91,7 @@ def test_wheel_carries_version_licence_and_command(wheel):
     assert "License-Expression: Apache-2.0" in metadata
 
 
+@pytest.mark.thorough
 def test_source_distribution_holds_the_top_level_packages(built):
     [path] = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:

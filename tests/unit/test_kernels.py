@@ -276,13 +276,17 @@ def launches_of(rule: str, batch: Batch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, marks=() if rule == "otbv" else pytest.mark.thorough) for rule in RULES],
+)
 def test_a_step_is_judged_in_few_launches(rule):
     names = launches_of(rule, batch_for(rule, seed=1))
     assert [name for name in names if name in KERNELS] == list(KERNELS)
     assert len(names) <= 24, "\n".join(names)
 
 
+@pytest.mark.thorough
 def test_they_compile_for_a_gpu_and_fit_its_registers():
     script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -81,7 +81,7 @@ def draft_sets(case: Problem) -> dict[frozenset[int], Number]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
     """Closed forms, the transport linear program and the rules that attain it agree."""
     shape = Shape(4, 1, n)
