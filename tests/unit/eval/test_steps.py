@@ -92,15 +92,14 @@ def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(m
     assert float(cells["overlapping"]) == pytest.approx(1e3 * found.overlapping, abs=1e-3)
 
 
-def test_what_ran_eagerly_is_listed_with_its_reason() -> None:
+def test_what_ran_eagerly_is_listed_with_its_reason(monkeypatch) -> None:
     pair = made(graphs=GraphMode.EAGER)
     setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
     assert report(setting, pair).eager == {}
-    shaped = Plan(depth=2, shape=((0,), (1,), (0, 0)))  # grown on the host
-    setting = step_bench.StepSetting(plan=shaped, context=8, temperature=0.0, steps=3)
+    monkeypatch.setattr("eaglegbv.drafters.graph_drafting.MAX_ROWS", 1)  # of two paths
     found = report(setting, pair)
-    assert found.eager == {"draft: shape": 3}
-    assert step_bench.step_row(setting, found)[-1] == "draft: shape 3"
+    assert found.eager == {"draft: too many rows": 3}
+    assert step_bench.step_row(setting, found)[-1] == "draft: too many rows 3"
 
 
 def test_a_profile_is_read() -> None:
