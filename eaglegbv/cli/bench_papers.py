@@ -30,6 +30,9 @@ from eaglegbv.eval.solvers import compare as compare_solvers
 from eaglegbv.eval.study import (
     Study,
     StudySettings,
+    shape_cells,
+    shape_findings,
+    shapes_table,
     study_canvas,
     study_cells,
     study_table,
@@ -137,9 +140,10 @@ def study(
     Sampled trees (K paths, otbv) are compared with mixtures of two best-first fixed trees
     (target_only) of the same mean number of nodes, at places of plainly decoded texts. Writes
     study.json and a picture (matplotlib comes with '.[bench]') into --out, after every
-    temperature.
+    temperature. With --shapes there is no picture.
     """
-    check_matplotlib()
+    if not settings.shapes:
+        check_matplotlib()
     chosen = asked.load()
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
@@ -173,6 +177,10 @@ def study(
                 seed=settings.seed,
             )
             for name, llm in llms.items():
+                if settings.shapes:
+                    cells = shape_cells(name, llm.pair, texts, heat, settings, on_texts=bar.update)
+                    result = msgspec.structs.replace(result, shapes=(*result.shapes, *cells))
+                    continue
                 sampled, fixed = study_cells(
                     name, llm.pair, texts, heat, settings, on_texts=bar.update
                 )
@@ -180,9 +188,12 @@ def study(
                     result, sampled=(*result.sampled, *sampled), fixed=(*result.fixed, *fixed)
                 )
             path.write_bytes(msgspec.json.encode(result) + b"\n")
-    typer.echo(plain_text(study_table(result)))
-    findings = [*tree_findings(result), *temperature_findings(result)]
-    typer.echo("\n".join(f"- {finding}" for finding in findings))
+    table = shapes_table(result) if settings.shapes else study_table(result)
+    findings = [*tree_findings(result), *temperature_findings(result), *shape_findings(result)]
+    typer.echo(plain_text(table) + "\n" + "\n".join(f"- {finding}" for finding in findings))
+    if settings.shapes:
+        typer.echo(f"wrote {path}", err=True)
+        return
     with picture_style():
         pictures = save_pictures(study_canvas(result), out, "study")
     typer.echo("\n".join(f"wrote {one}" for one in [*pictures, path]), err=True)

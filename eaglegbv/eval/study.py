@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eaglegbv.config import Plan
+from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
 from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, same_drafts
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 SAMPLED, FIXED = "otbv", "target_only"
+EAGLE1 = "eagle1"  # the name of EAGLE-1's tree
 BATCH = 32  # number of texts read together
 
 
@@ -36,26 +37,30 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         temperatures: Temperatures of the target.
         draft_temperatures: Draft temperatures, as multiples of the target's, including 1.
-        paths: Numbers of paths of sampled trees, K.
+        paths: Numbers of paths of sampled trees, K; none takes 1, 2, 4, with shapes 8 and 16 too.
         depth: Length of a path, and depth of fixed trees.
-        sizes: Nodes of fixed trees, ascending, up to K L or more.
+        sizes: Nodes of fixed trees, ascending, up to K L or more; none takes some up to 16, with
+            shapes up to 64.
         beam: Nodes of a level of fixed trees that get children, and children of each.
         draft_width: Number of candidates a draft distribution keeps.
         places: Places per text at which trees are drafted.
         judgements: How many times each tree is judged.
+        shapes: Trees to compare instead with paths and fixed trees of as many nodes, at the
+            target's own temperature: widths such as 3x2x2x1, and eagle1.
         max_tokens: Most tokens of a text.
         seed: Seed of all random numbers.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
     draft_temperatures: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 3.0)
-    paths: tuple[int, ...] = (1, 2, 4)
+    paths: tuple[int, ...] = ()
     depth: int = 4
-    sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
+    sizes: tuple[int, ...] = ()
     beam: int = 8
     draft_width: int = DRAFT_WIDTH
     places: int = 3
     judgements: int = 3
+    shapes: tuple[str, ...] = ()
     max_tokens: int = 64
     seed: int = 0
 
@@ -63,9 +68,19 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         if 1.0 not in self.draft_temperatures:
             expected = "multiples with 1, which the others are compared with"
             raise InvalidArgument("draft_temperatures", self.draft_temperatures, expected)
+        if self.shapes and min(self.temperatures) <= 0:
+            expected = "numbers above 0 with shapes: at 0 all sampled trees are one path"
+            raise InvalidArgument("temperatures", self.temperatures, expected)
+        usual = {"paths": (1, 2, 4), "sizes": (1, 2, 4, 6, 8, 12, 16)}
+        more = {"paths": (8, 16), "sizes": (24, 32, 48, 64)} if self.shapes else {}
+        for name, values in usual.items():
+            if not getattr(self, name):
+                msgspec.structs.force_setattr(self, name, values + more.get(name, ()))
         needed = max(self.paths) * self.depth
+        if self.shapes:
+            needed = max(self.shape_plan(name).fixed_nodes for name in self.shapes)
         ascending = list(self.sizes) == sorted(set(self.sizes))
-        if not self.sizes or not ascending or self.sizes[0] < 1 or self.sizes[-1] < needed:
+        if not ascending or self.sizes[0] < 1 or self.sizes[-1] < needed:
             expected = f"ascending numbers of nodes up to {needed} or more"
             raise InvalidArgument("sizes", self.sizes, expected)
 
@@ -75,26 +90,51 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         At temperature 0, sampled trees are one path. Otherwise the last of the fixed trees is the
         largest once more, judged by the sampled trees' verifier.
         """
-
-        def fixed(verifier: str, beam: int, nodes: int) -> Setting:
-            plan = Plan(
-                verifier=verifier,
-                paths=max(self.paths),
-                depth=self.depth,
-                draft_sampling=DraftSampling.FIXED,
-                draft_width=self.draft_width,
-                beam=beam,
-                nodes=nodes,
-            )
-            return Setting(plan=plan, temperature=temperature)
-
-        ladder = [fixed(FIXED, self.beam, size) for size in self.sizes]
+        ladder = [self._fixed(temperature, nodes=size) for size in self.sizes]
         if temperature == 0:
-            return [fixed(FIXED, 1, self.depth)], ladder
+            return [self._fixed(0, nodes=self.depth, beam=1)], ladder
         base = Plan(draft_sampling=DraftSampling.IID, draft_width=self.draft_width)
         lists = (SAMPLED,), self.paths, (self.depth,), (temperature,)
         sampled = grid(*lists, base=base, draft_temperatures=self.draft_temperatures).settings
-        return list(sampled), [*ladder, fixed(SAMPLED, self.beam, self.sizes[-1])]
+        judged = self._fixed(temperature, nodes=self.sizes[-1], verifier=SAMPLED)
+        return list(sampled), [*ladder, judged]
+
+    def _fixed(
+        self, temperature: float, *, nodes: int, beam: int | None = None, verifier: str = FIXED
+    ) -> Setting:
+        plan = Plan(
+            verifier=verifier,
+            paths=max(self.paths),
+            depth=self.depth,
+            draft_sampling=DraftSampling.FIXED,
+            draft_width=self.draft_width,
+            beam=beam or self.beam,
+            nodes=nodes,
+        )
+        return Setting(plan=plan, temperature=temperature)
+
+    def shape_plan(self, name: str) -> Plan:
+        """Return the plan of a tree with such a name: ``eagle1``, or widths such as 3x2x2x1.
+
+        The tree of ``eagle1`` is a deterministic one, the others are sampled.
+
+        Raises:
+            InvalidArgument: There is no such tree.
+        """
+        if name == EAGLE1:
+            return Plan(
+                verifier=FIXED,
+                depth=max(map(len, EAGLE1_SHAPE)),
+                draft_sampling=DraftSampling.FIXED,
+                draft_width=self.draft_width,
+                shape=EAGLE1_SHAPE,
+            )
+        widths = name.split("x")
+        if not all(width.isdecimal() for width in widths):
+            expected = f"widths such as 3x2x2x1, or {EAGLE1}; separated by commas"
+            raise InvalidArgument("shapes", name, expected)
+        drawn = tuple(map(int, widths))
+        return Plan(verifier=SAMPLED, widths=drawn, draft_width=self.draft_width)
 
 
 class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +157,15 @@ class SampledCell(FixedCell, frozen=True, kw_only=True):
     over_equal: Estimate  # ratio to the same tree drafted at the target's own temperature
 
 
+class ShapeCell(FixedCell, frozen=True, kw_only=True):
+    """Results of a tree of a named shape."""
+
+    tree: str  # its name
+    # Ratio of `tokens` to those of independent paths with as many nodes; None where none have.
+    over_paths: Estimate | None
+    over_fixed: Estimate  # and to those of fixed trees with as many nodes
+
+
 class Study(msgspec.Struct, frozen=True, kw_only=True):
     """Settings and results of a study of the answers to questions, known by their ids."""
 
@@ -128,6 +177,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     sampled: tuple[SampledCell, ...]
     fixed: tuple[FixedCell, ...]
+    shapes: tuple[ShapeCell, ...] = ()
 
 
 def study_cells(
@@ -171,14 +221,62 @@ def study_cells(
     return tuple(cells), tuple(FixedCell(**known(tally)) for tally in sizes)
 
 
+def shape_cells(
+    name: str,
+    pair: Pair,
+    texts: Sequence[Text],
+    temperature: float,
+    settings: StudySettings,
+    *,
+    on_texts: Callable[[int], object] = lambda _: None,
+) -> tuple[ShapeCell, ...]:
+    """Measure the shapes with one drafter on texts that the target wrote at ``temperature``.
+
+    Trees of shapes are compared with mixtures of paths, and of fixed trees, with as many nodes.
+    """
+    shapes = [
+        Setting(plan=settings.shape_plan(shape), temperature=temperature)
+        for shape in settings.shapes
+    ]
+    base = Plan(draft_sampling=DraftSampling.IID, draft_width=settings.draft_width)
+    lists = (SAMPLED,), settings.paths, (settings.depth,), (temperature,)
+    paths = grid(*lists, base=base).settings
+    _, fixed = settings.trees(temperature)
+    sampling = Sampling(settings.places, settings.judgements, BATCH)
+    tallies = same_drafts(pair, texts, [*shapes, *paths, *fixed[:-1]], sampling, on_texts=on_texts)
+    drawn = tallies[: len(shapes)]
+    of_paths = tallies[len(shapes) :][: len(paths)]
+    of_fixed = tallies[len(shapes) + len(paths) :]
+
+    most = max(tally.mean_nodes for tally in of_paths)
+
+    def over(tally: Cell, ladder: Sequence[Cell]) -> Estimate:
+        tokens = of_size(ladder, tally.mean_nodes)
+        return bootstrap_ratio(tally.tokens, tally.steps, tokens, tally.steps)
+
+    return tuple(
+        ShapeCell(
+            drafter=name,
+            temperature=temperature,
+            nodes=tally.mean_nodes,
+            tokens=tally.estimate(),
+            verifier=tally.setting.plan.verifier,
+            tree=shape,
+            over_paths=over(tally, of_paths) if tally.mean_nodes <= most else None,
+            over_fixed=over(tally, of_fixed),
+        )
+        for shape, tally in zip(settings.shapes, drawn, strict=True)
+    )
+
+
 def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
-    """Return, for each text, the tokens of a mixture of fixed trees with a mean of ``nodes`` nodes.
+    """Return, for each text, the tokens of a mixture of trees with a mean of ``nodes`` nodes.
 
     The mixture takes the next larger tree with the probability that makes the means equal. Below
     the smallest tree, the other part is plain decoding: one token a step with no node.
 
     Raises:
-        InvalidArgument: No fixed tree is large enough.
+        InvalidArgument: No tree is large enough.
     """
     places = ladder[0].steps
     known = [(0.0, np.array(places, dtype=np.float64))]
@@ -188,7 +286,7 @@ def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
         if less <= nodes <= more and less < more:
             share = (nodes - less) / (more - less)
             return list(((1 - share) * low + share * high).tolist())
-    raise InvalidArgument("nodes", nodes, f"at most {known[-1][0]}, the largest fixed tree's")
+    raise InvalidArgument("nodes", nodes, f"at most {known[-1][0]}, the largest tree's")
 
 
 # Its tables, findings and picture.
@@ -214,6 +312,32 @@ def study_table(study: Study) -> list[list[str]]:
         known = [own.drafter, f"{own.temperature:g}", k, f"{own.nodes:.1f}"]
         rows.append([*known, *tokens, *better])
     return rows
+
+
+def shapes_table(study: Study) -> list[list[str]]:
+    """Return one row for each drafter, temperature and shape, headings first."""
+    against = "over paths, as many nodes", "over fixed, as many nodes"
+    rows = [["drafter", "T", "tree", "nodes", "tokens a step", *against]]
+    for cell in study.shapes:
+        paths = "none as large" if cell.over_paths is None else with_interval(cell.over_paths, 3)
+        row = [cell.drafter, f"{cell.temperature:g}", cell.tree, f"{cell.nodes:.1f}"]
+        rows.append([*row, with_interval(cell.tokens, 3), paths, with_interval(cell.over_fixed, 3)])
+    return rows
+
+
+def shape_findings(study: Study) -> list[str]:
+    """Return sentences on which shapes win over independent paths, and over fixed trees."""
+    found: list[str] = []
+    trees = grouped(study.shapes, lambda cell: (cell.drafter, cell.tree))
+    for (drafter, tree), cells in trees.items():
+        paths = [(c.temperature, c.over_paths) for c in cells if c.over_paths is not None]
+        fixed = [(c.temperature, c.over_fixed) for c in cells]
+        for against, ratios in (("paths", paths), ("fixed", fixed)):
+            if ratios:
+                found.append(
+                    f"{drafter}, {tree}: against {against}, as many nodes: {_by_side(ratios)}"
+                )
+    return found
 
 
 def tree_findings(study: Study) -> list[str]:
