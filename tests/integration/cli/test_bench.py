@@ -255,3 +255,16 @@ def test_study_writes_json_and_a_picture(cli, tmp_path):
     assert facts["environment"]["versions"]["torch"]
     assert (tmp_path / "study.png").stat().st_size > 1000
     assert "<svg" in (tmp_path / "study.svg").read_text()
+
+
+def test_study_of_shapes(cli, tmp_path):
+    result = cli(
+        *("bench", "study", "--questions-set", "builtin", "--questions", "2", "--places", "1"),
+        *("--judgements", "1", "--temperatures", "0.5", "--shapes", "2x2,eagle1"),
+        *("--depth", "2", "--max-tokens", "4", "--drafter", "eagle1", "--out", str(tmp_path)),
+    )
+    assert "eagle1, 2x2: against fixed, as many nodes" in result.out
+    study = msgspec.json.decode((tmp_path / "study.json").read_bytes(), type=Study)
+    assert [cell.tree for cell in study.shapes] == ["2x2", "eagle1"]
+    assert not study.sampled
+    assert not (tmp_path / "study.svg").exists()

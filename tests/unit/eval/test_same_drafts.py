@@ -31,7 +31,7 @@ from eaglegbv.eval.paired_comparison import Cell, Offer, Sampling, Text, collect
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting, grid
 from eaglegbv.eval.statistics import Estimate
-from eaglegbv.eval.study import SampledCell, StudySettings, of_size, study_cells
+from eaglegbv.eval.study import SampledCell, StudySettings, of_size, shape_cells, study_cells
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.sampling import SamplingParams
@@ -397,6 +397,54 @@ def test_cells_of_a_pair_of_tables() -> None:
     [path], cold = study_cells("table", pair, texts, 0.0, SMALL)
     assert (path.paths, path.nodes, path.over_equal.value) == (1, 2.0, 1.0)
     assert len(cold) == 3
+
+
+def test_shapes_are_compared_with_as_many_nodes() -> None:
+    pair, texts = table_pair(WORDS), random_texts(WORDS, count=12, length=9)
+    settings = StudySettings(
+        shapes=("4x1", "2x2", "1x3", "eagle1"),
+        temperatures=(0.8,),
+        paths=(1, 2, 4),
+        depth=2,
+        sizes=(1, 2, 4, 8, 16, 25),
+        places=4,
+        judgements=40,
+    )
+    cells = {cell.tree: cell for cell in shape_cells("table", pair, texts, 0.8, settings)}
+    assert list(cells) == list(settings.shapes)
+    four, two, one, eagle1 = cells.values()
+    assert four.over_paths == Estimate.exactly(1.0)  # it is among them
+    assert 2 < one.nodes <= two.nodes <= 6
+    assert one.over_paths is not None
+    assert one.over_paths.value < 1  # of one draft at the root there is only one chance
+    assert (eagle1.nodes, eagle1.verifier, eagle1.over_paths) == (25, "target_only", None)
+    study = studies.Study(
+        model="target",
+        drafters=("table",),
+        questions=("1",),
+        suite="builtin",
+        settings=settings,
+        environment=ENVIRONMENT,
+        sampled=(),
+        fixed=(),
+        shapes=tuple(cells.values()),
+    )
+    rows = studies.shapes_table(study)
+    assert [row[2] for row in rows[1:]] == list(settings.shapes)
+    assert rows[-1][5] == "none as large"
+    found = studies.shape_findings(study)
+    assert "table, 4x1: against paths, as many nodes: not told apart at T = 0.8" in found
+    assert not any("eagle1: against paths" in finding for finding in found)
+
+
+def test_shapes_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"temperatures.*above 0"):
+        StudySettings(shapes=("2x2",))
+    for name in ("eagle9", "2x", "2x2,3"):
+        with pytest.raises(InvalidArgument, match="shapes"):
+            StudySettings(shapes=(name,), temperatures=(1.0,))
+    with pytest.raises(InvalidArgument, match="sizes"):  # 20 nodes
+        StudySettings(shapes=("4x4",), temperatures=(1.0,))
 
 
 def a_cell(temperature: float, hotter: float, tokens: float, **ratios: Estimate) -> SampledCell:
