@@ -45,19 +45,6 @@ from eaglegbv.drafters.draft_probs import DraftProbs, pick_places
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
-def in_columns(plan: Plan, draft_sampling: DraftSampling) -> bool:
-    """Return whether trees are K paths that fork at the root alone, each a column of draws."""
-    shaped = draft_sampling in {DraftSampling.FIXED, DraftSampling.HUB}
-    return not shaped and not plan.widths
-
-
-def most_draws(plan: Plan, draft_sampling: DraftSampling) -> int:
-    """Return the most draws of a level of sampled trees."""
-    if draft_sampling is DraftSampling.HUB:
-        return 2 * max(1, plan.paths // 2)
-    return max(plan.level_draws)
-
-
 class Level(NamedTuple):
     """What the rows of a frontier draw, and which of the children go on."""
 
@@ -95,6 +82,12 @@ class LevelTable:
     draws: Tensor
 
     @property
+    def columns(self) -> bool:
+        """Whether trees are K paths that fork at the root alone, each a column of draws."""
+        shaped = self.draft_sampling in {DraftSampling.FIXED, DraftSampling.HUB}
+        return not shaped and not self.plan.widths
+
+    @property
     def most_rows(self) -> int:
         """Most rows of a frontier below the root."""
         return max((level.next_rows for level in self.levels[:-1]), default=1)
@@ -112,8 +105,8 @@ def level_table(
     depths = [0]
     draws: list[int] = []
     most = max(level.children for level in levels)
-    if draft_sampling is not DraftSampling.FIXED:
-        most = most_draws(plan, draft_sampling)
+    if draft_sampling is DraftSampling.HUB:  # whatever the depth, as verifiers' numbers have places
+        most = 2 * (plan.paths // 2)
     for depth, level in enumerate(levels, start=1):
         first = len(depths)
         depths += [depth] * level.children
@@ -160,24 +153,22 @@ def _shape_levels(shape: Shape, device: torch.device, width: int) -> list[Level]
     frontier: list[tuple[int, ...]] = [()]
     while frontier:
         draws = max(len(below[node]) for node in frontier)
-        places: list[list[int]] = []
-        real: list[list[bool]] = []
+        ranks: list[list[int]] = []
         going: list[int] = []
         continued: list[tuple[int, ...]] = []
         for row, node in enumerate(frontier):
-            ranks = [child[-1] for child in below[node]]
-            ranks += [width] * (draws - len(ranks))
-            places.append([rank if rank < width else 0 for rank in ranks])
-            real.append([rank < width for rank in ranks])
+            missing = draws - len(below[node])
+            ranks.append([child[-1] for child in below[node]] + [width] * missing)
             for place, child in enumerate(below[node]):
                 if child in below:
                     going.append(row * draws + place)
                     continued.append(child)
+        places = upload(ranks, dtype=torch.int64, device=device)
         level = Level(
             rows=len(frontier),
             draws=draws,
-            places=upload(places, dtype=torch.int64, device=device),
-            real=upload(real, dtype=torch.bool, device=device),
+            places=places.where(places < width, 0),
+            real=places < width,
             going=upload(going, dtype=torch.int64, device=device),
         )
         levels.append(level)
@@ -223,17 +214,20 @@ class Frontier(NamedTuple):
 class _Grown(NamedTuple):
     """A level that has been grown: its frontier, distributions, and children."""
 
+    level: Level
     rows: Frontier
     probs: DraftProbs
     children: Frontier
+    above: int  # the first number of the level above
+    first: int  # and of this one
 
+    def parents(self) -> Tensor:
+        """Return ``[batch, rows]`` int64, the numbers of the nodes at which draws are made."""
+        return self.above + self.rows.places()
 
-class _Numbers(NamedTuple):
-    """The numbers of what has been grown, level by level, each ``[batch, rows or draws]`` int64."""
-
-    rows: list[Tensor]  # of the rows' nodes
-    parents: list[Tensor]  # for each draw, of the node at which it was made
-    children: list[Tensor]  # for each draw, of the node to which it led
+    def led_to(self) -> Tensor:
+        """Return ``[batch, draws]`` int64, the numbers of the nodes to which draws led."""
+        return self.first + self.children.places()
 
 
 class TreeGrowth:
@@ -280,7 +274,9 @@ class TreeGrowth:
         if rows.leaders is not None:  # rows at one node draw from one distribution
             probs = probs.at(rows.leaders)
         children = self._children(level, probs)
-        self._grown.append(_Grown(rows, probs, children))
+        above = self._grown[-1].first if self._grown else 0
+        first = above + (self._grown[-1].level.children if self._grown else 1)
+        self._grown.append(_Grown(level, rows, probs, children, above, first))
         self._frontier = self._going(level, children)
         return self._frontier
 
@@ -384,46 +380,34 @@ class TreeGrowth:
     def finish(self) -> DraftTree:
         """Return the trees, padded to the most nodes they can have."""
         plan = self._table.plan
-        numbers = self._numbered()
-        stands = self._stands(_joined(numbers.children))
-        nodes = self._nodes(stands, numbers.children)
+        levels = self._grown
+        led_to = [level.led_to() for level in levels]
+        parents = [level.parents() for level in levels]
+        stands = self._stands(_joined(led_to))
+        nodes = self._nodes(stands, led_to)
         most = stands.shape[1]
         if self._fixed:
             most = min(most, 1 + plan.fixed_nodes)
-        facts = self._facts(nodes.gather(1, _joined(numbers.parents)))
-        token_ids, parents, depth = _placed(torch.where(stands, nodes, most), facts, most).unbind(2)
+        facts = self._facts(nodes, parents)
+        token_ids, above, depth = _placed(torch.where(stands, nodes, most), facts, most).unbind(2)
         count = stands.sum(dim=1)
         if self._fixed:
-            return fixed_tree(token_ids, parents, depth, count, plan.fixed_nodes, plan.depth)
-        known = nodes.gather(1, _joined(numbers.rows))
-        alive = _all_alive([level.rows for level in self._grown])
+            return fixed_tree(token_ids, above, depth, count, plan.fixed_nodes, plan.depth)
+        known = nodes.gather(1, _joined(parents))
+        alive = _all_alive([level.rows for level in levels])
         if alive is not None:
             known = torch.where(alive, known, most)
         return DraftTree(
             self._sampling,
             token_ids,
-            parents,
+            above,
             depth,
             count,
-            self._draws(nodes.gather(1, _joined(numbers.children))),
-            draft_ids=_placed(known, _joined([level.probs.ids for level in self._grown]), most),
-            draft_probs=_placed(known, _joined([level.probs.probs for level in self._grown]), most),
-            columns=in_columns(plan, self._sampling),
+            self._draws(nodes.gather(1, _joined(led_to))),
+            draft_ids=_placed(known, _joined([level.probs.ids for level in levels]), most),
+            draft_probs=_placed(known, _joined([level.probs.probs for level in levels]), most),
+            columns=self._table.columns,
         )
-
-    def _numbered(self) -> _Numbers:
-        """Number the draws of all levels."""
-        numbers = _Numbers([], [], [])
-        above = 0  # the first number of the level above, and of this one
-        first = 1
-        for level, grown in zip(self._table.levels, self._grown, strict=False):
-            rows = above + grown.rows.places()
-            numbers.rows.append(rows)
-            numbers.parents.append(rows.repeat_interleave(level.draws, dim=1))
-            numbers.children.append(first + grown.children.places())
-            above = first
-            first += level.children
-        return numbers
 
     def _stands(self, children: Tensor) -> Tensor:
         """Return ``[batch, numbers]`` bool: where there is a node; draws led to ``children``."""
@@ -456,16 +440,15 @@ class TreeGrowth:
         every = torch.arange(count, device=order.device).expand_as(order)
         return torch.empty_like(order).scatter_(1, order, every)
 
-    def _facts(self, parents: Tensor) -> Tensor:
-        """Return ``[batch, numbers, 3]`` int64: token id, parent and depth at each number.
-
-        ``parents`` ``[batch, draws]`` are nodes.
-        """
-        roots = self._grown[0].rows.token_ids
-        token_ids = [roots, *(level.children.token_ids for level in self._grown)]
-        above = pad(parents, (1, 0))
-        depths = self._table.depths[: above.shape[1]].expand_as(above)
-        return torch.stack((_joined(token_ids), above, depths), dim=2)
+    def _facts(self, nodes: Tensor, parents: Sequence[Tensor]) -> Tensor:
+        """Return ``[batch, numbers, 3]`` int64: token id, parent and depth at each number."""
+        token_ids = [self._grown[0].rows.token_ids]
+        above = [torch.zeros_like(token_ids[0])]
+        for level, rows in zip(self._grown, parents, strict=True):
+            token_ids.append(level.children.token_ids)
+            above.append(rows.repeat_interleave(level.level.draws, dim=1))
+        depths = self._table.depths[: nodes.shape[1]].expand_as(nodes)
+        return torch.stack((_joined(token_ids), nodes.gather(1, _joined(above)), depths), dim=2)
 
     def _draws(self, children: Tensor) -> Tensor:
         """Return ``[batch, depth, drafts]`` int64: the child of every draw of each level."""
