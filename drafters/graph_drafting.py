@@ -15,7 +15,7 @@ from eaglegbv.drafters.draft_probs import DraftProbs, draft_params, draft_probs,
 from eaglegbv.drafters.drawn_paths import DrawnPaths, takes
 from eaglegbv.drafters.eagle_model import Drafted, EagleHead, HeadForward, Rotation, Rows
 from eaglegbv.drafters.host_drafting import DraftCall, draft_numbers
-from eaglegbv.drafters.tree_growth import Frontier, LevelTable, TreeGrowth, level_table
+from eaglegbv.drafters.tree_growth import Frontier, LevelTable, TreeGrowth, in_columns, level_table
 from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams, WarpSettings
@@ -156,7 +156,9 @@ class DeviceDrafting:
                 self._refused[kind] = obstacle.reason
                 raise
             self._recorded[kind] = drafting
-        trees = DraftTree(draft_sampling, *drafting.replay(), columns=table.columns)
+        trees = DraftTree(
+            draft_sampling, *drafting.replay(), columns=in_columns(plan, draft_sampling)
+        )
         # Trees of another plan in this step would overwrite these. A lone row must not keep the
         # strides of the buffer it was cut from, as graphs are made for strides too.
         kept = torch.contiguous_format

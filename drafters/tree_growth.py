@@ -45,6 +45,12 @@ from eaglegbv.drafters.draft_probs import DraftProbs, pick_places
 from eaglegbv.tree import DraftSampling, DraftTree
 
 
+def in_columns(plan: Plan, draft_sampling: DraftSampling) -> bool:
+    """Return whether trees are K paths that fork at the root alone, each a column of draws."""
+    shaped = draft_sampling in {DraftSampling.FIXED, DraftSampling.HUB}
+    return not shaped and not plan.widths
+
+
 class Level(NamedTuple):
     """What the rows of a frontier draw, and which of the children go on."""
 
@@ -80,12 +86,6 @@ class LevelTable:
     depths: Tensor  # [numbers] int64, the depth of every number
     # [depth * most draws] int64, the numbers of each level's draws, 0 where there are no more.
     draws: Tensor
-
-    @property
-    def columns(self) -> bool:
-        """Whether trees are K paths that fork at the root alone, each a column of draws."""
-        shaped = self.draft_sampling in {DraftSampling.FIXED, DraftSampling.HUB}
-        return not shaped and not self.plan.widths
 
     @property
     def most_rows(self) -> int:
@@ -406,7 +406,7 @@ class TreeGrowth:
             self._draws(nodes.gather(1, _joined(led_to))),
             draft_ids=_placed(known, _joined([level.probs.ids for level in levels]), most),
             draft_probs=_placed(known, _joined([level.probs.probs for level in levels]), most),
-            columns=self._table.columns,
+            columns=in_columns(plan, self._sampling),
         )
 
     def _stands(self, children: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         paths: Drafted paths of an iid tree, K, or as many as the verifier takes; for the other
             distributions, children of every node.
         widths: Drafts of the nodes of each depth instead, such as 3x2x2x1.
-        instances: Number of random problems.
+        instances: Number of random problems; with widths five, where not said otherwise.
         iterations: Verification steps in a row, between which stateful verifiers keep their state;
             with widths one.
         seed: Seed of the problems.

@@ -46,7 +46,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         places: Places per text at which trees are drafted.
         judgements: How many times each tree is judged.
         shapes: Trees to compare instead with paths and fixed trees of as many nodes, at the
-            target's own temperature: widths such as 3x2x2x1, and eagle1.
+            target's own temperature: widths such as 3x2x2x1, and eagle1; separated by commas.
         max_tokens: Most tokens of a text.
         seed: Seed of all random numbers.
     """
@@ -71,6 +71,8 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.shapes and min(self.temperatures) <= 0:
             expected = "numbers above 0 with shapes: at 0 all sampled trees are one path"
             raise InvalidArgument("temperatures", self.temperatures, expected)
+        names = tuple(name for text in self.shapes for name in text.split(","))
+        msgspec.structs.force_setattr(self, "shapes", names)
         usual = {"paths": (1, 2, 4), "sizes": (1, 2, 4, 6, 8, 12, 16)}
         more = {"paths": (8, 16), "sizes": (24, 32, 48, 64)} if self.shapes else {}
         for name, values in usual.items():
@@ -131,7 +133,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         widths = name.split("x")
         if not all(width.isdecimal() for width in widths):
-            expected = f"widths such as 3x2x2x1, or {EAGLE1}; separated by commas"
+            expected = f"widths such as 3x2x2x1, or {EAGLE1}"
             raise InvalidArgument("shapes", name, expected)
         drawn = tuple(map(int, widths))
         return Plan(verifier=SAMPLED, widths=drawn, draft_width=self.draft_width)

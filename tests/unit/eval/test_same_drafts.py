@@ -440,11 +440,11 @@ def test_shapes_are_compared_with_as_many_nodes() -> None:
 def test_shapes_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"temperatures.*above 0"):
         StudySettings(shapes=("2x2",))
-    for name in ("eagle9", "2x", "2x2,3"):
+    for name in ("eagle9", "2x", "2x2,"):
         with pytest.raises(InvalidArgument, match="shapes"):
             StudySettings(shapes=(name,), temperatures=(1.0,))
     with pytest.raises(InvalidArgument, match="sizes"):  # 20 nodes
-        StudySettings(shapes=("4x4",), temperatures=(1.0,))
+        StudySettings(shapes=("4x4",), sizes=(1, 16), temperatures=(1.0,))
 
 
 def a_cell(temperature: float, hotter: float, tokens: float, **ratios: Estimate) -> SampledCell:
