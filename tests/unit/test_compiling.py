@@ -37,7 +37,9 @@ def branching(x: Tensor, y: Tensor) -> Tensor:
     return x + y if len(x) > 5 else x * y
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.thorough])]
+)
 def test_two_graphs_serve_any_sizes_that_differ(graphs, backend):
     compiled = compile_graph(scaled_sums, backend)
     with making_graphs():
@@ -54,7 +56,7 @@ def test_two_graphs_serve_any_sizes_that_differ(graphs, backend):
     [
         (scaled_sums, "eager"),
         (branching, "eager"),
-        pytest.param(scaled_sums, "inductor", marks=needs_compiler),
+        pytest.param(scaled_sums, "inductor", marks=[needs_compiler, pytest.mark.thorough]),
     ],
 )
 def test_inputs_that_do_not_fit_get_a_graph_of_their_own(graphs, function, backend: str) -> None:

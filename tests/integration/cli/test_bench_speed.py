@@ -35,6 +35,7 @@ def test_a_missing_file_is_said_before_any_model_is_loaded(cli, monkeypatch, tmp
     assert "data=" in result.err
 
 
+@pytest.mark.thorough
 def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path):
     out = tmp_path / "made.json"
     made = ("--shape", "tiny", "--efficiency", "3.5", "--ways", "2x4,none", "--device", "cpu")

@@ -173,6 +173,7 @@ def test_a_made_pair_accepts_as_much_as_is_asked_for(dtype: torch.dtype, wanted:
             random_models.tune(target, drafter, plan, impossible, temperature=1.0)
 
 
+@pytest.mark.thorough
 def test_a_deep_random_target_in_bfloat16_passes_for_what_it_is(monkeypatch) -> None:
     # Each layer magnifies rounding as one of width 4096 would.
     deep = random_models.Shape(
