@@ -43,7 +43,7 @@ class DeviceReading:
         have to be run as they are, as where a segment has more than ``most`` rows.
         """
         sizes = [segment.num_new for segment in segments]
-        bucket = Bucket.holding(len(segments), sum(sizes))
+        bucket = _bucket(len(segments), most) or Bucket.holding(len(segments), sum(sizes))
         if max(sizes) > most or bucket is None:
             self.counts.note("catch-ups", "prefill" if max(sizes) > most else "too many rows")
             return None
@@ -58,8 +58,9 @@ class DeviceReading:
 
     def record(self, requests: int, rows_each: int) -> None:
         """Record now what up to so many requests with up to so many rows each will need."""
-        for bucket in Bucket.up_to(requests, rows_each):
-            if bucket not in self._refused:
+        for exponent in range((requests - 1).bit_length() + 1):
+            bucket = _bucket(1 << exponent, rows_each)
+            if bucket is not None and bucket not in self._refused:
                 self._loaded(bucket, [], [])
 
     def _loaded(
@@ -79,6 +80,16 @@ class DeviceReading:
             self._refused[bucket] = obstacle.reason
             return None
         return reading
+
+
+def _bucket(requests: int, most: int) -> Bucket | None:
+    """Return the bucket of a batch with up to ``most`` rows each, None if there is none.
+
+    How many rows a step commits is chance: a bucket for each number would be recorded time and
+    again, and rows of one layer cost next to nothing.
+    """
+    padded = 1 << (requests - 1).bit_length()
+    return Bucket.holding(padded, padded * most)
 
 
 class _Reading:
