@@ -80,9 +80,12 @@ class Scores:
 
     def __str__(self) -> str:
         order = np.argsort(-self.rates, kind="stable")
-        best = order[:5].tolist()
-        listed = [f"{plan_name(self.plans[n])} {self.rates[n]:.0f}" for n in best]
-        return f"tokens/s expected at batch {self.batch}: {', '.join(listed)}"
+        listed = []
+        for place in order[:5].tolist():
+            name = plan_name(self.plans[place])
+            listed.append(f"{name} {self.rates[place]:.0f}")
+        best = ", ".join(listed)
+        return f"tokens/s expected at batch {self.batch}: {best}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,8 @@ class Planner:
         batch = len(requests) + others
         for auto, members in by_limits.items():
             missed = [behind(request) for request in members]
-            group = Group(auto, members, batch, sum(missed) / len(missed))
+            mean = sum(missed) / len(missed)
+            group = Group(auto, members, batch, mean)
             self._assign(group, fitted)
         if self._latest != before:
             self._timed = None
@@ -243,11 +247,15 @@ class Planner:
             return None
         plans = (PLAIN, *group.auto.candidates)
         each = np.ones((len(group.requests), len(plans)))
-        for row, request in zip(each, group.requests, strict=True):
-            row[1:] = self._tokens(request, plans[1:])
+        for n, request in enumerate(group.requests):
+            tokens = self._tokens(request, plans[1:])
+            each[n, 1:] = tokens
         tokens = group.batch * each.mean(axis=0)
         context = group.context
-        shapes = [StepShape.of([plan], group.batch, context) for plan in plans]
+        shapes = []
+        for plan in plans:
+            shape = StepShape.of([plan], group.batch, context)
+            shapes.append(shape)
         seconds = costs.seconds(shapes)
         reading = self.reading_seconds * group.behind
         token_seconds = seconds / tokens
@@ -302,7 +310,10 @@ class Planner:
         if pause < _PAUSE:
             return []
         size = size_class(scores.batch)
-        latest = [self._ran.get((size, plan), 0) for plan in scores.plans]
+        latest = []
+        for plan in scores.plans:
+            ran = self._ran.get((size, plan), 0)
+            latest.append(ran)
         rested = self._steps - np.array(latest)
         seconds = scores.seconds.copy()
         seconds[1:] += scores.batch * scores.reading / _TRIAL
