@@ -39,7 +39,7 @@ from eaglegbv.eval.study import (
     temperature_findings,
     tree_findings,
 )
-from eaglegbv.loading import default_model
+from eaglegbv.loading import TINY_NAME, default_model
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.verifiers.global_resolution import Solver
 
@@ -128,7 +128,10 @@ def _converse(
 
 
 def study(
-    drafter: Annotated[list[str] | None, opt(f"{_NAMED}.", shown="eagle3 and eagle1")] = None,
+    drafter: Annotated[
+        list[str] | None,
+        opt(f"{_NAMED}.", shown="eagle3 and eagle1; of another --model than tiny, its own"),
+    ] = None,
     *,
     settings: Annotated[StudySettings, Fields(without=("beam", "draft_width"))],
     asked: Questions,
@@ -147,8 +150,10 @@ def study(
     chosen = asked.load()
     # Texts are read once each, and all drafters share them.
     engine = EngineConfig(prefix_cache=False, max_batch=max(1, len(chosen.questions)))
-    named = _by_name(drafter or ("eagle3", "eagle1"))
+    named: list[tuple[str, str | None]] = [*_by_name(drafter or ("eagle3", "eagle1"))]
     model = models.model or default_model(*(where for _, where in named))
+    if drafter is None and model != TINY_NAME:
+        named = [(model, None)]
     llms = {
         name: replace(models, model=model, drafter=where).load(Plan(), engine)
         for name, where in named
