@@ -100,7 +100,7 @@ def audit(
             expected = "neither --paths nor --depth beside it"
             raise InvalidArgument("widths", sizes["widths"], expected)
         sizes.setdefault("iterations", 1)  # no rule with state takes widths
-        sizes.setdefault("instances", 5)  # trees are many: of all rules, 2x2 takes half a minute
+        sizes.setdefault("instances", 5)  # such trees are many
     chosen = Sizes(**sizes)
     subjects = _subjects(module, samples)
     if every:
