@@ -115,7 +115,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The quotient is rounded to the dtype of ``x`` before it is multiplied.
     """
-    from eaglegbv.layer_kernels import norm_rows
+    from eaglegbv.layer_kernels import ROUNDED, norm_rows
 
     width = x.shape[-1]
     rows = _rows_of_heads(x)
@@ -132,6 +132,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
+        **ROUNDED,
     )
     return out if weight.dtype is x.dtype else out.to(torch.promote_types(x.dtype, weight.dtype))
 
@@ -164,7 +165,7 @@ def rotated_rows(
 
     Angles are ``[rows, dim]``; the first half of the sines is negative if they are ``signed``.
     """
-    from eaglegbv.layer_kernels import rotate_rows
+    from eaglegbv.layer_kernels import ROUNDED, rotate_rows
 
     q, k = _contiguous_lanes(q), _contiguous_lanes(k)
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -190,19 +191,20 @@ def rotated_rows(
         SIGNED=signed,
         BLOCK=_power_of_two(dim // 2),
         num_warps=1,
+        **ROUNDED,
     )
     return queries, keys
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, both ``[..., width]``; the first factor is rounded before."""
-    from eaglegbv.layer_kernels import gate_rows
+    from eaglegbv.layer_kernels import ROUNDED, gate_rows
 
     width = gate.shape[-1]
     gates, ups = (_contiguous_lanes(part.reshape(-1, width)) for part in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate_rows[(len(gates), -(-width // _LANES))](
-        gates, ups, out, gates.stride(0), ups.stride(0), width, BLOCK=_LANES
+        gates, ups, out, gates.stride(0), ups.stride(0), width, BLOCK=_LANES, **ROUNDED
     )
     return out
 

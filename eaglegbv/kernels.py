@@ -45,6 +45,12 @@ def _either(a, b):
 
 
 @triton.jit
+def _scalar(number):
+    """Return an int32 that loops and branches may change; an argument of 1 is no tensor."""
+    return tl.full((), number, tl.int32)
+
+
+@triton.jit
 def _entry(values, lanes, place):
     """Return the entry of ``values`` in lane ``place``."""
     return tl.sum(tl.where(lanes == place, values, tl.zeros_like(values)), axis=0)
@@ -108,8 +114,8 @@ def _weights(bits):
 @triton.jit
 def _top_k_edge(row_at, top_k, vocab, largest, temperature, PIECE: tl.constexpr):
     """Return the bits of the ``top_k``-th largest logit."""
-    low = tl.zeros_like(vocab)
-    high = low + _INFINITY
+    low = _scalar(0)
+    high = _scalar(_INFINITY)
     for _ in range(_SEARCHES):
         middle = low + (high - low) // 2
         counts = tl.zeros((PIECE,), tl.int32)
@@ -138,7 +144,7 @@ def _list_likely(row_at, list_at, top_p, edge, vocab, largest, temperature, PIEC
         masses += tl.where(bits <= edge, _weights(bits), 0.0)
     total = tl.sum(masses, axis=0)
     least = (1 - top_p) * total / (2.0 * vocab)
-    count = tl.zeros_like(vocab)
+    count = _scalar(0)
     for start in range(0, vocab, PIECE):
         columns = start + tl.arange(0, PIECE)
         bits = _bits(row_at, columns, vocab, largest, temperature)
@@ -174,8 +180,8 @@ def _top_p_edge(row_at, list_at, top_p, edge, vocab, largest, temperature, PIECE
     ``edge`` has the bits of the last one that top-k leaves; ``list_at`` is room for a row.
     """
     count, wanted = _list_likely(row_at, list_at, top_p, edge, vocab, largest, temperature, PIECE)
-    low = tl.zeros_like(vocab)
-    high = low + _LEAST
+    low = _scalar(0)
+    high = _scalar(_LEAST)
     for _ in range(_SEARCHES):
         middle = low + (high - low + 1) // 2
         room = _mass(list_at, count, middle, PIECE) < wanted
@@ -231,9 +237,9 @@ def warp_rows(
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0
     temperature = tl.where(greedy, 1.0, temperature)
-    edge = tl.zeros_like(vocab) + _INFINITY  # everything stays
+    edge = _scalar(_INFINITY)  # everything stays
     last = edge
-    ties = vocab
+    ties = _scalar(0) + vocab
     if TOP_K:
         top_k = tl.load(top_ks + row)
         if (top_k < vocab) & ~greedy:
@@ -249,7 +255,7 @@ def warp_rows(
     if MIN_P:
         least = tl.log(tl.load(min_ps + row))
     masses = tl.zeros((PIECE,), tl.float64)
-    seen = tl.zeros_like(vocab)
+    seen = _scalar(0)
     for start in range(0, vocab, PIECE):
         at = start + columns
         real = at < vocab

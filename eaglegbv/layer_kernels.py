@@ -7,6 +7,11 @@ Each rounds where tensor operations would, so results differ by the order of a s
 import triton
 import triton.language as tl
 
+ROUNDED = {"enable_fp_fusion": False}
+"""Options of kernels that round between a product and a sum; compilers fuse them otherwise, in the
+dtype of the results.
+"""
+
 
 @triton.jit
 def norm_rows(

@@ -178,7 +178,7 @@ def _draw(
         BLOCK=max(16, _power_of_two(width)),
         PIECE=PIECE,
         PIECES=_power_of_two(pieces),
-        num_warps=PIECE_WARPS,
+        num_warps=2 * PIECE_WARPS,  # a program a request: there are few
     )
 
 

@@ -94,8 +94,13 @@ def resources(kernel, constants):
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    options = {"num_warps": PIECE_WARPS if "PIECE" in constants else 4}
+    warps = {"warp_rows": PIECE_WARPS, "draw_corrections": 2 * PIECE_WARPS}
+    options = {"num_warps": warps.get(kernel.__name__, 4)}
+    if kernel.__module__ == layer_kernels.__name__:
+        options |= layer_kernels.ROUNDED
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    if "fma.rn.bf16" in compiled.asm["ptx"]:
+        sys.exit(f"{kernel.__name__} fuses products and sums that are rounded in between")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
