@@ -89,6 +89,7 @@ def test_padded_steps_commit_what_plain_ones_do(name, arch):
     assert metrics.value(GRAPH_DRAFTS, "replayed") == drafted
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 def test_a_compiled_target_commits_what_a_plain_one_does():
     """Padded or not; its graphs serve all sizes."""
@@ -269,7 +270,7 @@ def test_what_was_recorded_is_replayed_though_something_else_cannot_be():
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast.*", "ignore:.*CUDA.*")
-@pytest.mark.parametrize("name", ["iid", "fixed"])
+@pytest.mark.parametrize("name", ["iid", pytest.param("fixed", marks=pytest.mark.thorough)])
 def test_a_step_on_a_device_waits_once(name, device):
     plan, params = SETTINGS[name]
     away = tiny_engine(device="cuda", graphs=GraphMode.EAGER)
