@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from support.batched_trees import forks
 from support.drafting import TokenSession, random_table
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, grown
+from support.launches import launches
 from support.tape import Tape
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
@@ -81,10 +83,20 @@ def test_trees_are_those_of_plain_growth(
     assert_grown(grown(*case, uniforms), *case, uniforms)
 
 
-@pytest.mark.parametrize("draft_sampling", sorted(DraftSampling))
-def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> None:
+PLANS = {
+    **{str(own): Plan(paths=4, depth=3, draft_sampling=own) for own in DraftSampling},
+    "widths": Plan(widths=(2, 2, 1), draft_sampling=IID),
+    "wor widths": Plan(verifier="specinfer", widths=(1, 2, 2), draft_sampling=WOR),
+    "shape": Plan(depth=3, draft_sampling=FIXED, shape=SHAPES[2]),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("floor", [0.0, 0.01])
+def test_growing_reads_nothing_on_the_host(name: str, floor: float) -> None:
     """A recording raises at a host read; and its operations alone grow other trees."""
-    plan = Plan(paths=4, depth=3, draft_sampling=draft_sampling, min_confidence=0.01)
+    plan = msgspec.structs.replace(PLANS[name], min_confidence=floor)
+    draft_sampling = plan.draft_sampling or IID
     generator = torch.Generator().manual_seed(0)
 
     def numbers() -> list[torch.Tensor]:
@@ -94,8 +106,9 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
 
     def grow(roots: torch.Tensor, uniforms: torch.Tensor, probs: torch.Tensor) -> DraftTree:
         if draft_sampling is FIXED:
-            probs = probs[..., :4].log()
-        table = level_table(plan, draft_sampling, roots.device, width=4)
+            width = 7 if plan.shape else 4
+            probs = probs[..., :width].log()
+        table = level_table(plan, draft_sampling, roots.device, width=probs.shape[3])
         growth, count = TreeGrowth(table, roots, uniforms), 1
         for level in probs:
             rows = level[:, :count].flatten(0, 1)
@@ -114,6 +127,21 @@ def test_growing_reads_nothing_on_the_host(draft_sampling: DraftSampling) -> Non
         expected = grow(*new)
         for name, theirs in expected.tensors.items():
             assert torch.equal(recorded.tensors[name], theirs)
+
+
+def test_independent_paths_grow_in_few_operations() -> None:
+    """On a device each is a launch, where no kernels draw."""
+    plan = Plan(paths=3, depth=4)
+    table = level_table(plan, IID, torch.device("cpu"))
+    probs = torch.full((2 * 3, VOCAB), 1 / VOCAB, dtype=torch.float64)
+    ids = torch.arange(VOCAB).expand_as(probs)
+    uniforms = torch.rand((2, 3, 4), dtype=torch.float64)
+    with launches({}) as names:
+        growth = TreeGrowth(table, torch.zeros(2, dtype=torch.int64), uniforms)
+        for rows in (2, 6, 6, 6):
+            growth.grow(DraftProbs(ids[:rows], probs[:rows]))
+        growth.finish()
+    assert len(names) <= 125, names
 
 
 # --- fixed trees
