@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 __version__ = "0.4.10+stand.in"
 
@@ -40,6 +41,7 @@ def _unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
+_device_constructors()  # kept from now on: `with torch.device(...)` must know PyTorch's own
 for _name in ("empty", "tensor", "zeros"):
     setattr(torch, _name, _unpinned(getattr(torch, _name)))
 Tensor.pin_memory = lambda tensor, *_: tensor
