@@ -140,11 +140,17 @@ def test_tokens_without_text_end_their_own_request_only(llm, monkeypatch):
 def test_ctrl_c_ends_a_call_and_its_requests():
     """A real signal, at the main thread, which waits for an answer."""
     code = """
-        import os, signal, threading
+        import os, signal
         from eaglegbv import LLM, Plan, SamplingParams
+        class Interrupts:
+            steps = 0
+            def on_step(self, record):
+                self.steps += 1
+                if self.steps == 5:
+                    os.kill(os.getpid(), signal.SIGINT)
         llm = LLM("tiny", plan=Plan())
         params = SamplingParams(max_tokens=1500, ignore_eos=True)
-        threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+        llm.observe(Interrupts())
         try:
             llm.generate("Once", params)
         except KeyboardInterrupt:
