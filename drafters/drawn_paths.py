@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.devices import runs_kernels
+from eaglegbv.devices import WIDEST, runs_kernels
 from eaglegbv.drafters.tree_growth import in_columns
 from eaglegbv.sampling import WarpSettings, warped_rows
 from eaglegbv.tree import DraftSampling, DraftTree
-
-WIDEST = 8192  # entries of the longest draft list that a program holds
+from eaglegbv.utils import power_of_two
 
 
 def takes(plan: Plan, draft_sampling: DraftSampling, width: int, device: torch.device) -> bool:
@@ -76,7 +75,7 @@ class DrawnPaths:
         tokens = self._roots.new_empty((batch, plan.paths))
         values = self._uniforms.new_empty((batch, plan.paths))
         most = self._nodes.shape[2]
-        block = _power_of_two(self._width)
+        block = power_of_two(max(2, self._width))
         draft_kernels.draw_children[(batch, plan.paths)](
             warped,
             normalisers,
@@ -119,7 +118,7 @@ class DrawnPaths:
             plan.depth,
             self._level,
             most,
-            PATHS=_power_of_two(plan.paths),
+            PATHS=power_of_two(max(2, plan.paths)),
             num_warps=1,
         )
         self._rows = after
@@ -153,7 +152,3 @@ class _Rows:
         self.alive = alive  # [batch, paths] int8, whether the path goes on
         self.scores = scores  # [batch, paths] float64, the product of its draft probabilities
         self.nodes = nodes  # [batch] int64, nodes of each tree
-
-
-def _power_of_two(number: int) -> int:
-    return max(2, 1 << (number - 1).bit_length())

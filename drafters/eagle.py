@@ -169,9 +169,9 @@ class EagleDrafter(RowDrafter):
     ) -> Sequence[Tensor]:
         """Return the head's output at the last row of each segment; ``most`` rows are recorded."""
         if self._reading is not None:
-            found = self._reading.read(segments, features, most)
-            if found is not None:
-                return found.unbind(0)
+            last = self._reading.read(segments, features, most)
+            if last is not None:
+                return last.unbind(0)
         hidden = self._forward.read(segments, torch.cat(list(features)))
         ends = accumulate(segment.num_new for segment in segments)
         return [hidden[end - 1] for end in ends]

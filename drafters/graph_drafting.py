@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eaglegbv.attention.base import BranchAttention, BranchShape
 from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, NotRecordable, Outcomes, Recorder, Work
+from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, Bucket, NotRecordable, Outcomes, Recorder, Work
 from eaglegbv.devices import send
 from eaglegbv.drafters.draft_probs import DraftProbs, draft_params, draft_probs, log_probs, support
 from eaglegbv.drafters.drawn_paths import DrawnPaths, takes
@@ -20,6 +20,7 @@ from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams, WarpSettings
 from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.utils import power_of_two
 
 # The draft loop on the device, for fixed sizes.
 #
@@ -51,7 +52,7 @@ class _Kind:
         # One bound for all limits, so that one recording serves many mixtures of them.
         candidates = support(plan, draft_sampling, draft_vocab)
         largest = max((own for own in settings.limits if own < candidates), default=None)
-        limit = None if largest is None else min(1 << (largest - 1).bit_length(), candidates - 1)
+        limit = None if largest is None else min(power_of_two(largest), candidates - 1)
         used = frozenset(settings.columns) - ({"top_k"} if limit is None else set())
         return cls(requests, plan, draft_sampling, used, limit)
 
@@ -107,8 +108,7 @@ class DeviceDrafting:
         counts = self.counts.copy()
         slot = torch.tensor([self._forward.attention.pool.num_slots - 1])
         size, like = self._head.config.hidden_size, self._head.embedding
-        for exponent in range((requests - 1).bit_length() + 1):
-            count = 1 << exponent
+        for count in Bucket.sizes(requests):
             made = [
                 Request(0, (0,), params, plan, RequestRng(0), 1, token_ids=[0])
                 for _ in range(count)
@@ -125,7 +125,7 @@ class DeviceDrafting:
         Raises NotRecordable where texts are too long, or as was found now or before.
         """
         requests, plan, draft_sampling = call.requests, call.plan, call.draft_sampling
-        padded = 1 << (len(requests) - 1).bit_length()
+        padded = power_of_two(len(requests))
         if call.ruled:
             raise NotRecordable("rules")
         table = self._table(plan, draft_sampling)
@@ -159,8 +159,7 @@ class DeviceDrafting:
         trees = DraftTree(
             draft_sampling, *drafting.replay(), columns=in_columns(plan, draft_sampling)
         )
-        # Trees of another plan in this step would overwrite these. A lone row must not keep the
-        # strides of the buffer it was cut from, as graphs are made for strides too.
+        # Trees of another plan in this step would overwrite these. Kernels judge contiguous ones.
         kept = torch.contiguous_format
         return trees.mapped(lambda tensor: tensor[: len(requests)].clone(memory_format=kept))
 

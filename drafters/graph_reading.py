@@ -13,6 +13,7 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.attention.static import StaticBatch
 from eaglegbv.cuda_graphs import REPLAYED, Bucket, NotRecordable, Outcomes, Recorder, Work
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
+from eaglegbv.utils import power_of_two
 
 
 class DeviceReading:
@@ -58,8 +59,8 @@ class DeviceReading:
 
     def record(self, requests: int, rows_each: int) -> None:
         """Record now what up to so many requests with up to so many rows each will need."""
-        for exponent in range((requests - 1).bit_length() + 1):
-            bucket = _bucket(1 << exponent, rows_each)
+        for count in Bucket.sizes(requests):
+            bucket = _bucket(count, rows_each)
             if bucket is not None and bucket not in self._refused:
                 self._loaded(bucket, [], [])
 
@@ -88,7 +89,7 @@ def _bucket(requests: int, most: int) -> Bucket | None:
     How many rows a step commits is chance: a bucket for each number would be recorded time and
     again, and rows of one layer cost next to nothing.
     """
-    padded = 1 << (requests - 1).bit_length()
+    padded = power_of_two(requests)
     return Bucket.holding(padded, padded * most)
 
 

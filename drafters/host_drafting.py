@@ -142,7 +142,7 @@ def trimmed(tree: DraftTree) -> DraftTree:
         forks = int((tree.draft_counts() > 1).sum(dim=1).max())
     names = ("token_ids", "parents", "depth", "draft_ids", "draft_probs")
     kept: dict[str, Any] = {name: tree.tensors[name][:, :most] for name in names}
-    # Graphs are made for strides: those of a lone row must not be those of the buffer it is in.
+    # Kernels judge contiguous trees.
     contiguous = torch.contiguous_format
     return replace(tree, **kept, forks=forks).mapped(lambda x: x.clone(memory_format=contiguous))
 

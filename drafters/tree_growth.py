@@ -299,7 +299,7 @@ class TreeGrowth:
         children = Frontier(token_ids.flatten(1), alive, scores=scores)
         if self._sampling is not DraftSampling.IID or level.children == 1:
             return children
-        leaders = _first_equal(children, _repeated(rows.leaders, level.draws))
+        leaders = first_equal(children, _repeated(rows.leaders, level.draws))
         return children._replace(leaders=leaders)
 
     def _places(self, level: Level, probs: DraftProbs) -> tuple[Tensor | None, Tensor | None]:
@@ -482,7 +482,7 @@ def _all_alive(levels: Sequence[Frontier]) -> Tensor | None:
     return _joined([a if b is None else b for a, b in zip(everywhere, alive, strict=True)])
 
 
-def _first_equal(rows: Frontier, above: Tensor | None) -> Tensor:
+def first_equal(rows: Frontier, above: Tensor | None = None) -> Tensor:
     """Return ``[batch, rows]``, the first row alive of the same token below the same row.
 
     ``above`` ``[batch, rows]`` are the first rows at their parents; None below a single row.

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eaglegbv.config import GraphMode as GraphMode
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import power_of_two
 
 Work: TypeAlias = Callable[[], tuple[Tensor, ...]]
 """Reads static buffers and returns tensors; a replay returns the same tensors, recomputed.
@@ -227,9 +228,14 @@ class Bucket:
 
         There is at least one padding request, and each has at least one row.
         """
-        most = 1 << (requests - 1).bit_length()
+        most = power_of_two(requests)
         place = bisect_left(_ROWS, rows + most + 1 - requests)
         return cls(most, _ROWS[place]) if place < len(_ROWS) else None
+
+    @staticmethod
+    def sizes(requests: int) -> list[int]:
+        """Return the numbers to which batches of so many requests or fewer are padded."""
+        return [1 << exponent for exponent in range(power_of_two(requests).bit_length())]
 
     @classmethod
     def up_to(cls, requests: int, rows_each: int) -> list[Self]:

@@ -202,6 +202,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 PIECE = 4096  # entries of the vocabulary that a program of a kernel reads at once
+WIDEST = 8192  # entries of the longest draft list that a program holds
 PIECE_WARPS = 8  # warps that share them; with fewer, such a program mostly waits for memory
 
 

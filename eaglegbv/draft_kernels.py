@@ -9,11 +9,7 @@ Distributions are stored at their nodes, so that nothing is arranged at the end.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _entry(values, lanes, place):
-    """Return the entry of ``values`` in lane ``place``."""
-    return tl.sum(tl.where(lanes == place, values, tl.zeros_like(values)), axis=0)
+from eaglegbv.kernels import entry
 
 
 @triton.jit(do_not_specialize=["level"])
@@ -70,8 +66,8 @@ def draw_children(
     limit = tl.minimum(tl.load(uniforms + at * depth + level) * total, below)
     place = tl.min(tl.where(real & (cumulative > limit), lanes, BLOCK), axis=0)
     place = tl.where(place < BLOCK, place, 0)
-    tl.store(token_out + at, _entry(ids, lanes, place))
-    tl.store(chance_out + at, _entry(probs, lanes, place))
+    tl.store(token_out + at, entry(ids, lanes, place))
+    tl.store(chance_out + at, entry(probs, lanes, place))
 
     first = tl.where(inner, leader == child, child == 0)
     to = (request * most + node) * width + lanes

@@ -23,6 +23,8 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
+from eaglegbv.utils import power_of_two
+
 _ROTATE = apply_rotary_pos_emb.__name__
 _WIDEST_NORM = 1 << 16  # entries of the longest row that a program norms
 _LANES = 1024  # entries of a row that a program gates
@@ -120,7 +122,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = x.shape[-1]
     rows = _rows_of_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = _power_of_two(width)
+    block = power_of_two(width)
     norm_rows[(rows.shape[0] * rows.shape[1],)](
         rows,
         weight,
@@ -189,7 +191,7 @@ def rotated_rows(
         dim,
         dim // 2,
         SIGNED=signed,
-        BLOCK=_power_of_two(dim // 2),
+        BLOCK=power_of_two(dim // 2),
         num_warps=1,
         **ROUNDED,
     )
@@ -217,7 +219,3 @@ def _rows_of_heads(x: Tensor) -> Tensor:
 
 def _contiguous_lanes(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

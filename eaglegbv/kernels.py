@@ -51,7 +51,7 @@ def _scalar(number):
 
 
 @triton.jit
-def _entry(values, lanes, place):
+def entry(values, lanes, place):
     """Return the entry of ``values`` in lane ``place``."""
     return tl.sum(tl.where(lanes == place, values, tl.zeros_like(values)), axis=0)
 
@@ -329,16 +329,16 @@ def _selected(draft, target, n, lanes, shifted_at, width):
 def _label(q, b, v, rank, uniform, test, lanes, width):
     """Return the label of a draft of a given rank; see `transport.labels`."""
     moved = tl.where(lanes < width, b - v, 0.0)
-    excess = _entry(moved, lanes, rank)
+    excess = entry(moved, lanes, rank)
     side = tl.where(excess > 0, 1.0, tl.where(excess < 0, -1.0, 0.0))
     moved *= side
-    reach = _entry(tl.cumsum(tl.maximum(moved, 0.0), axis=0), lanes, rank)
+    reach = entry(tl.cumsum(tl.maximum(moved, 0.0), axis=0), lanes, rank)
     position = uniform * tl.abs(excess) - reach
     passed = tl.cumsum(tl.minimum(moved, 0.0), axis=0) > position
     partner = tl.minimum(tl.sum((passed & (lanes < width)).to(tl.int32), axis=0), width - 1)
     density = v / tl.maximum(q, _TINY)
-    gap = (_entry(density, lanes, partner) - _entry(density, lanes, rank)) * side
-    takes = test * (_entry(q, lanes, rank) * gap) < tl.abs(excess)
+    gap = (entry(density, lanes, partner) - entry(density, lanes, rank)) * side
+    takes = test * (entry(q, lanes, rank) * gap) < tl.abs(excess)
     # A giver that does not rank above its receiver is matched by rounding only: no exchange.
     takes &= (gap > 0) & ((partner - rank) * side > 0)
     return tl.where(takes, partner, rank)
@@ -513,8 +513,8 @@ def judge_paths(
         place = tl.load(place_at + tree_at + node)
         if RULE == "gbv":
             F = tl.cumsum(draft, axis=0)
-            chance = _entry(draft, lanes, place)
-            beneath = _entry(F, lanes, place) - chance
+            chance = entry(draft, lanes, place)
+            beneath = entry(F, lanes, place) - chance
             if K > 1:
                 whole = _power_step(tl.zeros_like(joint) + 1.0, joint, K)
                 draft = _power_step(below + joint * F, joint * draft, K)
@@ -541,8 +541,8 @@ def judge_paths(
                 stop_weight = tl.where(ends, 1.0, weight)
                 bonus = ends.to(tl.int32)
 
-        p = _entry(target, lanes, place)
-        b = _entry(draft, lanes, place)
+        p = entry(target, lanes, place)
+        b = entry(draft, lanes, place)
         ratio = tl.where(b > 0, p / tl.where(b > 0, b, 1.0), (p > 0).to(tl.float64))
         if RULE == "token":
             if going:
@@ -622,9 +622,9 @@ def draw_corrections(
         masses = tl.where(pieces == start // PIECE, tl.sum(part, axis=0), masses)
     ends = tl.cumsum(masses, axis=0)
     uniform = tl.maximum(tl.load(uniforms + request * uniforms_stride), _LEAST_UNIFORM)
-    threshold = uniform * _entry(ends, pieces, PIECES - 1)
+    threshold = uniform * entry(ends, pieces, PIECES - 1)
     piece = _first_lane((ends > threshold) & (masses > 0), pieces, PIECES)
-    before = _entry(ends, pieces, piece) - _entry(masses, pieces, piece)
+    before = entry(ends, pieces, piece) - entry(masses, pieces, piece)
     at = piece * PIECE + columns
     part = tl.load(own_at + at, mask=at < vocab, other=0.0)
     above = (before + tl.cumsum(part, axis=0) > threshold) & (part > 0)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import PIECE, PIECE_WARPS, runs_kernels
+from eaglegbv.devices import PIECE, PIECE_WARPS, WIDEST, runs_kernels
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.utils import power_of_two
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms
 
 RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that the kernels know
-WIDEST = 8192  # entries of the longest draft list that a program holds
 
 
 def takes(verifier: Verifier, tree: DraftTree) -> bool:
@@ -52,7 +52,7 @@ def judge(
     if tree.length == 0:
         return _sample_roots(tree, target, uniforms)
     batch, nodes, width = tree.draft_probs.shape
-    block = max(16, _power_of_two(width))
+    block = max(16, power_of_two(width))
     warps = max(4, min(16, block // 128))
     draws = tree.draws.flatten(1).contiguous()
     # [batch, draws, 2]: two numbers for every draw, in the order of draws.
@@ -89,7 +89,7 @@ def judge(
         RULE=verifier.name,
         IN_LOGS=target.in_logs,
         BLOCK=block,
-        DRAWS=_power_of_two(draws.shape[1]),
+        DRAWS=power_of_two(max(2, draws.shape[1])),
         num_warps=warps,
     )
     path_nodes = draws.new_empty((batch, tree.length))
@@ -117,7 +117,7 @@ def judge(
         tests.stride(0),
         RULE=verifier.name,
         BLOCK=block,
-        NODES=_power_of_two(nodes),
+        NODES=power_of_two(max(2, nodes)),
         num_warps=warps,
     )
     _draw(_Stops(ids, draft, stop, weight, bonus), width, target, uniforms.correction, token_ids)
@@ -175,12 +175,8 @@ def _draw(
         target.vocab,
         uniforms.stride(0),
         IN_LOGS=target.in_logs,
-        BLOCK=max(16, _power_of_two(width)),
+        BLOCK=power_of_two(max(16, width)),
         PIECE=PIECE,
-        PIECES=_power_of_two(pieces),
+        PIECES=power_of_two(max(2, pieces)),
         num_warps=2 * PIECE_WARPS,  # a program a request: there are few
     )
-
-
-def _power_of_two(number: int) -> int:
-    return max(2, 1 << (number - 1).bit_length())

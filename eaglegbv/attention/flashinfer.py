@@ -39,6 +39,7 @@ from eaglegbv.config import MAX_DEPTH
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable
 from eaglegbv.devices import runs_kernels, send, upload
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import power_of_two
 
 HEAD_DIMS = frozenset({64, 128, 256})  # head sizes with which the kernels are tested upstream
 DTYPES = frozenset({torch.float16, torch.bfloat16})
@@ -556,7 +557,7 @@ class Wrappers:
         earlier sizes keep the room they got.
         """
         if count > len(self._tree_keys):
-            self._tree_keys = self._room_for_keys(1 << (count - 1).bit_length())
+            self._tree_keys = self._room_for_keys(power_of_two(count))
         return self._tree_keys
 
     def _room_for_keys(self, count: int) -> Tensor:
@@ -575,7 +576,7 @@ class Wrappers:
         )
         if needed > len(self._workspace):
             # With powers of two, the earlier pieces together are no larger than this one.
-            size = 1 << (needed - 1).bit_length()
+            size = power_of_two(needed)
             with torch.inference_mode(mode=False):
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspace

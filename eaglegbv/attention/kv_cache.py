@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import InvalidArgument, OutOfSlots
-from eaglegbv.utils import require_number
+from eaglegbv.utils import power_of_two, require_number
 
 _BLANK, _TAKEN, _KEPT = 0, 1, 2
 """States of a slot. Blank and kept slots are both free, but the contents of a kept one may be used
@@ -230,7 +230,7 @@ def _write_by_kernel(
         values.stride(1),
         heads,
         dim,
-        BLOCK=1 << (heads * dim - 1).bit_length(),
+        BLOCK=power_of_two(heads * dim),
     )
 
 

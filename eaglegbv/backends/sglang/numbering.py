@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.backends.sglang.tree_layout import ShortProbs, representatives
+from eaglegbv.backends.sglang.tree_layout import ShortProbs
 from eaglegbv.devices import runs_kernels
+from eaglegbv.drafters.tree_growth import Frontier, first_equal
 from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.utils import power_of_two
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.paths import rows_at
 
@@ -45,9 +47,9 @@ def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
         return _launch_numbering(tokens, packed, paths)
     K, L = paths, (tokens.shape[1] - 1) // paths
     drawn = tokens[:, 1:].view(-1, L, K)
-    levels = [representatives(drawn[:, 0])]
+    levels = [first_equal(Frontier(drawn[:, 0]))]
     for depth in range(1, L):
-        levels.append(representatives(drawn[:, depth], levels[-1]))
+        levels.append(first_equal(Frontier(drawn[:, depth]), levels[-1]))
     nodes = torch.arange(K * L + 1, device=tokens.device).expand(len(tokens), -1)
     standing = torch.stack(levels, dim=1)  # [batch, L, K]
     # SGLang's number of the node that represents each path at each depth, and of the one above.
@@ -82,8 +84,6 @@ def draft_tree(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
 
 
 def _launch_numbering(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTree:
-    import triton
-
     from eaglegbv.backends.sglang import kernels
 
     batch, nodes = tokens.shape
@@ -107,8 +107,8 @@ def _launch_numbering(tokens: Tensor, packed: Tensor, paths: int) -> NumberedTre
         paths,
         length,
         width,
-        PATHS=triton.next_power_of_2(max(2, paths)),
-        BLOCK=triton.next_power_of_2(max(2, width)),
+        PATHS=power_of_two(max(2, paths)),
+        BLOCK=power_of_two(max(2, width)),
     )
     tree = DraftTree(
         draft_sampling=DraftSampling.IID,
@@ -150,8 +150,6 @@ def acceptance(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
 
 
 def _launch_report(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
-    import triton
-
     from eaglegbv.backends.sglang import kernels
 
     tree = numbered.tree
@@ -167,7 +165,7 @@ def _launch_report(verdict: Verdict, numbered: NumberedTree) -> Acceptance:
         nodes,
         tree.length,
         tree.nodes,
-        STEPS=triton.next_power_of_2(tree.length + 1),
-        NODES=triton.next_power_of_2(tree.nodes),
+        STEPS=power_of_two(tree.length + 1),
+        NODES=power_of_two(tree.nodes),
     )
     return Acceptance(tokens, nodes, verdict.accepted)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.devices import first_true, send
+from eaglegbv.devices import send
 from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.drafters.tree_growth import LevelTable, TreeGrowth, level_table
 from eaglegbv.tree import DraftSampling
@@ -47,15 +47,6 @@ class ShortProbs(DraftProbs):
     def pack(self) -> Tensor:
         """Return ``[..., 2, width]`` float64: ids, which are exact there, and probabilities."""
         return torch.stack((self.ids.to(torch.float64), self.probs), dim=-2)
-
-
-def representatives(tokens: Tensor, above: Tensor | None = None) -> Tensor:
-    """Return which path represents each at a depth, the first with equal tokens up to there.
-
-    ``tokens`` are ``[batch, paths]`` int64, and ``above`` the representatives of the depth before.
-    """
-    same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
-    return first_true(same if above is None else same & (above.unsqueeze(2) == above.unsqueeze(1)))
 
 
 class RoundTables(NamedTuple):
@@ -234,8 +225,9 @@ class RoundBuffers:
         batch, temperatures = len(slots), self.temperatures(len(slots))
         roots = ShortProbs.unpack(self._roots[slots]).tempered(temperatures)
         drawn = self.uniforms[:batch, : paths * length].view(batch, paths, length)
-        self._tables = RoundTables.of(paths, length, drawn.device)
-        growth = RoundGrowth(self._tables, roots, drawn, self._greedy[:batch])
+        tables = RoundTables.of(paths, length, drawn.device)
+        self._tables = tables  # recorded graphs read them, as long as these buffers
+        growth = RoundGrowth(tables, roots, drawn, self._greedy[:batch])
         temperatures = temperatures.repeat_interleave(paths, dim=0)
         packed = [roots.pack().unsqueeze(1)]
         for _ in range(length - 1):
