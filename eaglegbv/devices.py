@@ -5,6 +5,7 @@ device's queue. A copy back waits until all earlier work is done. So a step of t
 such copy, of everything it needs to know.
 """
 
+import ctypes
 import logging
 import math
 import platform
@@ -156,6 +157,25 @@ def torch_as_usual() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+_SOFT_PAUSE = 1  # omp_pause_soft: what the runtime knows stays, its threads go
+
+
+def end_idle_workers() -> None:
+    """End the OpenMP workers that wait for the calling thread; its next operation starts others.
+
+    Each thread that computes keeps workers of its own until it ends. GNU's OpenMP lets workers spin
+    between two operations as long as the process has no more of them than cores; with one more they
+    sleep, and waking them takes longer than a small product. So a thread that only waits for
+    another one's results ends its own (``omp_pause_resource_all`` of OpenMP 5.0). Where no such
+    function is to be found, nothing happens.
+    """
+    try:
+        pause = ctypes.CDLL(None).omp_pause_resource_all
+    except (AttributeError, TypeError):  # TypeError: Windows, which has no such handle
+        return
+    pause(_SOFT_PAUSE)
 
 
 def processor_name() -> str:

@@ -33,7 +33,7 @@ from eaglegbv.config import (
     plans_of,
 )
 from eaglegbv.cost_cache import CostCache, shape_of
-from eaglegbv.devices import AUTO_DTYPE, place_of
+from eaglegbv.devices import AUTO_DTYPE, end_idle_workers, place_of
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 from eaglegbv.loading import check_model, drafter_class, load_pair, model_revision, named_models
@@ -507,6 +507,7 @@ class LLM(TextGenerator):
         self._engine.check_plan(planning)
         if not isinstance(planning, AutoPlan):
             self._engine.record(planning, SamplingParams())
+        end_idle_workers()  # those that loading needed
         self._serving = Serving(self._engine, words)
         # Where the last user goes, or the interpreter exits, whatever is unanswered ends.
         self._finalizer = weakref.finalize(self, self._serving.close, _FINALISER_WAITS)

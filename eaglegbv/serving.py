@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.config import Planning
+from eaglegbv.devices import end_idle_workers
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, EngineBusy, StepFailed
 from eaglegbv.request import FinishReason, Request
@@ -158,6 +159,7 @@ class Serving:
 
     def _enqueue(self, work: Callable[[Engine], Value]) -> "Future[Value]":
         self._check_process()
+        end_idle_workers()  # of the caller, who waits for the engine's thread now
         future: Future[Value] = Future()
         with self._lock:
             self.check()

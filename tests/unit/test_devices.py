@@ -1,5 +1,7 @@
 import logging
 import platform
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from eaglegbv import devices
 from eaglegbv.devices import (
     cpu_dtype,
     dtype_name,
+    end_idle_workers,
     fetch,
     named_device,
     place_of,
@@ -125,3 +128,40 @@ def test_products_in_both_dtypes_are_timed():
 def test_no_other_dtype_has_a_name():
     with pytest.raises(InvalidArgument, match="dtype='half': expected one of auto, float32"):
         place_of("cpu", "half")
+
+
+# --- workers of a thread that waits for another
+THREADS = Path("/proc/self/task")
+
+
+@pytest.fixture
+def two_torch_threads():
+    number = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    end_idle_workers()
+    torch.set_num_threads(number)
+
+
+def _threads():
+    return len(list(THREADS.iterdir()))
+
+
+def _wait_for_threads(fewer_than):
+    deadline = time.monotonic() + 10
+    while _threads() >= fewer_than:  # they end by themselves
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not THREADS.is_dir(), reason="threads are counted on Linux")
+def test_a_thread_ends_the_workers_that_wait_for_it(two_torch_threads):
+    matrix = torch.ones(512, 512)  # made by two workers
+    computing = _threads()
+    end_idle_workers()
+    _wait_for_threads(fewer_than=computing)
+    product = matrix @ matrix
+    assert _threads() == computing
+    end_idle_workers()
+    _wait_for_threads(fewer_than=computing)
+    assert torch.equal(matrix @ matrix, product)  # others do it
