@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-import msgspec
 import typer
+from msgspec.structs import replace as with_fields
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
@@ -93,7 +93,9 @@ def audit(
     rejects; 2 for bad input.
     """
     if context.invoked_subcommand is not None:
-        _refuse_own_options(context)
+        for name in opts.given_options(context):
+            expected = f"no option of audit itself before {context.invoked_subcommand!r}"
+            raise InvalidArgument(name, context.params[name], expected)
         return
     if "widths" in sizes:
         if "paths" in sizes or "depth" in sizes:
@@ -103,32 +105,18 @@ def audit(
         sizes.setdefault("instances", 5)  # such trees are many
     chosen = Sizes(**sizes)
     subjects = _subjects(module, samples)
-    if every:
-        if verifier is not None or draft_sampling is not None:
-            raise InvalidArgument("all", True, "neither --verifier nor --draft-sampling beside it")
-        jobs = [
-            _job(subject, one, chosen, clip=True)
-            for subject in subjects.values()
-            for one in sorted(subject.rule.draft_samplings)
-        ]
-        if chosen.widths:
-            jobs = _accepted(jobs)
-    else:
+    if not every:
         subject = _choose(subjects, verifier)
         jobs = [_job(subject, draft_sampling, chosen, clip="paths" not in sizes)]
+    elif verifier is None and draft_sampling is None:
+        jobs = _every_job(subjects, chosen)
+    else:
+        raise InvalidArgument("all", True, "neither --verifier nor --draft-sampling beside it")
     results = _run(jobs, as_json=as_json)
     if not as_json:
         opts.print_rows([result.facts for result in results], COLUMNS)
     if not all(result.passed for result in results):
         raise typer.Exit(FAILED)
-
-
-def _refuse_own_options(context: typer.Context) -> None:
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            expected = f"no option of audit itself before {context.invoked_subcommand!r}"
-            raise InvalidArgument(name, context.params[name], expected)
 
 
 def _subjects(module: Path | None, samples: int | None) -> dict[str, Subject]:
@@ -154,20 +142,22 @@ def _job(subject: Subject, chosen: DraftSampling | None, sizes: Sizes, *, clip: 
     if sizes.widths or not clip:
         return subject, chosen, sizes
     paths = subject.fitting_paths(chosen, sizes.paths)
-    return subject, chosen, msgspec.structs.replace(sizes, paths=paths)
+    return subject, chosen, with_fields(sizes, paths=paths)
 
 
-def _accepted(jobs: Sequence[Job]) -> list[Job]:
-    """Return the audits of rules that take trees of the widths; say which do not."""
-    accepted = []
-    for subject, chosen, sizes in jobs:
-        try:
-            subject.check(chosen, sizes.shape)
-        except SamplingMismatch as error:
-            typer.echo(f"{subject.rule.name} on {chosen} is left out: {error}", err=True)
-        else:
-            accepted.append((subject, chosen, sizes))
-    return accepted
+def _every_job(subjects: dict[str, Subject], sizes: Sizes) -> list[Job]:
+    """Return the audits of all rules on all they take; say which take no trees of the widths."""
+    jobs = []
+    for subject in subjects.values():
+        for chosen in sorted(subject.rule.draft_samplings):
+            try:
+                if sizes.widths:
+                    subject.check(chosen, sizes.shape)
+            except SamplingMismatch as error:
+                typer.echo(f"{subject.rule.name} on {chosen} is left out: {error}", err=True)
+            else:
+                jobs.append(_job(subject, chosen, sizes, clip=True))
+    return jobs
 
 
 def _run(jobs: Sequence[Job], *, as_json: bool) -> list[Result]:
@@ -217,16 +207,15 @@ def pair(
     """
     if tree.depth is None and tree.widths is None:
         tree = replace(tree, depth=DEPTH)
-    plans = []
-    for name in opts.verifier_names(verifier):
-        if name == PLAIN.verifier:  # the tree is that of the others
-            plans.append(PLAIN)
-        else:
-            plans.append(opts.fitting(replace(tree, verifier=name)).plan())
+    plans = [
+        # With none, the tree is that of the others.
+        PLAIN if name == PLAIN.verifier else opts.fitting(replace(tree, verifier=name)).plan()
+        for name in opts.verifier_names(verifier)
+    ]
     exact = models.dtype == "float32" if against is None else against == "exact"
     if against not in (None, "exact", "plain"):
         raise InvalidArgument("against", against, one_of(("exact", "plain"), against))
-    params = msgspec.structs.replace(sampling, max_tokens=tokens)
+    params = with_fields(sampling, max_tokens=tokens)
     drafted = next((plan for plan in plans if plan.speculative), PLAIN)
     prompts = prompt or ["Name three kinds of fruit."]
     other = "their exact distribution" if exact else "as many of plain decoding"
@@ -242,10 +231,7 @@ def pair(
         progress=not as_json and sys.stderr.isatty(),
     ):
         passed &= result.passed
-        if as_json:
-            opts.print_json(result)
-        else:
-            opts.print_rows([result.facts], COLUMNS)
+        opts.print_results([result], COLUMNS, as_json=as_json, rows=[result.facts])
     if not as_json:
         typer.echo(PAIR_LEGEND)
     if not passed:
@@ -283,15 +269,11 @@ def picture(
     by_temperature = list(first)
     by_paths = list(second)
     figures = list(dict.fromkeys([*by_temperature, *by_paths]))
-    if as_json:
-        for figure in figures:
-            opts.print_json(figure)
-    else:
-        opts.print_rows([msgspec.structs.asdict(one) for one in figures], COLUMNS)
+    opts.print_results(figures, COLUMNS, as_json=as_json)
     if out is not None:
         caption = (
             f"Synthetic models: V = {settings.vocab}, L = {settings.depth}, "
             f"target logits N(0, {SHARPNESS:g}\u00b2), drafter's error N(0, {NOISE:g}\u00b2); "
             f"{settings.trees} trees a point; bars: 95%"
         )
-        typer.echo(f"wrote {draw(by_temperature, by_paths, out, caption=caption)}", err=True)
+        opts.print_wrote(draw(by_temperature, by_paths, out, caption=caption))

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from eaglegbv.cli import bench_papers, bench_results, bench_speed
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import Models, Questions, opt
 from eaglegbv.cli.structs import Fields, entries, member
-from eaglegbv.config import AUTO, PLAIN, DraftSampling, EngineConfig, Plan, PlanChoices
+from eaglegbv.config import AUTO, PLAIN, DraftSampling, Plan, PlanChoices
 from eaglegbv.devices import AUTO_DTYPE, dtype_name, place_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import statistics
@@ -141,13 +140,17 @@ def mt_bench(
     )
     if wanted.left_out:
         typer.echo(f"left out, not lossless: {', '.join(wanted.left_out)}", err=True)
-    sittings, tokenizer, precision, place = _serving(backend, models, settings)
-    template = tokenizer.chat_template
+    _check_backend(backend, models, settings)
+    target = str(models.named.target)
+    check_model(target)
+    template = load_tokenizer(target).chat_template
     if template is None:
         expected = "a model whose tokenizer has a chat template"
         raise InvalidArgument("model", settings.model, expected)
     # Some tokenizers have several templates, by name.
     template = template if isinstance(template, str) else template["default"]
+    place, precision = _place(backend, models)
+    sittings = _sittings(backend, models, settings)
     folder = RunFolder(
         out or Path("runs") / chosen.suite,
         msgspec.structs.replace(settings, template=template, dtype=precision),
@@ -250,14 +253,8 @@ def _report(folder: RunFolder, *, plots: bool) -> None:
     if plots:
         written += draw_all(results, folder.path / "plots")
     typer.echo(plain_text(table(summaries)))
-    _report_errors(summaries)
-    typer.echo("\n".join(f"wrote {path}" for path in written), err=True)
-
-
-def _report_errors(summaries: Sequence[statistics.Summary]) -> None:
-    broken = ", ".join(f"{s.setting}: {s.errors}" for s in summaries if s.errors)
-    if broken:
-        typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
+    opts.print_broken({summary.setting: summary.errors for summary in summaries})
+    opts.print_wrote(*written)
 
 
 # What answers: this engine, SGLang, or transformers.
@@ -274,52 +271,46 @@ class Sitting:
     baselines: Mapping[str, Generate] = field(default_factory=dict)
 
 
-Serving: TypeAlias = tuple[Sequence[Sitting], PreTrainedTokenizerBase, str, str]
-"""What answers in all settings of a run: sittings in order, and the target's tokenizer, dtype and
-device. Settings of different sittings do not take turns."""
-
-
-def _serving(kind: BackendName, models: Models, settings: RunSettings) -> Serving:
+def _check_backend(kind: BackendName, models: Models, settings: RunSettings) -> None:
+    """Raise InvalidArgument where something is asked for that the backend does not take."""
     arguments = settings.backend_arguments
     if arguments and kind is not BackendName.SGLANG:
         raise InvalidArgument("backend-arguments", arguments, "none but with --backend sglang")
-    if kind is BackendName.LOCAL:
-        return _local(models, settings.settings)
-    if models.compile_backend is not None:
+    if models.compile_backend is not None and kind is not BackendName.LOCAL:
         expected = f"none: --backend {kind} compiles its own way"
         raise InvalidArgument("compile", models.compile_backend, expected)
-    target = str(models.named.target)
+    baselines = [one.name for one in settings.settings if one.baseline]
+    if baselines and kind is BackendName.SGLANG:
+        expected = "none with --backend sglang: its engines run one at a time"
+        raise InvalidArgument("baselines", baselines, expected)
+
+
+def _sittings(kind: BackendName, models: Models, settings: RunSettings) -> list[Sitting]:
+    """Return what answers in all settings; those of different sittings do not take turns."""
     if kind is BackendName.SGLANG:
-        if any(setting.baseline is not None for setting in settings.settings):
-            expected = "none with --backend sglang: its engines run one at a time"
-            given = [s.name for s in settings.settings if s.baseline]
-            raise InvalidArgument("baselines", given, expected)
-        check_model(target)
         # One engine for each plan, one after another.
-        sittings = [
+        arguments = settings.backend_arguments
+        return [
             Sitting(group, partial(_sglang_engine, models, group[0].plan, arguments))
             for group in _by_plan(settings.settings)
         ]
-        device = models.device or "SGLang's choice"
-        dtype = "SGLang's choice" if models.dtype == AUTO_DTYPE else models.dtype
-        return sittings, load_tokenizer(target), dtype, device
-    check_model(target)
+    generate: Generate | None = None
+    if kind is BackendName.LOCAL:
+        plans = (setting.plan for setting in settings.settings)
+        drafting = next((plan for plan in plans if plan.speculative), PLAIN)
+        generate = models.load(drafting, opts.UNCACHED).generate
     baselines = _baselines(models, settings.settings)
-    place, precision = place_of(models.device, models.dtype)
-    # No setting answers by a plan.
-    first = next(iter(baselines.values()))
-    sitting = Sitting(settings.settings, lambda: nullcontext(first), baselines)
-    return [sitting], load_tokenizer(target), dtype_name(precision), str(place)
+    answer = generate or next(iter(baselines.values()))
+    return [Sitting(settings.settings, lambda: nullcontext(answer), baselines)]
 
 
-def _local(models: Models, settings: tuple[Setting, ...]) -> Serving:
-    """Load this package's engine, and also transformers if a baseline needs it."""
-    plans = [setting.plan for setting in settings if setting.baseline is None]
-    widest = next((plan for plan in plans if plan.speculative), plans[0])
-    # Every setting and repeat answers the same prompts, and must read them itself.
-    llm = models.load(widest, EngineConfig(prefix_cache=False))
-    sitting = Sitting(settings, lambda: nullcontext(llm.generate), _baselines(models, settings))
-    return [sitting], llm.tokenizer, dtype_name(llm.dtype), str(llm.device)
+def _place(kind: BackendName, models: Models) -> tuple[str, str]:
+    """Return the device and the dtype of the target, in words."""
+    if kind is not BackendName.SGLANG:
+        place, precision = place_of(models.device, models.dtype)
+        return str(place), dtype_name(precision)
+    chosen = "SGLang's choice"
+    return models.device or chosen, chosen if models.dtype == AUTO_DTYPE else models.dtype
 
 
 def _by_plan(settings: Sequence[Setting]) -> list[tuple[Setting, ...]]:
@@ -365,8 +356,7 @@ def _baselines(models: Models, settings: Sequence[Setting]) -> dict[str, Generat
 
 
 @app.command(
-    short_help="Compare verifiers through a server of SGLang's.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Compare verifiers through a server of SGLang's.", context_settings=opts.PASSED_ON
 )
 def served(
     context: typer.Context,

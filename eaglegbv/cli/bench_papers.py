@@ -1,5 +1,6 @@
 """``bench paper``, ``study``, ``solvers`` and ``drafters``: comparisons on the same questions."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -75,8 +76,6 @@ def drafters(
     # Refused before anything is loaded.
     SamplingParams(temperature=temperature, **run)
     named = _by_name(drafter)
-    # Every drafter and plan answers the same prompts, and must read them itself.
-    engine = EngineConfig(prefix_cache=False)
     reports: list[DrafterReport] = []
     first: dict[Plan, list[Record]] = {}
     model = models.model or default_model(*(where for _, where in named))
@@ -84,7 +83,7 @@ def drafters(
     with opts.progress(total, "conversation") as bar:
         for name, where in named:
             pair = replace(models, model=model, drafter=where)
-            llm = pair.load(plans[0], engine)
+            llm = pair.load(plans[0], opts.UNCACHED)
             for plan in plans:
                 setting = Setting(plan=plan, temperature=temperature)
                 settings = opts.run_settings(chosen, pair, (setting,), **run)
@@ -101,9 +100,10 @@ def drafters(
         )
         return
     typer.echo("\n\n".join(map(plain_text, (depth_table(reports), category_table(reports)))))
-    broken = sum(one.errors for one in reports)
-    if broken:
-        typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
+    broken = Counter[str]()
+    for report in reports:
+        broken[report.name] += report.errors
+    opts.print_broken(broken)
 
 
 def _converse(
@@ -197,11 +197,11 @@ def study(
     findings = [*tree_findings(result), *temperature_findings(result), *shape_findings(result)]
     typer.echo(plain_text(table) + "\n" + "\n".join(f"- {finding}" for finding in findings))
     if settings.shapes:
-        typer.echo(f"wrote {path}", err=True)
+        opts.print_wrote(path)
         return
     with picture_style():
         pictures = save_pictures(study_canvas(result), out, "study")
-    typer.echo("\n".join(f"wrote {one}" for one in [*pictures, path]), err=True)
+    opts.print_wrote(*pictures, path)
 
 
 def paper(
@@ -224,8 +224,7 @@ def paper(
     chosen = PAPERS[name]
     folder = out or Path("runs") / f"paper-{name}"
     questions = asked.load()
-    # Every setting answers the same prompts, and must read them itself.
-    llm = models.load(Plan(), EngineConfig(prefix_cache=False))
+    llm = models.load(Plan(), opts.UNCACHED)
     site = Site(
         folder, questions, options, llm, lambda what, steps: opts.progress(steps, "text", what)
     )
@@ -297,10 +296,7 @@ def solvers(
             time_limit=time_limit / 1e3,
             on_row=lambda row: bar.update(note=f"V {row.vocab}, n {row.drafts}: {row.solver}"),
         )
-    if as_json:
-        opts.print_json(report)
-        return
-    opts.print_rows([msgspec.structs.asdict(row) for row in report.rows], SOLVER_COLUMNS)
+    opts.print_results([report], SOLVER_COLUMNS, as_json=as_json, rows=report.rows)
 
 
 SOLVER_COLUMNS = {

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from eaglegbv.cli.options import make_app, opt
+from eaglegbv.cli.options import make_app, opt, print_wrote
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import comparison
 from eaglegbv.eval.plots import check_matplotlib, draw_all
+from eaglegbv.eval.records import pretty
 from eaglegbv.eval.report import plain_text
 from eaglegbv.eval.results import add_evidence, draw, page, read_evidence
 from eaglegbv.eval.runner import load_results
@@ -58,8 +58,8 @@ def compare(
     if b is not None:
         typer.echo("speeds were measured in two sittings; the intervals do not cover that")
     if out is not None:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(comparisons), indent=1) + b"\n")
-        typer.echo(f"wrote {out}", err=True)
+        out.write_bytes(pretty(comparisons))
+        print_wrote(out)
 
 
 def plot(
@@ -71,7 +71,7 @@ def plot(
     """
     loaded = load_results(run, "run")
     folder = out or (run if run.is_dir() else run.parent) / "plots"
-    typer.echo("\n".join(f"wrote {path}" for path in draw_all(loaded, folder)), err=True)
+    print_wrote(*draw_all(loaded, folder))
 
 
 def results(
@@ -99,14 +99,14 @@ def results(
         name, equals, path = entry.partition("=")
         if not equals:
             raise InvalidArgument("add", entry, "NAME=PATH")
-        typer.echo(f"wrote {add_evidence(folder, name, Path(path))}", err=True)
+        print_wrote(add_evidence(folder, name, Path(path)))
     if not folder.is_dir():
         raise InvalidArgument("folder", str(folder), "a folder of measured files")
     evidence = read_evidence(folder)
     written = draw(evidence, folder)
     target = to or folder.with_name(folder.name + ".md")
     target.write_text(page(evidence, folder=folder.name), encoding="utf-8")
-    typer.echo("\n".join(f"wrote {path}" for path in [*written, target]), err=True)
+    print_wrote(*written, target)
 
 
 @view_app.command()
@@ -123,4 +123,4 @@ def view(
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidArgument("out", str(target), f"a file to write ({error})") from error
-    typer.echo(f"wrote {target}", err=True)
+    print_wrote(target)

@@ -106,7 +106,7 @@ def batch(
             dtype=dtype_name(precision),
         )
         out.write_bytes(msgspec.json.encode(results) + b"\n")
-        typer.echo(f"wrote {out}", err=True)
+        opts.print_wrote(out)
 
 
 @dataclass(frozen=True)
@@ -335,10 +335,7 @@ def endpoint(
     total = sum(load.clients) * (1 + load.each)
     with opts.progress(total, "answer") as bar:
         rows = list(measure_endpoint(url, api_key, conversations, load, bar.update))
-    if as_json:
-        opts.print_json(rows)
-    else:
-        opts.print_rows([msgspec.structs.asdict(row) for row in rows], LOAD_COLUMNS)
+    opts.print_results([rows], LOAD_COLUMNS, as_json=as_json, rows=rows)
 
 
 def _note(out: Path | None, facts: object) -> None:

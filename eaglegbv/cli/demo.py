@@ -11,7 +11,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import answer, messages
 from eaglegbv.cli.options import opt
 from eaglegbv.cli.structs import Fields
-from eaglegbv.config import AUTO, PLAIN, EngineConfig
+from eaglegbv.config import AUTO, PLAIN
 from eaglegbv.eval.baselines import PLAIN as TRANSFORMERS
 from eaglegbv.eval.baselines import Library, baseline
 from eaglegbv.eval.questions import load_questions, make_prompts
@@ -65,8 +65,7 @@ def demo(
         prompts=questions,
         seed=seed,
     )
-    # Every way must read its prompts itself.
-    llm = models.load(AUTO, EngineConfig(prefix_cache=False))
+    llm = models.load(AUTO, opts.UNCACHED)
     params = llm.sampling_defaults
     if params == SamplingParams():
         params = SILENT

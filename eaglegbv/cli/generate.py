@@ -107,7 +107,7 @@ class Output:
         with Tracer(self.trace, decode=llm.decode if self.trace_trees else None) as tracer:
             llm.observe(tracer, trees=self.trace_trees)
             yield
-        typer.echo(f"wrote {self.trace}", err=True)
+        opts.print_wrote(self.trace)
 
 
 Sampling = Annotated[
@@ -251,7 +251,9 @@ def serve(
         raise InvalidArgument("widths", plan.widths, expected)
     pair = named_models(model, models.drafter)
     if pair.drafter is None:
-        _refuse_drafting(context)
+        for name in opts.given_options(context):
+            if name in _DRAFTING:
+                raise InvalidArgument("drafter", None, f"an EAGLE head, for {name}")
     start = launch(
         pair.target,
         pair.drafter,
@@ -267,11 +269,3 @@ def serve(
         return
     sys.stdout.flush()
     os.execve(start.command[0], start.command, os.environ | start.environment)
-
-
-def _refuse_drafting(context: typer.Context) -> None:
-    """Raise :class:`InvalidArgument` if an option says how to draft, as nothing drafts."""
-    for name in _DRAFTING:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise InvalidArgument("drafter", None, f"an EAGLE head, for {name}")

@@ -4,7 +4,6 @@ import argparse
 import codecs
 import json
 import logging
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +12,15 @@ from io import TextIOWrapper
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import eaglegbv
 from eaglegbv.cli import generate, heads
-from eaglegbv.cli.options import make_app
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.cli.options import PASSED_ON, make_app
+from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
 ESCAPES = "eaglegbv.escapes"  # name of a way to encode, for Python's codecs
-TOLD = ("devices", "gguf", "loading")  # modules whose log is printed too, on standard error
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+LOGS = ("devices", "gguf", "loading")  # modules whose log is printed too, on standard error
 
 app = make_app("Lossless tree speculation for large language models.")
 # Commands with a long first sentence have a short help, or the list would cut the sentence off.
@@ -43,10 +40,7 @@ def _add(name: str, place: str, text: str) -> None:
     def command(context: typer.Context) -> None:
         module, _, attribute = place.partition(":")
         group = getattr(import_module(f"eaglegbv.cli.{module}"), attribute)
-        try:
-            group(context.args, prog_name=f"eaglegbv {name}")
-        except InvalidArgument as error:
-            raise EagleGBVError(_in_options_terms(error, group, context.args)) from error
+        group(context.args, prog_name=f"eaglegbv {name}")
 
 
 _add("demo", "demo:app", "Answer a prompt, and show what speculation gains.")
@@ -72,27 +66,6 @@ def _options(
     """Handle the options that come before a command."""
 
 
-def _in_options_terms(error: InvalidArgument, group: typer.Typer, given: Sequence[str]) -> str:
-    """Return what ``error`` says, with the names of the given command's options for arguments."""
-    command = typer.main.get_command(group)
-    if isinstance(command, TyperGroup):
-        command = next(
-            (command.commands[name] for name in given if name in command.commands), command
-        )
-    options = {name for param in command.params for name in param.opts}
-
-    def option(match: re.Match[str]) -> str:
-        name = "--" + match[0].replace("_", "-")
-        known = (name, name.removesuffix("s"), name.removesuffix("-backend"))
-        return next((one for one in known if one in options), match[0])
-
-    argument = re.sub(r"^[a-z_-]+$", option, error.argument)
-    expected = re.sub(r"\b[a-z]+(_[a-z]+)+\b", option, error.expected)
-    missing = error.value is None and argument.startswith("--")
-    value = f"no {argument}" if missing else f"{argument}={error.value!r}"
-    return f"{value}: expected {expected}"
-
-
 def _escaped(error: UnicodeError) -> tuple[str, int]:
     """Return how JSON escapes characters that a console lacks: JSON that has them stays JSON."""
     if not isinstance(error, UnicodeEncodeError):
@@ -109,10 +82,10 @@ def _escape_what_the_console_lacks() -> None:
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
+def _logging_shown() -> Iterator[None]:
     """Print, within this context, what was chosen and what is being done first."""
     handler = logging.StreamHandler()
-    logs = [logging.getLogger(f"eaglegbv.{name}") for name in TOLD]
+    logs = [logging.getLogger(f"eaglegbv.{name}") for name in LOGS]
     for log in logs:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
@@ -140,14 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of the package or of files is one line, and status 2."""
     _escape_what_the_console_lacks()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command: typer.Typer = app
     try:
         command, words = _command(words)
-        with _telling():
+        with _logging_shown():
             command(words)
-    except InvalidArgument as error:
-        message = _in_options_terms(error, command, words)
     except (EagleGBVError, OSError) as error:
-        message = str(error)
-    typer.echo(f"eaglegbv: {message}", err=True)
-    raise SystemExit(USAGE_ERROR)
+        typer.echo(f"eaglegbv: {error}", err=True)
+        raise SystemExit(USAGE_ERROR) from None

@@ -18,17 +18,20 @@ from tqdm import tqdm
 from typer.models import OptionInfo
 
 from eaglegbv.cli.structs import App, entries
-from eaglegbv.config import AutoPlan, PlanChoices
+from eaglegbv.config import AutoPlan, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, one_of
 
 if TYPE_CHECKING:
-    from eaglegbv.config import EngineConfig, Planning
+    from eaglegbv.config import Planning
     from eaglegbv.eval.questions import QuestionSet
     from eaglegbv.eval.records import RunSettings, Setting
     from eaglegbv.llm import LLM
     from eaglegbv.loading import NamedModels
 
 LOOKUP = "ngram"  # the drafter of a model for which none is named
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+UNCACHED = EngineConfig(prefix_cache=False)
+"""For measurements: every way answers the same prompts, and must read them itself."""
 LINE_SECONDS = 10.0  # seconds between two lines of progress where there is no terminal for a bar
 
 
@@ -100,7 +103,7 @@ class Models:
         typer.echo(f"no --drafter: drafts are looked up in the text itself ({LOOKUP})", err=True)
         return replace(self, drafter=LOOKUP)
 
-    def load(self, plan: "Planning", engine: "EngineConfig | None" = None) -> "LLM":
+    def load(self, plan: "Planning", engine: EngineConfig | None = None) -> "LLM":
         """Load them into an engine."""
         from transformers.utils.logging import disable_progress_bar
 
@@ -185,6 +188,12 @@ def fitting(plan: PlanChoices) -> PlanChoices:
     return with_fitting_paths(plan)
 
 
+def given_options(context: typer.Context) -> list[str]:
+    """Return the names of the options that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
 def check_out(path: Path | None, option: str = "out") -> None:
     """Raise if a file cannot be written, before what is to be written takes minutes to measure."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
@@ -199,16 +208,45 @@ def print_json(content: object) -> None:
     typer.echo(msgspec.json.encode(content).decode())
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> None:
-    """Print a table: under each heading an entry that rows have, in a format; "-" for none."""
+def print_rows(rows: Sequence[Any], columns: Mapping[str, tuple[str, str]]) -> None:
+    """Print a table: under each heading a field that structs have, in a format; "-" for none."""
     from eaglegbv.eval.report import plain_text
 
     def cell(value: object, layout: str) -> str:
         return "-" if value is None else format(value, layout)
 
-    shown = {key: how for key, how in columns.items() if any(how[0] in row for row in rows)}
-    lines = ([cell(row.get(name), layout) for name, layout in shown.values()] for row in rows)
+    facts = [row if isinstance(row, Mapping) else msgspec.structs.asdict(row) for row in rows]
+    shown = {key: how for key, how in columns.items() if any(how[0] in row for row in facts)}
+    lines = ([cell(row.get(name), layout) for name, layout in shown.values()] for row in facts)
     typer.echo(plain_text([list(shown), *lines]))
+
+
+def print_results(
+    items: Sequence[Any],
+    columns: Mapping[str, tuple[str, str]],
+    *,
+    as_json: bool,
+    rows: Sequence[Any] | None = None,
+) -> None:
+    """Print each item as JSON on a line; or the table of ``rows``, by default of the items."""
+    if not as_json:
+        print_rows(items if rows is None else rows, columns)
+        return
+    for item in items:
+        print_json(item)
+
+
+def print_wrote(*paths: Path) -> None:
+    """Say which files were written."""
+    for path in paths:
+        typer.echo(f"wrote {path}", err=True)
+
+
+def print_broken(errors: Mapping[str, int]) -> None:
+    """Say how many conversations broke off, by what answered, if any did."""
+    broken = ", ".join(f"{name}: {count}" for name, count in errors.items() if count)
+    if broken:
+        typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
 
 
 class Progress:

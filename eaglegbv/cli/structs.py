@@ -7,6 +7,7 @@ struct has raises where the command is defined.
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial, wraps
@@ -28,9 +29,10 @@ from typing import (
 
 import msgspec
 import typer
+from typer.core import TyperGroup
 from typer.models import ParameterInfo
 
-from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
 
 Command = TypeVar("Command", bound=Callable[..., object])
 Member = TypeVar("Member", bound=StrEnum)
@@ -276,6 +278,15 @@ def with_options(command: Callable[..., object]) -> Callable[..., object]:
 class App(typer.Typer):
     """An application whose commands take structs; see :class:`typer.Typer`."""
 
+    def __call__(self, words: Sequence[str] | None = None, **how: Any) -> Any:  # noqa: ANN401
+        """Run a command line; what is wrong is said with the names of options for arguments."""
+        words = sys.argv[1:] if words is None else words
+        try:
+            return super().__call__(words, **how)
+        except InvalidArgument as error:
+            command = typer.main.get_command(self)
+            raise EagleGBVError(_in_options_terms(error, command, words)) from error
+
     def command(self, *names: Any, **how: Any) -> Callable[[Command], Command]:  # noqa: ANN401
         """Return a decorator that adds a command."""
         return _expanding(super().command(*names, **how))
@@ -283,6 +294,25 @@ class App(typer.Typer):
     def callback(self, *names: Any, **how: Any) -> Callable[[Command], Command]:  # noqa: ANN401
         """Return a decorator that adds what runs before the commands."""
         return _expanding(super().callback(*names, **how))
+
+
+def _in_options_terms(error: InvalidArgument, command: Any, words: Sequence[str]) -> str:  # noqa: ANN401
+    """Return what ``error`` says, with the names of the given command's options for arguments."""
+    if isinstance(command, TyperGroup):
+        given = [command.commands[word] for word in words if word in command.commands]
+        command = given[0] if given else command
+    options = {name for param in command.params for name in param.opts}
+
+    def option(match: re.Match[str]) -> str:
+        name = "--" + match[0].replace("_", "-")
+        known = (name, name.removesuffix("s"), name.removesuffix("-backend"))
+        return next((one for one in known if one in options), match[0])
+
+    argument = re.sub(r"^[a-z_-]+$", option, error.argument)
+    expected = re.sub(r"\b[a-z]+(_[a-z]+)+\b", option, error.expected)
+    missing = error.value is None and argument.startswith("--")
+    value = f"no {argument}" if missing else f"{argument}={error.value!r}"
+    return f"{value}: expected {expected}"
 
 
 def _expanding(add: Callable[[Any], Any]) -> Callable[[Command], Command]:

@@ -64,7 +64,7 @@ def test_two_drafters_of_the_same_questions(tmp_path, capsys) -> None:
         assert second.acceptance.shares[0] > 0.9
 
     shown = run(capsys, *usual, "--drafter", "ngram", "--draft-sampling", "fixed")
-    assert "broke off, counted in no figure: 4" in shown.err
+    assert "broke off, counted in no figure: head: 2, ngram: 2" in shown.err
     lines = shown.out.splitlines()
     assert lines[0].split()[:3] == ["drafter", "verifier", "K"]
     assert [line.split()[:3] for line in lines[1:5]] == [
