@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from transformers import PreTrainedConfig
 
 from eaglegbv.backends.sglang.ready import check_ready, read_options
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
@@ -22,7 +23,7 @@ from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.drafters.checkpoint import CONFIG, Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.formats.read import SAFETENSORS, FormatName, read_json
-from eaglegbv.errors import EagleGBVError, InvalidArgument
+from eaglegbv.errors import EagleGBVError, InvalidArgument, ModelNotSupported
 from eaglegbv.loading import drafter_folder
 from eaglegbv.models.hf import load_config
 from eaglegbv.utils import require_integer
@@ -143,10 +144,43 @@ def served_head(
         expected = f"an EAGLE head; MTP layers ({names}) are drafted with by SGLang's own EAGLE"
         raise InvalidArgument("drafter", str(folder), expected)
     checkpoint = read_checkpoint(folder)
-    target = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    target = target_config(model, revision=revision, trust_remote_code=trust_remote_code)
     algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
-    context = getattr(target.get_text_config(decoder=True), POSITIONS, 0)
-    return _startable(checkpoint, context), algorithm
+    return _startable(checkpoint, getattr(target, POSITIONS, 0)), algorithm
+
+
+def target_config(
+    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Return the configuration of a target's decoder.
+
+    SGLang, which takes seconds to import, reads those of model types that transformers lacks, or
+    has only as code of the model's repository.
+
+    Raises:
+        InvalidArgument: There is no such model, or neither of them can read its configuration.
+    """
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = load_config(model, **hub)
+    except InvalidArgument as error:
+        if not isinstance(error, ModelNotSupported) and error.argument != "trust_remote_code":
+            raise
+        return _registered_config(model, error, hub)
+    return config.get_text_config(decoder=True)
+
+
+def _registered_config(
+    model: str | Path, unknown: InvalidArgument, hub: Mapping[str, Any]
+) -> PreTrainedConfig:
+    """Return what SGLang reads of a target; raise ``unknown`` if it does not know its type."""
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
+
+    try:
+        config: PreTrainedConfig = get_hf_text_config(get_config(str(model), **hub))
+    except Exception as error:  # as in load_config
+        raise unknown from error
+    return config
 
 
 def _startable(checkpoint: Checkpoint, context: int) -> Path:

@@ -1,7 +1,13 @@
 """Checks that SGLang can start here, made before anything that takes seconds to import."""
 
 import argparse
+import ctypes
+import runpy
+import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 from eaglegbv.backends.sglang.version_check import check_plugin, check_version
 from eaglegbv.errors import InvalidArgument
@@ -32,11 +38,35 @@ def check_ready(
 
 
 def _check_accelerator() -> None:
-    import torch
+    if _drivers_exist():
+        import torch
 
-    if not torch.accelerator.is_available():
-        remedy = missing_cpu_kernels() or "name the device 'cpu'"
-        raise InvalidArgument("device", None, f"an accelerator, and there is none here; {remedy}")
+        if torch.accelerator.is_available():
+            return
+    expected = f"an accelerator, and there is none here; {OWN_ENGINE}"
+    raise InvalidArgument("device", None, expected)
+
+
+def _drivers_exist() -> bool:
+    """Return whether PyTorch, which takes seconds to import, may find an accelerator.
+
+    It finds none if it was built for none, or for CUDA alone and there is no driver of CUDA's.
+    """
+    package = find_spec("torch")
+    if package is None or package.origin is None:
+        return True
+    if sys.platform != "linux" or entry_points(group="torch.backends"):
+        return True
+    built = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    if built.get("hip") or built.get("xpu"):
+        return True
+    if not built.get("cuda"):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def missing_cpu_kernels() -> str | None:

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
 
-from eaglegbv.backends.sglang.launch import LAUNCHER, Launch, served_head
+from eaglegbv.backends.sglang.launch import LAUNCHER, Launch, served_head, target_config
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, Plan
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.models.hf import load_config
 from eaglegbv.utils import require_integer
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
@@ -136,12 +135,12 @@ def check_command(start: Launch) -> None:
         raise InvalidArgument("option", unknown[0], f"an option of SGLang{perhaps}")
     if arguments.speculative_algorithm is None:
         return
-    config = load_config(
+    config = target_config(
         arguments.model_path,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
-    latent = config.get_text_config(decoder=True).to_dict().get("kv_lora_rank") is not None
+    latent = config.to_dict().get("kv_lora_rank") is not None
     settle_arguments(arguments, Settings.from_environment(start.environment), latent=latent)
 
 
