@@ -105,16 +105,17 @@ def judge_of(verifier: str, *, batch: int = 2, length: int = 3, vocab: int = 12)
     return judge
 
 
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("verifier", PATHS)
-def test_a_round_is_judged_in_few_launches(verifier, monkeypatch):
-    judge = judge_of(verifier)
+def test_a_round_is_judged_in_few_launches(verifier, batch, monkeypatch):
+    judge = judge_of(verifier, batch=batch)
     switch(monkeypatch, on=True)
     with launches(KERNELS) as names:
-        got = judge._judge(2)
+        got = judge._judge(batch)
     assert [name for name in names if "." not in name] == ["number_nodes", *JUDGES, "report_paths"]
     assert len(names) <= 12, "\n".join(names)  # and 12 outside: see test_round_operations.py
     switch(monkeypatch, on=False)
-    for judged, expected in zip(got, judge._judge(2), strict=True):
+    for judged, expected in zip(got, judge._judge(batch), strict=True):
         assert torch.equal(judged, expected)
 
 

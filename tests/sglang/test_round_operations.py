@@ -86,12 +86,13 @@ def round_operations(
     return operations.found
 
 
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize(
     ("verifier", "K"), [("otbv", 3), ("gbv", 3), ("block", 1), ("token", 1), ("traversal", 3)]
 )
-def test_a_round_launches_few_operations(verifier, K, greedy):
-    found = round_operations(verifier, K, 4, greedy=greedy)
+def test_a_round_launches_few_operations(verifier, K, greedy, batch):
+    found = round_operations(verifier, K, 4, greedy=greedy, batch=batch)
     parts = Counter(part for part, _ in found)
     assert {*parts} == {"drafting", "verification", "the next round's roots"}
     listed = "\n".join(f"{part}: {name}" for part, name in found)
