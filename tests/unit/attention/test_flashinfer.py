@@ -70,7 +70,14 @@ def place(request: pytest.FixtureRequest) -> Place:
 def branch_shape(
     requests: int, branches: int, levels: int, sizes: Sizes = SIZES, *, max_context: int = SLOTS
 ) -> BranchShape:
-    return BranchShape(requests, branches, levels, max_context, sizes.heads, SCALE)
+    return BranchShape(
+        requests=requests,
+        branches=branches,
+        levels=levels,
+        max_context=max_context,
+        heads=sizes.heads,
+        scale=SCALE,
+    )
 
 
 def check_kernels(place: Place, name, sizes=SIZES, *, tolerance=0.03, **scores: Any) -> None:
@@ -188,6 +195,21 @@ def test_kernels_of_fixed_sizes_agree(name, window, place):
         )
         # Rows that pad share a slot with others here.
         torch.testing.assert_close(found[:-1], expected[:-1], atol=0.03, rtol=0.03)
+
+
+def test_batches_of_all_sizes_share_their_lists_of_keys():
+    """A list for each size would take 33 MB at 64 requests of 131,000 tokens."""
+    attention = FlashInferPagedAttention(pools()[0], StandKernels())
+    lists = [
+        attention.static(Bucket(requests, rows), max_context=SLOTS)._key_slots
+        for requests in (64, 1, 4, 16, 64)
+        for rows in (80, 256)
+    ]
+    # The largest number of rows needs more than was there at first; all later ones use that.
+    assert len({keys.data_ptr() for keys in lists[1:]}) == 1
+    assert len(lists[1]) >= 64 * SLOTS + 256
+    drafts = [attention.branches(branch_shape(rows, 2, 4))._buffers for rows in (64, 1, 8)]
+    assert len({buffers.key_slots.data_ptr() for buffers in drafts}) == 1
 
 
 @pytest.mark.parametrize("sizes", [SIZES, Sizes(8, 2, 64)], ids=str)
