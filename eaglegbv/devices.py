@@ -190,16 +190,19 @@ def processor_name() -> str:
 _STAGED_BY_CUDA = 1 << 16  # most bytes of pageable memory for which CUDA stages a copy by itself
 
 
-def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return ``tensor`` on ``device``; a copy from the host waits for nothing.
+def staged(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return ``tensor`` where a copy of it to ``device`` waits for nothing.
 
     For more pageable memory, CUDA waits for all queued work before it copies. So such a tensor is
     pinned first, in memory that PyTorch keeps and does not reuse before the copy is done.
     """
     leaves = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
-    if leaves and tensor.nbytes > _STAGED_BY_CUDA:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.pin_memory() if leaves and tensor.nbytes > _STAGED_BY_CUDA else tensor
+
+
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return ``tensor`` on ``device``; a copy from the host waits for nothing."""
+    return staged(tensor, device).to(device, non_blocking=True)
 
 
 def upload(

@@ -12,6 +12,26 @@ import triton.language as tl
 from eaglegbv.kernels import entry
 
 
+@triton.jit
+def drawn_lane(probs, uniform, real, lanes, BLOCK: tl.constexpr):
+    """Return the lane that ``uniform`` selects by inverse CDF; see `draft_probs.pick_places`."""
+    cumulative = tl.where(probs > 0, tl.cumsum(probs, axis=0), 0.0)
+    total = tl.max(cumulative, axis=0)
+    # The number below the total is that of its bits less 1.
+    bits = tl.where(total > 0, total.to(tl.int64, bitcast=True) - 1, 0)
+    limit = tl.minimum(uniform * total, bits.to(tl.float64, bitcast=True))
+    lane = tl.min(tl.where(real & (cumulative > limit), lanes, BLOCK), axis=0)
+    return tl.where(lane < BLOCK, lane, 0)
+
+
+@triton.jit
+def first_equal(tokens, above, alive, lanes, PATHS: tl.constexpr):
+    """Return the first row alive of the same token below the same row; 0 where there is none."""
+    same = (above[:, None] == above[None, :]) & (tokens[:, None] == tokens[None, :])
+    first = tl.min(tl.where(same & alive[None, :], lanes[None, :], PATHS), axis=1)
+    return tl.where(first < PATHS, first, 0)
+
+
 @triton.jit(do_not_specialize=["level"])
 def draw_children(
     warped,
@@ -57,15 +77,8 @@ def draw_children(
         places = tl.load(candidates + row * width + lanes, mask=real, other=0)
     ids = tl.load(draft_to_target + places, mask=real, other=0)
 
-    # By inverse CDF, as `pick_places` does; the number below the total is that of its bits less 1.
-    cumulative = tl.where(probs > 0, tl.cumsum(probs, axis=0), 0.0)
-    total = tl.max(cumulative, axis=0)
-    below = tl.where(total > 0, total.to(tl.int64, bitcast=True) - 1, 0).to(
-        tl.float64, bitcast=True
-    )
-    limit = tl.minimum(tl.load(uniforms + at * depth + level) * total, below)
-    place = tl.min(tl.where(real & (cumulative > limit), lanes, BLOCK), axis=0)
-    place = tl.where(place < BLOCK, place, 0)
+    uniform = tl.load(uniforms + at * depth + level)
+    place = drawn_lane(probs, uniform, real, lanes, BLOCK)
     tl.store(token_out + at, entry(ids, lanes, place))
     tl.store(chance_out + at, entry(probs, lanes, place))
 
@@ -112,9 +125,7 @@ def number_children(
     score = tl.load(score_at + at, mask=inner, other=1.0)
     nodes = tl.load(nodes_at + request, mask=level > 0, other=1)
 
-    same = (parent[:, None] == parent[None, :]) & (token[:, None] == token[None, :])
-    first = tl.min(tl.where(same & alive[None, :], lanes[None, :], PATHS), axis=1)
-    first = tl.where(first < PATHS, first, 0)
+    first = first_equal(token, parent, alive, lanes, PATHS)
     leads = alive & (first == lanes)
     key = parent * PATHS + lanes
     earlier = leads[None, :] & (key[None, :] < key[:, None])

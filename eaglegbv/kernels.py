@@ -28,7 +28,7 @@ _TRACE = tl.constexpr(1e-280)  # see `verifiers.paths._TRACE`
 _LEAST_UNIFORM = tl.constexpr(1e-140)  # a uniform of exactly 0 must not find a trace
 _LARGEST_LOG = tl.constexpr(709.782712893384)  # logarithm of the largest float64
 _TINY = tl.constexpr(2.2250738585072014e-308)  # smallest normal float64
-_COMPARED = tl.constexpr(16)  # entries that a list is compared with at once, to rank it
+COMPARED = tl.constexpr(16)  # entries that a list is compared with at once, to rank it
 _INFINITY = tl.constexpr(0x7F800000)  # bits of float32 infinity
 _LEAST = tl.constexpr(0x44400000)  # bits of float32 768: exp(-768) is 0 in float64
 _SEARCHES = tl.constexpr(31)  # halvings that find one number among those up to it
@@ -288,8 +288,8 @@ def _ranks(ids, draft, ratio, lanes, ids_at, keys_at, width):
     tl.store(keys_at + lanes, key, mask=lanes < width)
     tl.debug_barrier()
     ranks = tl.zeros_like(lanes)
-    for start in range(0, width, _COMPARED):
-        others = start + tl.arange(0, _COMPARED)
+    for start in range(0, width, COMPARED):
+        others = start + tl.arange(0, COMPARED)
         real = others < width
         other_keys = tl.load(keys_at + others, mask=real, other=0.0)[None, :]
         other_ids = tl.load(ids_at + others, mask=real, other=0)[None, :]

@@ -1,8 +1,7 @@
 """What a round costs outside graphs: operations to launch, and time on the host.
 
-Each operation is a launch on a GPU, where one more copies the random numbers there. Views and
-allocations launch nothing and are left out, as are SGLang's own operations. Run as a script, with
-VERIFIER K L [greedy], it lists them.
+Each operation is a launch on a GPU. Views and allocations launch nothing and are left out, as are
+SGLang's own operations. Run as a script, with VERIFIER K L [greedy], it lists them.
 """
 
 import sys
@@ -26,8 +25,9 @@ from eaglegbv.backends.sglang.verify import GraphJudge, RequestBook, Round, veri
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import Recorder, Work
 
-MOST = 24  # in a round
+MOST = 18  # in a round with greedy requests
 MOST_TO_JUDGE = 12  # of these; a graph launches 12 more at most: see test_numbering.py
+# A graph launches what drafts: see test_launched_growth.py.
 VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
 
 

@@ -36,13 +36,15 @@ FLOAT64 = {
         "chances",
         "score_at",
         "score_out",
+        "branch_scores",
+        "scores",
     ),
 }
 INT32 = {
     *("child_out", "place_out", "drafts_out", "node_faults", "child_at", "place_at", "drafts_at"),
     *("stop_out", "bonus_out", "stop_at", "bonus_at"),
 }
-FLOAT32 = {"logits", "warped_out", "warped", "temperatures"}
+FLOAT32 = {"logits", "warped_out", "warped", "temperatures", "likely"}
 NUMBERS = {
     *("nodes", "num_draws", "width", "vocab", "length", "tests_stride", "uniforms_stride"),
     *(
@@ -59,7 +61,7 @@ NUMBERS = {
     *("k_row", "k_head", "angle_row", "half", "gate_row", "up_row", "keys_row", "keys_head"),
     *("values_row", "values_head", "dim", "depth", "level", "most", "window"),
 }
-INT8 = {"drawn", "alive_at", "alive_out", "visible"}
+INT8 = {"drawn", "alive_at", "alive_out", "visible", "greedy_at"}
 HALF = {
     *("x", "weight", "out", "q", "k", "cos", "sin", "q_out", "k_out", "gate", "up", "keys"),
     *("values", "pool_keys", "pool_values"),
@@ -94,7 +96,11 @@ def resources(kernel, constants):
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    warps = {"warp_rows": PIECE_WARPS, "draw_corrections": 2 * PIECE_WARPS}
+    warps = {
+        "warp_rows": PIECE_WARPS,
+        "draw_branches": PIECE_WARPS,
+        "draw_corrections": 2 * PIECE_WARPS,
+    }
     options = {"num_warps": warps.get(kernel.__name__, 4)}
     if kernel.__module__ == layer_kernels.__name__:
         options |= layer_kernels.ROUNDED
@@ -121,6 +127,9 @@ def main() -> None:
     work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
     work.append((sglang_kernels.number_nodes, {"PATHS": 16, **lists}))
     work.append((sglang_kernels.report_paths, {"STEPS": 32, "NODES": 512}))
+    work.append((sglang_kernels.draw_branches, {"MAPPED": True, **lists, **pieces}))
+    work.append((sglang_kernels.join_branches, {"PATHS": 16}))
+    work.append((sglang_kernels.choose_nodes, {}))
     work += [
         (layer_kernels.norm_rows, {"BLOCK": 4096}),
         (layer_kernels.rotate_rows, {"SIGNED": False, "BLOCK": 64}),

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, RoundGrowth, ShortProbs
+from eaglegbv.backends.sglang.tree_layout import Branches, RoundBuffers, ShortProbs
 from eaglegbv.backends.sglang.verify import RequestBook
 from eaglegbv.drafters.base import DraftReplay, own_snapshots
 from eaglegbv.drafters.draft_probs import DraftProbs
@@ -145,15 +145,15 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         if forward_batch.forward_mode.is_idle():
             return self._draft_forward_idle(forward_batch, spec_info)  # type: ignore[no-any-return]
         K, L, batch = self.topk, self.speculative_num_steps, forward_batch.batch_size
-        levels = enumerate(per_step_draft_out_cache_loc(forward_batch.out_cache_loc, batch, K, L))
+        slots = per_step_draft_out_cache_loc(forward_batch.out_cache_loc, batch, K, L)
+        levels = enumerate(slots.contiguous())
         hidden = spec_info.hidden_states.unsqueeze(1).expand(-1, K, -1)
 
-        def head(growth: RoundGrowth) -> Tensor:
+        def head(branches: Branches) -> Tensor:
             nonlocal hidden
-            forward_batch.input_ids = growth.tokens.flatten()
-            step, slots = next(levels)
-            forward_batch.out_cache_loc = slots.contiguous()
-            origins = growth.origins.unsqueeze(2).expand(-1, -1, hidden.shape[2])
+            forward_batch.input_ids = branches.tokens.flatten()
+            step, forward_batch.out_cache_loc = next(levels)
+            origins = branches.origins.unsqueeze(2).expand(-1, -1, hidden.shape[2])
             spec_info.hidden_states = hidden.gather(1, origins).flatten(0, 1)
             with head_context(self.draft_attn_backend.attn_backends[step], forward_batch):
                 output = self.draft_runner.forward(forward_batch).logits_output

@@ -1,11 +1,223 @@
-"""Triton kernels between SGLang's numbers of nodes and the numbers of a draft tree.
+"""Triton kernels that grow a round's trees, and that give their nodes SGLang's numbers or ours.
 
-:mod:`eaglegbv.backends.sglang.numbering` launches them, and has the tensor code that is their
-reference. Both compute whole numbers and copy probabilities, so they agree in every bit.
+    draw_branches   one program a branch    its distribution, and a token drawn from it; of a greedy
+                                            request, the scores of its children
+    join_branches   one program a request   the branches of the next level, and their numbers
+    choose_nodes    one program a request   the most likely nodes of a greedy request
+    number_nodes    one program a node      from SGLang's numbers to those of a draft tree
+    report_paths    one program a request   from a verdict back to SGLang's numbers
+
+:mod:`eaglegbv.backends.sglang.tree_layout` and :mod:`eaglegbv.backends.sglang.numbering` launch
+them, and have the tensor code that is their reference. The last two compute whole numbers and copy
+probabilities, so they agree in every bit; the trees are the same but for the rounding of sums.
 """
 
 import triton
 import triton.language as tl
+
+from eaglegbv.draft_kernels import drawn_lane, first_equal
+from eaglegbv.kernels import COMPARED, entry
+
+_RANKED = tl.constexpr(128)  # candidates that are ranked at once
+_LOWEST = tl.constexpr(-1e300)  # see `tree_growth._LOWEST`
+
+
+@triton.jit
+def _log_peak(row_at, largest, vocab, PIECE: tl.constexpr):
+    """Return the log-probability of the most likely token of a row, whose logit is ``largest``."""
+    masses = tl.zeros((PIECE,), tl.float64)
+    for start in range(0, vocab, PIECE):
+        columns = start + tl.arange(0, PIECE)
+        values = tl.load(row_at + columns, mask=columns < vocab, other=-float("inf"))
+        masses += tl.exp(values.to(tl.float32) - largest).to(tl.float64)
+    return -tl.log(tl.sum(masses, axis=0))
+
+
+@triton.jit
+def _keys(scores_at, places, count):
+    """Return scores by which to rank: NaN and the logarithm of 0 come last, and tie."""
+    scores = tl.load(scores_at + places, mask=places < count, other=_LOWEST)
+    return tl.where(scores > _LOWEST, scores, _LOWEST)
+
+
+@triton.jit
+def _best(scores_at, places, count, most):
+    """Return which of ``count`` places are the best ``most``; ties by place."""
+    keys = _keys(scores_at, places, count)
+    ahead = tl.zeros_like(places)  # how many come before each
+    for start in range(0, count, COMPARED):
+        others = start + tl.arange(0, COMPARED)
+        other_keys = _keys(scores_at, others, count)[None, :]
+        tied = (other_keys == keys[:, None]) & (others[None, :] < places[:, None])
+        before = (other_keys > keys[:, None]) | tied
+        ahead += tl.sum((before & (others[None, :] < count)).to(tl.int32), axis=1)
+    return (places < count) & (ahead < most)
+
+
+@triton.jit(do_not_specialize=["level"])
+def draw_branches(
+    likely,
+    places,
+    rows,
+    logits,
+    target_ids,
+    temperatures,
+    greedy_at,
+    uniforms,
+    leaders,
+    branch_scores,
+    packed,
+    tokens,
+    candidates,
+    scores,
+    paths,
+    length,
+    level,
+    width,
+    vocab,
+    row_stride,
+    uniforms_stride,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Draw a child of the node at which a branch stands, from the list of the first branch there.
+
+    At level 0 all branches stand at the root, whose list is in row ``rows[request]``. A branch of a
+    greedy request scores its ``paths`` most likely children instead.
+    """
+    request, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    inner = level > 0
+    at = (level * tl.num_programs(0) + request) * paths + branch
+    above_at = at - tl.num_programs(0) * paths
+    leader = tl.load(leaders + above_at, mask=inner, other=0)
+    row = tl.where(inner, request * paths + leader, tl.load(rows + request).to(tl.int64))
+    lanes = tl.arange(0, BLOCK)
+    real = lanes < width
+    list_at = row * width + lanes
+    ids = tl.load(places + list_at, mask=real, other=0)
+    if MAPPED:
+        ids = tl.load(target_ids + ids, mask=real, other=0)
+    values = tl.load(likely + list_at, mask=real, other=-float("inf")).to(tl.float64)
+    largest = tl.load(likely + row * width)
+    greedy = tl.load(greedy_at + request) != 0
+    temperature = tl.where(greedy, 1.0, tl.load(temperatures + request)).to(tl.float64)
+    weights = tl.where(real, tl.exp((values - largest.to(tl.float64)) / temperature), 0.0)
+    total = tl.sum(weights, axis=0)
+    # A broken head drafts the first of its tokens with certainty.
+    probs = tl.where(total == total, weights / total, tl.where(lanes == 0, 1.0, 0.0))
+
+    new = real & (inner | (branch == 0))
+    # Below the root and those of the levels in between there is one list a branch.
+    number = tl.where(inner, 1 + (level - 1) * paths + branch, 0)
+    packed_at = packed + (request * (1 + (length - 1) * paths) + number) * 2 * width
+    tl.store(packed_at + lanes, ids.to(tl.float64), mask=new)
+    tl.store(packed_at + width + lanes, probs, mask=new)
+    if greedy:
+        peak = tl.zeros_like(total)
+        if inner:
+            peak = _log_peak(logits + row * row_stride, largest.to(tl.float32), vocab, PIECE)
+        score = tl.load(branch_scores + above_at, mask=inner, other=0.0)
+        first = tl.where(inner, entry(probs, lanes, 0), 1.0)
+        found = paths + (length - 1) * paths * paths
+        to = request * found + tl.where(inner, paths + (level - 1) * paths * paths, 0)
+        to += branch * paths + lanes
+        child = new & (lanes < paths)
+        tl.store(candidates + to, ids, mask=child)
+        tl.store(scores + to, score + (tl.log(probs / first) + peak), mask=child)
+    else:
+        uniform = tl.load(uniforms + request * uniforms_stride + branch * length + level)
+        place = drawn_lane(probs, uniform, real, lanes, BLOCK)
+        tl.store(tokens + at, entry(ids, lanes, place))
+
+
+@triton.jit(do_not_specialize=["level"])
+def join_branches(
+    greedy_at,
+    candidates,
+    scores,
+    tokens,
+    origins,
+    leaders,
+    branch_scores,
+    parents,
+    numbers_out,
+    tokens_out,
+    paths,
+    length,
+    level,
+    PATHS: tl.constexpr,
+):
+    """Find which branches go on from a level, which of them stand at one node, and their numbers.
+
+    Those of a greedy request are the most likely candidates of the level, in their order.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    inner = level > 0
+    at = (level * tl.num_programs(0) + request) * paths
+    first = tl.where(inner, paths + (level - 1) * paths * paths, 0)  # the number of the level
+    parents_at = parents + request * (1 + (length - 1) * paths)
+    goes_on = level < length - 1
+    tl.store(parents_at, tl.full((), -1, tl.int64), mask=goes_on)
+    parents_at += 1 + level * paths
+    if tl.load(greedy_at + request) != 0:
+        found = paths + (length - 1) * paths * paths
+        level_at = request * found + first
+        count = tl.where(inner, paths * paths, paths)
+        taken = tl.zeros_like(level)
+        for start in range(0, count, _RANKED):
+            places = start + tl.arange(0, _RANKED)
+            chosen = _best(scores + level_at, places, count, paths)
+            branch = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            likely = tl.load(candidates + level_at + places, mask=chosen, other=0)
+            score = tl.load(scores + level_at + places, mask=chosen, other=0.0)
+            origin = tl.where(inner, places // paths, places)
+            tl.store(tokens + at + branch, likely, mask=chosen)
+            tl.store(origins + at + branch, origin.to(tl.int64), mask=chosen)
+            tl.store(leaders + at + branch, branch.to(tl.int64), mask=chosen)
+            tl.store(branch_scores + at + branch, score, mask=chosen)
+            tl.store(parents_at + branch, (first + places).to(tl.int64), mask=chosen & goes_on)
+            taken += tl.sum(chosen.to(tl.int32), axis=0)
+    else:
+        lanes = tl.arange(0, PATHS)
+        real = lanes < paths
+        above_at = at - tl.num_programs(0) * paths
+        above = tl.load(leaders + above_at + lanes, mask=real & inner, other=0)
+        token = tl.load(tokens + at + lanes, mask=real, other=0)
+        leader = first_equal(token, above, real, lanes, PATHS)
+        number = first + paths * above + lanes
+        node_at = request * paths * length + level * paths + lanes
+        tl.store(origins + at + lanes, lanes.to(tl.int64), mask=real)
+        tl.store(leaders + at + lanes, leader.to(tl.int64), mask=real)
+        tl.store(parents_at + lanes, number, mask=real & goes_on)
+        tl.store(numbers_out + node_at, number, mask=real)
+        tl.store(tokens_out + node_at, token, mask=real)
+
+
+@triton.jit
+def choose_nodes(
+    greedy_at,
+    candidates,
+    scores,
+    numbers_out,
+    tokens_out,
+    paths,
+    length,
+):
+    """Take the most likely of all candidates of a greedy request, in their order."""
+    request = tl.program_id(0).to(tl.int64)
+    if tl.load(greedy_at + request) != 0:
+        found = paths + (length - 1) * paths * paths
+        nodes_at = request * paths * length
+        taken = tl.zeros((), tl.int32)
+        for start in range(0, found, _RANKED):
+            places = start + tl.arange(0, _RANKED)
+            chosen = _best(scores + request * found, places, found, paths * length)
+            to = nodes_at + taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            token = tl.load(candidates + request * found + places, mask=chosen, other=0)
+            tl.store(numbers_out + to, places.to(tl.int64), mask=chosen)
+            tl.store(tokens_out + to, token, mask=chosen)
+            taken += tl.sum(chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -42,9 +254,7 @@ def number_nodes(
     for level in range(length):
         at = tokens + request * nodes + 1 + level * paths
         drawn = tl.load(at + every, mask=real, other=-1)
-        same = (drawn[:, None] == drawn[None, :]) & (standing[:, None] == standing[None, :])
-        same &= real[None, :]
-        standing = tl.min(tl.where(same, every[None, :], PATHS), axis=1)
+        standing = first_equal(drawn, standing, real, every, PATHS)
         new = real & (standing == every)
         if level < depth:
             representative = tl.sum(tl.where(every == path, standing, 0), axis=0)

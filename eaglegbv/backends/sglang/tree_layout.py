@@ -5,20 +5,22 @@ is the token that path k drew at depth ``i + 1``. Paths with equal prefixes shar
 first of them, which represents all. The nodes of the others remain as leaves without children,
 which no verifier sees. A greedy request has SGLang's own EAGLE-2 tree in the same batch.
 
+On a GPU two kernels a level grow the trees; elsewhere the tensor code does, which is the reference.
 Everything here may run inside a CUDA graph: nothing is read on the host.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from eaglegbv.config import Plan
-from eaglegbv.devices import send
+from eaglegbv.devices import PIECE, PIECE_WARPS, WIDEST, runs_kernels, staged
 from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.drafters.tree_growth import LevelTable, TreeGrowth, level_table
 from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import power_of_two
 
 
 class ShortProbs(DraftProbs):
@@ -63,16 +65,21 @@ class RoundTables(NamedTuple):
         return cls(level_table(plan, DraftSampling.IID, device), fixed)
 
 
-class RoundGrowth:
-    """The trees of a batch, growing by a row of the head for each of K branches and each depth.
+class Branches(Protocol):
+    """K branches of each tree of a batch, for each of which the head runs a row.
 
-    The branches of a sampled request are its paths. Those of a greedy request go on from the K most
-    likely nodes of a depth, by the product of the head's probabilities along the way. Trees of both
-    kinds grow for every request, and each takes its own.
+    Those of a sampled request are its paths. Those of a greedy request go on from the K most likely
+    nodes of a depth, by the product of the head's probabilities along the way.
+    """
 
-    Attributes:
-        tokens: ``[batch, paths]`` int64, the branches' last tokens.
-        origins: ``[batch, paths]`` int64, the branch of the depth before that each continues.
+    tokens: Tensor  # [batch, paths] int64, their last tokens
+    origins: Tensor  # [batch, paths] int64, the branch of the depth before that each continues
+
+
+class RoundGrowth(Branches):
+    """The trees of a batch, growing by tensor operations.
+
+    Trees of both kinds grow for every request, and each takes its own.
     """
 
     def __init__(
@@ -147,6 +154,109 @@ class RoundGrowth:
         )
 
 
+class LaunchedGrowth(Branches):
+    """The same trees, by two kernels a level and one at the end, but for the rounding of sums.
+
+    A path that shares its node with earlier ones has the distribution of the first.
+
+    Attributes:
+        packed: ``[batch, 1 + (length - 1) * paths, 2, width]`` float64, the distributions.
+    """
+
+    def __init__(self, buffers: "RoundBuffers", slots: Tensor, paths: int, length: int) -> None:
+        """Choose the tokens of depth 1, from the roots kept for ``slots`` ``[batch]``."""
+        batch = len(slots)
+        found = paths + (length - 1) * paths**2  # nodes that the beam of a greedy request finds
+        above = 1 + (length - 1) * paths
+        ids, numbers = buffers.root_places.new_empty, buffers.uniforms.new_empty
+        self._buffers, self._slots = buffers, slots
+        self._paths, self._length, self._level = paths, length, 0
+        # Of each level's branches: tokens, origins, and the first branch at the same node.
+        self._branches = ids((3, length, batch, paths))
+        self._branch_scores = numbers((length, batch, paths))
+        self._candidates = ids((batch, found))
+        self._scores = numbers((batch, found))
+        self._parents = ids((batch, above if length > 1 else 0))
+        self._nodes = ids((2, batch, paths * length))  # numbers and tokens
+        self.packed = numbers((batch, above, 2, buffers.width))
+        self._advance(buffers.root_values, buffers.root_places, buffers.root_values)
+
+    def grow(self, logits: Tensor) -> None:
+        """Add a depth, from the head's logits ``[batch * paths, draft_vocab]``."""
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        self._advance(*logits.topk(self._buffers.width, dim=1), logits)
+
+    def _advance(self, values: Tensor, places: Tensor, logits: Tensor) -> None:
+        from eaglegbv.backends.sglang import kernels  # where Triton is, and only when it is needed
+
+        buffers, paths, width = self._buffers, self._paths, self._buffers.width
+        batch, level = len(self._slots), self._level
+        tokens, origins, leaders = self._branches.unbind(0)
+        greedy = buffers.greedy.view(torch.int8)
+        block = power_of_two(max(2, width))
+        mapped = buffers.target_ids is not None
+        kernels.draw_branches[(batch, paths)](
+            values,
+            places,
+            self._slots,
+            logits,
+            buffers.target_ids if mapped else places,
+            buffers.all_temperatures,
+            greedy,
+            buffers.uniforms,
+            leaders,
+            self._branch_scores,
+            self.packed,
+            tokens,
+            self._candidates,
+            self._scores,
+            paths,
+            self._length,
+            level,
+            width,
+            logits.shape[1],
+            logits.stride(0),
+            buffers.uniforms.stride(0),
+            MAPPED=mapped,
+            BLOCK=block,
+            PIECE=PIECE,
+            num_warps=max(PIECE_WARPS, min(16, block // 64)),
+        )
+        kernels.join_branches[(batch,)](
+            greedy,
+            self._candidates,
+            self._scores,
+            tokens,
+            origins,
+            leaders,
+            self._branch_scores,
+            self._parents,
+            *self._nodes.unbind(0),
+            paths,
+            self._length,
+            level,
+            PATHS=power_of_two(max(2, paths)),
+        )
+        self.tokens, self.origins = tokens[level], origins[level]
+        self._level += 1
+
+    def tree(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`RoundGrowth.tree`."""
+        from eaglegbv.backends.sglang import kernels
+
+        numbers, tokens = self._nodes.unbind(0)
+        kernels.choose_nodes[(len(numbers),)](
+            self._buffers.greedy.view(torch.int8),
+            self._candidates,
+            self._scores,
+            numbers,
+            tokens,
+            self._paths,
+            self._length,
+        )
+        return self._parents, numbers, tokens
+
+
 def greedy_rows(sampling: Any) -> Tensor | None:
     """Return ``[batch]`` bool: who is greedy in a SamplingBatchInfo of SGLang's; None if nobody."""
     return sampling.top_ks == 1 if sampling.is_any_greedy else None
@@ -160,8 +270,13 @@ class RoundBuffers:
 
     Attributes:
         width: Number of candidates of a draft distribution.
+        target_ids: ``[draft_vocab]`` int64, the target's ids of the head's tokens, or None.
         uniforms: ``[rows, numbers]`` float64, a request's random numbers: paths by length for the
             paths, then the verifier's.
+        all_temperatures: ``[rows, 1]`` float32, of the drafts of sampled requests.
+        greedy: ``[rows, 1]`` bool.
+        root_values: ``[slots, width]`` float32, the largest logits at the roots.
+        root_places: ``[slots, width]`` int64, the head's tokens that have them.
     """
 
     def __init__(
@@ -180,39 +295,43 @@ class RoundBuffers:
         There are ``slots`` in SGLang's pool. ``target_ids`` ``[draft_vocab]`` int64 are the
         target's ids of the head's tokens; None if they are the same.
         """
-        self.width, self._target_ids = width, target_ids
+        self.width, self.target_ids = width, target_ids
         self._draft_temperature = draft_temperature
         self.uniforms = torch.zeros((rows, numbers), dtype=torch.float64, device=device)
-        self._temperatures = torch.ones((rows, 1), device=device)
-        self._greedy = torch.zeros((rows, 1), dtype=torch.bool, device=device)
-        self._roots = torch.zeros((slots, 2, width), dtype=torch.float64, device=device)
+        self.all_temperatures = torch.ones((rows, 1), device=device)
+        self.greedy = torch.zeros((rows, 1), dtype=torch.bool, device=device)
+        self.root_values = torch.zeros((slots, width), device=device)
+        self.root_places = torch.zeros((slots, width), dtype=torch.int64, device=device)
 
     def load(self, uniforms: Tensor, sampling: Any) -> None:
         """Write a round's numbers ``[batch, numbers]`` float64, and SGLang's SamplingBatchInfo."""
-        batch, greedy = len(uniforms), greedy_rows(sampling)
-        self.uniforms[:batch].copy_(send(uniforms, self.uniforms.device))
-        torch.mul(sampling.temperatures, self._draft_temperature, out=self._temperatures[:batch])
-        self._greedy[:batch] = False if greedy is None else greedy.unsqueeze(1)
+        batch = len(uniforms)
+        numbers = staged(uniforms, self.uniforms.device)
+        self.uniforms[:batch].copy_(numbers, non_blocking=True)
+        temperatures = self.all_temperatures[:batch]
+        torch.mul(sampling.temperatures, self._draft_temperature, out=temperatures)
+        torch.eq(sampling.top_ks, 1, out=self.greedy[:batch, 0])
 
     def temperatures(self, batch: int) -> Tensor:
         """Return ``[batch, 1]``: a greedy request's tree goes by the head's own probabilities."""
-        return self._temperatures[:batch].masked_fill(self._greedy[:batch], 1.0)
+        return self.all_temperatures[:batch].masked_fill(self.greedy[:batch], 1.0)
 
     def short_probs(self, logits: Tensor, temperatures: Tensor) -> ShortProbs:
         """Turn the head's logits ``[rows, draft_vocab]`` into the distributions of the drafts."""
-        return self._top(logits).tempered(temperatures)
+        return self._tempered(*logits.topk(self.width, dim=1), temperatures)
 
-    def _top(self, logits: Tensor) -> ShortProbs:
-        values, ids = logits.topk(self.width, dim=1)
-        ids = ids if self._target_ids is None else self._target_ids[ids]
-        return ShortProbs(ids, values.double())
+    def _tempered(self, values: Tensor, places: Tensor, temperatures: Tensor) -> ShortProbs:
+        ids = places if self.target_ids is None else self.target_ids[places]
+        return ShortProbs(ids, values.double()).tempered(temperatures)
 
     def keep_roots(self, slots: Tensor, logits: Tensor) -> None:
         """Keep the most likely tokens at the next round's roots, from ``[batch, draft_vocab]``."""
-        self._roots[slots] = self._top(logits).pack()
+        values, places = logits.topk(self.width, dim=1)
+        self.root_values[slots] = values.to(self.root_values.dtype)
+        self.root_places[slots] = places
 
     def grow(
-        self, slots: Tensor, paths: int, length: int, head: Callable[[RoundGrowth], Tensor]
+        self, slots: Tensor, paths: int, length: int, head: Callable[[Branches], Tensor]
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Grow the trees of a round from the roots kept for ``slots`` ``[batch]``.
 
@@ -222,12 +341,17 @@ class RoundBuffers:
             What :meth:`RoundGrowth.tree` does, and the distributions at the root and after each
             branch's tokens but the last, packed: ``[batch, 1 + (length - 1) * paths, 2, width]``.
         """
+        if runs_kernels(self.uniforms.device) and self.width <= WIDEST:
+            launched = LaunchedGrowth(self, slots, paths, length)
+            for _ in range(length - 1):
+                launched.grow(head(launched))
+            return launched.tree(), launched.packed
         batch, temperatures = len(slots), self.temperatures(len(slots))
-        roots = ShortProbs.unpack(self._roots[slots]).tempered(temperatures)
+        roots = self._tempered(self.root_values[slots], self.root_places[slots], temperatures)
         drawn = self.uniforms[:batch, : paths * length].view(batch, paths, length)
         tables = RoundTables.of(paths, length, drawn.device)
         self._tables = tables  # recorded graphs read them, as long as these buffers
-        growth = RoundGrowth(tables, roots, drawn, self._greedy[:batch])
+        growth = RoundGrowth(tables, roots, drawn, self.greedy[:batch])
         temperatures = temperatures.repeat_interleave(paths, dim=0)
         packed = [roots.pack().unsqueeze(1)]
         for _ in range(length - 1):
