@@ -48,9 +48,11 @@ def _best(scores_at, places, count, most):
     for start in range(0, count, COMPARED):
         others = start + tl.arange(0, COMPARED)
         other_keys = _keys(scores_at, others, count)[None, :]
-        tied = (other_keys == keys[:, None]) & (others[None, :] < places[:, None])
-        before = (other_keys > keys[:, None]) | tied
-        ahead += tl.sum((before & (others[None, :] < count)).to(tl.int32), axis=1)
+        before = others[None, :] < places[:, None]
+        before &= other_keys == keys[:, None]
+        before |= other_keys > keys[:, None]
+        before &= others[None, :] < count
+        ahead += tl.sum(before.to(tl.int32), axis=1)
     return (places < count) & (ahead < most)
 
 
@@ -91,7 +93,8 @@ def draw_branches(
     at = (level * tl.num_programs(0) + request) * paths + branch
     above_at = at - tl.num_programs(0) * paths
     leader = tl.load(leaders + above_at, mask=inner, other=0)
-    row = tl.where(inner, request * paths + leader, tl.load(rows + request).to(tl.int64))
+    root_row = tl.load(rows + request).to(tl.int64)
+    row = tl.where(inner, request * paths + leader, root_row)
     lanes = tl.arange(0, BLOCK)
     real = lanes < width
     list_at = row * width + lanes
@@ -101,30 +104,32 @@ def draw_branches(
     values = tl.load(likely + list_at, mask=real, other=-float("inf")).to(tl.float64)
     largest = tl.load(likely + row * width)
     greedy = tl.load(greedy_at + request) != 0
-    temperature = tl.where(greedy, 1.0, tl.load(temperatures + request)).to(tl.float64)
-    weights = tl.where(real, tl.exp((values - largest.to(tl.float64)) / temperature), 0.0)
+    temperature = tl.where(greedy, 1.0, tl.load(temperatures + request))
+    warped = (values - largest.to(tl.float64)) / temperature.to(tl.float64)
+    weights = tl.where(real, tl.exp(warped), 0.0)
     total = tl.sum(weights, axis=0)
     # A broken head drafts the first of its tokens with certainty.
-    probs = tl.where(total == total, weights / total, tl.where(lanes == 0, 1.0, 0.0))
+    certain = tl.where(lanes == 0, 1.0, 0.0)
+    probs = tl.where(total == total, weights / total, certain)
 
     new = real & (inner | (branch == 0))
-    # Below the root and those of the levels in between there is one list a branch.
+    above = (length - 1) * paths  # branches of the levels that have children, as the root has
     number = tl.where(inner, 1 + (level - 1) * paths + branch, 0)
-    packed_at = packed + (request * (1 + (length - 1) * paths) + number) * 2 * width
+    packed_at = packed + (request * (1 + above) + number) * 2 * width
     tl.store(packed_at + lanes, ids.to(tl.float64), mask=new)
     tl.store(packed_at + width + lanes, probs, mask=new)
     if greedy:
-        peak = tl.zeros_like(total)
+        gain = tl.log(probs)
         if inner:
             peak = _log_peak(logits + row * row_stride, largest.to(tl.float32), vocab, PIECE)
+            gain = tl.log(probs / entry(probs, lanes, 0)) + peak
         score = tl.load(branch_scores + above_at, mask=inner, other=0.0)
-        first = tl.where(inner, entry(probs, lanes, 0), 1.0)
-        found = paths + (length - 1) * paths * paths
-        to = request * found + tl.where(inner, paths + (level - 1) * paths * paths, 0)
+        first = tl.where(inner, paths + (level - 1) * paths * paths, 0)
+        to = request * (paths + above * paths) + first
         to += branch * paths + lanes
         child = new & (lanes < paths)
         tl.store(candidates + to, ids, mask=child)
-        tl.store(scores + to, score + (tl.log(probs / first) + peak), mask=child)
+        tl.store(scores + to, score + gain, mask=child)
     else:
         uniform = tl.load(uniforms + request * uniforms_stride + branch * length + level)
         place = drawn_lane(probs, uniform, real, lanes, BLOCK)
@@ -169,14 +174,16 @@ def join_branches(
             places = start + tl.arange(0, _RANKED)
             chosen = _best(scores + level_at, places, count, paths)
             branch = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            to = at + branch
             likely = tl.load(candidates + level_at + places, mask=chosen, other=0)
             score = tl.load(scores + level_at + places, mask=chosen, other=0.0)
-            origin = tl.where(inner, places // paths, places)
-            tl.store(tokens + at + branch, likely, mask=chosen)
-            tl.store(origins + at + branch, origin.to(tl.int64), mask=chosen)
-            tl.store(leaders + at + branch, branch.to(tl.int64), mask=chosen)
-            tl.store(branch_scores + at + branch, score, mask=chosen)
-            tl.store(parents_at + branch, (first + places).to(tl.int64), mask=chosen & goes_on)
+            origin = tl.where(inner, places // paths, places).to(tl.int64)
+            number = (first + places).to(tl.int64)
+            tl.store(tokens + to, likely, mask=chosen)
+            tl.store(origins + to, origin, mask=chosen)
+            tl.store(leaders + to, branch.to(tl.int64), mask=chosen)
+            tl.store(branch_scores + to, score, mask=chosen)
+            tl.store(parents_at + branch, number, mask=chosen & goes_on)
             taken += tl.sum(chosen.to(tl.int32), axis=0)
     else:
         lanes = tl.arange(0, PATHS)
@@ -185,12 +192,12 @@ def join_branches(
         above = tl.load(leaders + above_at + lanes, mask=real & inner, other=0)
         token = tl.load(tokens + at + lanes, mask=real, other=0)
         leader = first_equal(token, above, real, lanes, PATHS)
-        number = first + paths * above + lanes
+        path_number = first + paths * above + lanes
         node_at = request * paths * length + level * paths + lanes
         tl.store(origins + at + lanes, lanes.to(tl.int64), mask=real)
         tl.store(leaders + at + lanes, leader.to(tl.int64), mask=real)
-        tl.store(parents_at + lanes, number, mask=real & goes_on)
-        tl.store(numbers_out + node_at, number, mask=real)
+        tl.store(parents_at + lanes, path_number, mask=real & goes_on)
+        tl.store(numbers_out + node_at, path_number, mask=real)
         tl.store(tokens_out + node_at, token, mask=real)
 
 
