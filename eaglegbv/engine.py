@@ -259,6 +259,30 @@ class Engine:
         self._planner.observe_step(watch.elapsed)
         self._record(batch, watch, verified, outputs)
 
+    @torch_as_usual()
+    @torch.inference_mode()
+    def preview(self, requests: Sequence[Request]) -> list[VerifyOutput]:
+        """Draft, forward and verify where requests stand, and keep nothing of it.
+
+        The trees are the next step's, by plans that must fit context and pool. Requests of one plan
+        share a result; its ``target`` is p at the nodes, and its faults end no request.
+
+        Raises:
+            InvalidArgument: A request was not read up to its last token, the root of its tree.
+            OutOfSlots: The trees need more KV slots than are free.
+        """
+        for request in requests:
+            if request.to_prefill or not request.prefilled:
+                expected = "ones that steps have read to their ends; the KV pool must hold them"
+                raise request.error or InvalidArgument("requests", request.number, expected)
+        try:
+            forward = Forward.of(self._draft(requests), [])
+            output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
+            return self._verification.verify(forward, output.logits, record=True)
+        finally:
+            for request in requests:
+                self._kv.commit(request, [])
+
     def cancel(self, request: Request) -> None:
         """End a request, waiting or running; one that has ended stays as it is.
 
@@ -357,7 +381,7 @@ class Engine:
         depths = range(min(plan.depth, context - request.length - 1), 0, -1)
         return next((own for own in map(plan.up_to, depths) if own.tree_slots <= slots), PLAIN)
 
-    def _draft(self, requests: list[Request]) -> list[Group]:
+    def _draft(self, requests: Sequence[Request]) -> list[Group]:
         """Draft a tree for each request, those of one plan together; plain decoding has a root."""
         groups = []
         for members in by_plan(requests):

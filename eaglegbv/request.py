@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import AutoPlan, Plan
-from eaglegbv.errors import EagleGBVError
+from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.logprobs import TokenLogprobs
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.rng import RequestRng
@@ -155,6 +155,18 @@ class Request:
     def slots_needed(self) -> int:
         """Fewest KV slots of a pool in which the request can end."""
         return len(self.prompt_ids) + self.max_tokens + self.least_slots
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Go on with given tokens, which the next steps read (teacher forcing).
+
+        InvalidArgument if they leave none of ``max_tokens``, for the step after them.
+        """
+        left = self.max_tokens - len(self.token_ids)
+        if len(token_ids) >= left:
+            raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"fewer than {left}")
+        self.token_ids += token_ids
+        self.step = len(self.token_ids)  # a place has the same numbers, however it was reached
+        self.target_layers = ()  # what a verifier left was of its own tokens
 
     def tokens_from(self, position: int) -> list[int]:
         """Return prompt and generated tokens from ``position`` on."""

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs
-from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, offers
+from eaglegbv.eval.paired_comparison import Bench, Cell, Sampling, Text
 from eaglegbv.eval.records import Setting
 from eaglegbv.eval.solvers import Node, solve_all
 from eaglegbv.loading import Pair
@@ -77,11 +77,14 @@ def harvest(
     plan = Plan(verifier="block", paths=1, depth=1, draft_width=width)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     numbers: list[int] = []
-    for here, offer in offers(pair, texts, Setting(plan=plan, temperature=temperature), sampling):
+    bench = Bench(pair, sampling)
+    [drafting] = bench.draftings([Setting(plan=plan, temperature=temperature)])
+    for readers in bench.visit(texts):
+        offer = bench.draft(list(readers.values()), drafting)
         ids, q = offer.tree.draft_ids[:, :1], offer.tree.draft_probs[:, 0]
         p = offer.target.probs_at(ids)[:, 0] * (q > 0)
         found.append((ids[:, 0].cpu(), q.cpu(), p.cpu()))
-        numbers += here
+        numbers += readers
     if not found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
     columns = [

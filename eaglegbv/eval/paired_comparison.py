@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eaglegbv.config import PLAIN, Plan
-from eaglegbv.drafters.host_drafting import DraftCall
+from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.records import Setting
@@ -26,17 +26,15 @@ from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.metrics import Phase
 from eaglegbv.request import FinishReason, Request
-from eaglegbv.rng import RequestRng, request_seed
+from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.batch import Chunk, Forward, Group
-from eaglegbv.scheduler.kv_slots import KVSlots
-from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
 from eaglegbv.utils import require_integers
-from eaglegbv.verification import probs_of_nodes, sampling_of, verifier_name
-from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error, find_faults
+from eaglegbv.verification import check_plan, sampling_of, verifier_name
+from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error
 from eaglegbv.verifiers.registry import make_verifier
+from eaglegbv.verifiers.target_only import TargetOnlyVerifier
 
 _BELOW_ONE = np.nextafter(1.0, 0.0)
 
@@ -226,21 +224,6 @@ def first_answers(
 
 
 @torch.inference_mode()
-def offers(
-    pair: Pair, texts: Sequence[Text], setting: Setting, sampling: Sampling
-) -> Iterator[tuple[list[int], Offer]]:
-    """Yield the trees of ``setting`` at the places of ``texts`` with the target's distributions.
-
-    The first item of each pair is the text number of each tree of the batch. Trees and places are
-    those that :func:`same_drafts` judges, and errors are its too.
-    """
-    bench = _Bench(pair, sampling)
-    [drafting] = bench.draftings([setting])
-    for readers in bench.visit(texts):
-        yield list(readers), bench.draft(list(readers.values()), drafting)
-
-
-@torch.inference_mode()
 def same_drafts(
     pair: Pair,
     texts: Sequence[Text],
@@ -260,14 +243,14 @@ def same_drafts(
 
     Raises:
         InvalidArgument: A setting does not speculate, its verifier keeps state from step to step,
-            or no text has a second token.
+            no text has a second token, or the KV pool does not hold the texts of a batch.
         SamplingMismatch: A verifier is not lossless for its draft sampling.
         InvalidProbabilities: A distribution is not a probability distribution.
-        OutOfSlots: The texts of a batch and their trees need more KV slots than there are.
+        OutOfSlots: It does not hold their trees as well.
     """
     if not any(len(text.token_ids) > 1 for text in texts):
         raise InvalidArgument("texts", len(texts), "at least one of two tokens or more")
-    bench = _Bench(pair, sampling or Sampling())
+    bench = Bench(pair, sampling or Sampling())
     draftings = bench.draftings(settings)
     tokens, nodes = np.zeros((2, len(settings), len(texts)))
     places = np.zeros(len(texts), dtype=np.int64)
@@ -311,54 +294,57 @@ def latin_hypercube(
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafting:
+class Drafting:
     """One tree for each place, by the largest plan of the settings that judge parts of it."""
 
     plan: Plan
-    draft_sampling: DraftSampling
     temperature: float
     # The settings' verifiers, by number, for each number and length of paths.
     members: Mapping[tuple[int, int], Mapping[int, Verifier]]
 
 
-class _Bench:
-    """Reads texts up to their places, and has verifiers judge trees there."""
+class Bench:
+    """An engine that reads texts up to their places, for verifiers that judge trees there."""
 
     def __init__(self, pair: Pair, sampling: Sampling) -> None:
+        """Take a pair of models whose engine has no request running."""
         if pair.drafter is None:
             raise InvalidArgument("drafter", None, "a drafter")
-        self._target, self._drafter = pair.target, pair.drafter
-        self._sampling = sampling
-        allocator = pair.target.allocator
-        self._kv = KVSlots(allocator, PrefixCache(allocator, enabled=False))
+        self._drafter, self._sampling = pair.drafter, sampling
+        config = EngineConfig(
+            max_batch=sampling.batch,
+            prefix_cache=False,
+            prefill_tokens=pair.target.max_slots,  # a step reads all texts to their places
+        )
+        self._engine = Engine(pair.target, pair.drafter, config)
 
-    def draftings(self, settings: Sequence[Setting]) -> list[_Drafting]:
+    def draftings(self, settings: Sequence[Setting]) -> list[Drafting]:
         """Gather the settings that can share a tree."""
-        Key: TypeAlias = tuple[Plan, DraftSampling, float]
+        Key: TypeAlias = tuple[Plan, float]
         gathered: dict[Key, dict[tuple[int, int], dict[int, Verifier]]] = {}
         for number, setting in enumerate(settings):
             plan = setting.plan
             if not plan.speculative:
                 raise InvalidArgument("settings", setting.name, "settings that draft")
             rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
-            usual = sampling_of(plan, rule, self._drafter, greedy=False)
-            rule.check_sampling(usual, plan.paths, columns=not plan.widths)
+            check_plan(plan, type(self._drafter))
             drawn = sampling_of(plan, rule, self._drafter, greedy=greedy)
             parts = drawn is DraftSampling.IID and not plan.widths
             size = {"paths": 1, "depth": 1} if parts else {}
+            # The engine's own verdict does not count: it is of a rule that takes every tree.
             alike = msgspec.structs.replace(
-                plan, verifier=Plan().verifier, draft_sampling=drawn, **size
+                plan, verifier=TargetOnlyVerifier.name, draft_sampling=drawn, **size
             )
-            members = gathered.setdefault((alike, drawn, setting.temperature), {})
+            members = gathered.setdefault((alike, setting.temperature), {})
             verifier = make_verifier(verifier_name(plan, greedy=greedy))
             members.setdefault((plan.paths, plan.depth), {})[number] = verifier
         found = []
-        for (alike, drawn, temperature), members in gathered.items():
+        for (alike, temperature), members in gathered.items():
             paths, depth = map(max, zip(*members, strict=True))
             plan = alike
             if not alike.widths:
                 plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
-            found.append(_Drafting(plan, drawn, temperature, members))
+            found.append(Drafting(plan, temperature, members))
         return found
 
     def visit(
@@ -367,16 +353,26 @@ class _Bench:
         """Yield requests that have reached a place of their text, by the number of the text."""
         for first in range(0, len(texts), self._sampling.batch):
             numbers = range(first, min(first + self._sampling.batch, len(texts)))
-            waiting = {n: self._places(texts[n]) for n in numbers}
-            requests = {n: self._open(n, texts[n]) for n in numbers if waiting[n]}
-            while requests:
-                here = {n: waiting[n].pop(0) for n in requests}
-                self._advance([(requests[n], texts[n].token_ids[:p]) for n, p in here.items()])
-                yield requests
-                for request in [requests.pop(n) for n in here if not waiting[n]]:
-                    self._kv.free(request)
-                    self._drafter.forget(request)
+            waiting = {number: self._places(texts[number]) for number in numbers}
+            requests = {n: self._open(texts[n]) for n in numbers if waiting[n]}
+            try:
+                while requests:
+                    for number, request in requests.items():
+                        place = waiting[number].pop(0)
+                        request.give(texts[number].token_ids[len(request.token_ids) : place])
+                    self._engine.step()  # it reads what was given, up to the roots of the trees
+                    yield requests
+                    for number in [*requests]:
+                        if not waiting[number]:
+                            self._engine.cancel(requests.pop(number))
+            finally:
+                for request in requests.values():
+                    self._engine.cancel(request)
             on_texts(len(numbers))
+
+    def _open(self, text: Text) -> Request:
+        params = SamplingParams(max_tokens=len(text.token_ids), seed=text.seed)
+        return self._engine.add(text.prompt_ids, params, Plan())
 
     def _places(self, text: Text) -> list[int]:
         """Draw where trees begin, as numbers of known tokens of the answer."""
@@ -387,55 +383,17 @@ class _Bench:
         drawn = generator.choice(len(text.token_ids) - 1, size=count, replace=False)
         return sorted((1 + drawn).tolist())
 
-    def _open(self, number: int, text: Text) -> Request:
-        return Request(
-            number=number,
-            prompt_ids=text.prompt_ids,
-            params=SamplingParams(),
-            plan=PLAIN,
-            rng=RequestRng(text.seed),
-            max_tokens=len(text.token_ids),
-            drafted=True,
-            slots=self._target.allocator.allocate(0),
-            borrowed=self._target.allocator.allocate(0),
-        )
-
-    def _advance(self, reached: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
-        """Read each text up to its last known token, which is the root of the trees."""
-        chunks = []
-        for request, token_ids in reached:
-            request.token_ids = list(token_ids)
-            request.step = len(token_ids)
-            chunks.append(Chunk.of(request, self._kv.allocate(request, request.to_prefill)))
-        forward = Forward.of([], chunks)
-        output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
-        for chunk in chunks:
-            self._kv.commit(chunk.request, list(range(chunk.segment.num_new)))
-        if output.features is not None:
-            parts = forward.chunk_features(output.features)
-            for chunk, features in zip(chunks, parts, strict=True):
-                self._drafter.observe(chunk.request, features)
-        self._drafter.catch_up([request for request, _ in reached])
-
-    def draft(self, requests: list[Request], drafting: _Drafting) -> Offer:
+    def draft(self, requests: list[Request], drafting: Drafting) -> Offer:
         """Draft a tree for each request and score it, without keeping any of it."""
         params = SamplingParams(temperature=drafting.temperature)
         for request in requests:
             request.params, request.plan = params, drafting.plan
-        slots = [self._kv.allocate(r, drafting.plan.tree_slots) for r in requests]
-        free = [own[:-1] for own in slots]
-        call = DraftCall(requests, drafting.plan, drafting.draft_sampling, free)
-        tree = self._drafter.draft(call)
-        group = Group.decode(requests, tree, slots)
-        forward = Forward.of([group], [])
-        logits = self._target.forward(forward.segments, logit_rows=forward.logit_rows).logits
-        target = probs_of_nodes(forward.groups[0], logits)
-        for request in requests:
-            self._kv.commit(request, [])
-        for request, faults in zip(requests, find_faults(tree, target).tolist(), strict=True):
+        [output] = self._engine.preview(requests)
+        for request, faults in zip(requests, output.faults.tolist(), strict=True):
             if faults:
                 raise fault_error(faults, request.number)
-        return Offer(tree, target)
+        assert output.target is not None  # previews have it
+        return Offer(output.group.tree, output.target)
 
     def judge(
         self, requests: Sequence[Request], offer: Offer, verifiers: Mapping[int, Verifier]

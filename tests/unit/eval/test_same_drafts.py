@@ -24,7 +24,7 @@ from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.drafters.host_drafting import trimmed
 from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.engine import Engine
-from eaglegbv.errors import InvalidArgument, SamplingMismatch
+from eaglegbv.errors import InvalidArgument, InvalidProbabilities, SamplingMismatch
 from eaglegbv.eval import paired_comparison
 from eaglegbv.eval import study as studies
 from eaglegbv.eval.paired_comparison import Cell, Offer, Sampling, Text, collect, same_drafts
@@ -34,6 +34,7 @@ from eaglegbv.eval.statistics import Estimate
 from eaglegbv.eval.study import SampledCell, StudySettings, of_size, shape_cells, study_cells
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
+from eaglegbv.models.target import TargetOutput
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.block import BlockVerifier
@@ -176,6 +177,49 @@ def test_other_distributions_and_temperature_zero() -> None:
     # At temperature 0 the greedy walk judges, whatever verifier is named.
     assert tallies[-1].tokens == tallies[-2].tokens
     assert all(count == int(count) for count in tallies[-1].tokens)
+
+
+def test_numbers_follow_from_the_seeds() -> None:
+    """Whatever reads the texts, drafts and scores, on tables, which do not round."""
+    texts = random_texts(6, count=5, length=9)
+    sampled = grid(("otbv", "traversal"), (3,), (2, 4), (1.0,), base=Plan()).settings
+    greedy = grid(("gbv",), (2,), (3,), (0.0,), base=Plan()).settings
+    sampling = Sampling(places=3, judgements=2, batch=2)
+    cells = same_drafts(table_pair(6), texts, [*sampled, *greedy], sampling)
+    assert [(cell.tokens, cell.nodes) for cell in cells] == [
+        ((7.5, 7.5, 8.0, 6.0, 7.5), (10, 8, 14, 6, 8)),
+        ((9.0, 10.0, 11.0, 9.0, 8.0), (22, 20, 30, 14, 18)),
+        ((7.0, 7.5, 8.5, 6.5, 6.5), (10, 8, 14, 6, 8)),
+        ((8.5, 10.5, 6.5, 7.5, 8.0), (22, 20, 30, 14, 18)),
+        ((12, 12, 12, 12, 12), (18, 18, 18, 18, 18)),
+    ]
+
+
+def test_a_comparison_that_breaks_off_leaves_the_pool_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NaN logits, and a pool that does not hold all texts of a batch; then it goes on as ever."""
+    pair, texts = table_pair(VOCAB), random_texts(VOCAB, count=3, length=40)
+    allocator, forward = pair.target.allocator, pair.target.forward
+    settings, sampling = [Setting(plan=Plan(paths=2, depth=3))], Sampling(places=2, judgements=1)
+    expected = same_drafts(pair, texts, settings, sampling)
+
+    def spoilt(*arguments: Any, **named: Any) -> TargetOutput:
+        output = forward(*arguments, **named)
+        output.logits[:] = torch.nan
+        return output
+
+    monkeypatch.setattr(pair.target, "forward", spoilt)
+    with pytest.raises(InvalidProbabilities, match="logits of request 0"):
+        same_drafts(pair, texts, settings, sampling)
+    monkeypatch.undo()
+    assert allocator.num_free == allocator.num_slots
+    taken = allocator.allocate(allocator.num_free - 100)
+    with pytest.raises(InvalidArgument, match="KV pool"):
+        same_drafts(pair, texts, settings, sampling)
+    assert allocator.num_free == 100
+    allocator.release(taken)
+    assert same_drafts(pair, texts, settings, sampling) == expected
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
