@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.cli import DOCS, documented
-from support.sglang_engine import missing_sglang
+from support.sglang_engine import STAND_IN, cpu_environment, missing_sglang, three_tokens
 
 PATCH = DOCS / "sglang_hooks.patch"
 FOLDER = Path("python/sglang/srt/speculative")
+TEXTS = 1536
 
 
 def test_the_page_lists_the_files_of_the_patch():
@@ -48,15 +51,50 @@ def _methods(source: str) -> dict[str, dict[str, list[str]]]:
     }
 
 
-@pytest.mark.skipif(missing_sglang() is not None, reason=str(missing_sglang()))
-def test_the_patch_applies_and_compiles(tmp_path):
+@pytest.fixture
+def patched(tmp_path: Path) -> Path:
+    """A folder with SGLang as the patch leaves it; what it does not touch is linked."""
+    if missing_sglang() is not None:
+        pytest.skip(str(missing_sglang()))
     if version("sglang") != "0.5.23":
         pytest.skip("the patch is for 0.5.23")
     spec = importlib.util.find_spec("sglang")  # without loading it
     assert spec is not None
     assert spec.origin is not None
-    shutil.copytree(Path(spec.origin).parent / "srt" / "speculative", tmp_path / FOLDER)
+    installed = Path(spec.origin).parent
+    (tmp_path / FOLDER).parent.mkdir(parents=True)
+    shutil.copytree(installed / "srt/speculative", tmp_path / FOLDER)
+    package = tmp_path / FOLDER.parents[1]
+    for part in (installed, installed / "srt"):
+        for entry in part.iterdir():
+            link = package / entry.relative_to(installed)
+            if not link.exists():
+                link.symlink_to(entry)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "apply", str(PATCH)], cwd=tmp_path, check=True)
-    compiled = [sys.executable, "-m", "compileall", "-q", str(tmp_path / FOLDER)]
-    subprocess.run(compiled, check=True)
+    return package.parent
+
+
+def test_the_patch_applies_and_compiles(patched):
+    folder = patched / FOLDER.relative_to(FOLDER.parts[0])
+    assert (folder / "tree_hooks.py").is_file()
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=True)
+
+
+@pytest.mark.timeout(1800)
+def test_texts_of_the_first_user_follow_the_target(patched, pair, tmp_path):
+    """Through SGLang's own workers, by the hooks alone."""
+    user = Path(__file__).parent / "first_user"
+    root = user.parents[2]
+    paths = (patched, user, root / "tests", root, STAND_IN)
+    result = subprocess.run(
+        [sys.executable, str(user / "first_user.py"), str(tmp_path / "pair"), str(TEXTS)],
+        env=cpu_environment() | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    texts = json.loads(result.stdout.splitlines()[-1])
+    assert len(texts) == TEXTS
+    assert three_tokens(pair, texts).p_value > 1e-5

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,18 +162,11 @@ def target_config(
     """
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        config = load_config(model, **hub)
+        return load_config(model, **hub).get_text_config(decoder=True)
     except InvalidArgument as error:
         if not isinstance(error, ModelNotSupported) and error.argument != "trust_remote_code":
             raise
-        return _registered_config(model, error, hub)
-    return config.get_text_config(decoder=True)
-
-
-def _registered_config(
-    model: str | Path, unknown: InvalidArgument, hub: Mapping[str, Any]
-) -> PreTrainedConfig:
-    """Return what SGLang reads of a target; raise ``unknown`` if it does not know its type."""
+        unknown = error
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
     try:

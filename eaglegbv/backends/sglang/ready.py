@@ -29,8 +29,8 @@ def check_ready(
             device, or without one that was named.
     """
     device = device or read_options(others).device
-    if device == "cpu" and (missing := missing_cpu_kernels()):
-        raise InvalidArgument("device", device, f"an accelerator: {missing}")
+    if device == "cpu":
+        _check_cpu_kernels()
     if accelerator and device is None:
         _check_accelerator()
     check_version()
@@ -69,13 +69,12 @@ def _drivers_exist() -> bool:
     return True
 
 
-def missing_cpu_kernels() -> str | None:
-    """Return why the installed SGLang cannot run on a CPU, and what can; or None."""
+def _check_cpu_kernels() -> None:
     try:
         from sgl_kernel import copy_all_layer_kv_cache_cpu  # noqa: F401
-    except ImportError:
-        return f"SGLang's packages have no kernels for CPUs; {OWN_ENGINE}"
-    return None
+    except ImportError as error:
+        missing = f"SGLang's packages have no kernels for CPUs; {OWN_ENGINE}"
+        raise InvalidArgument("device", "cpu", f"an accelerator: {missing}") from error
 
 
 def read_options(others: Sequence[str]) -> argparse.Namespace:
