@@ -274,10 +274,13 @@ class Engine:
         for request in requests:
             if request.to_prefill or not request.prefilled:
                 expected = "ones that steps have read to their ends; the KV pool must hold them"
-                raise request.error or InvalidArgument("requests", request.number, expected)
+                error = InvalidArgument("requests", request.number, expected)
+                raise request.error or error
         try:
-            forward = Forward.of(self._draft(requests), [])
-            output = self._target.forward(forward.segments, logit_rows=forward.logit_rows)
+            groups = self._draft(requests)
+            forward = Forward.of(groups, [])
+            rows = forward.logit_rows
+            output = self._target.forward(forward.segments, logit_rows=rows)
             return self._verification.verify(forward, output.logits, record=True)
         finally:
             for request in requests:

@@ -163,7 +163,8 @@ class Request:
         """
         left = self.max_tokens - len(self.token_ids)
         if len(token_ids) >= left:
-            raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"fewer than {left}")
+            given = f"{len(token_ids)} tokens"
+            raise InvalidArgument("token_ids", given, f"fewer than {left}")
         self.token_ids += token_ids
         self.step = len(self.token_ids)  # a place has the same numbers, however it was reached
         self.target_layers = ()  # what a verifier left was of its own tokens

@@ -9,7 +9,7 @@ is weak. Verifiers that keep state from step to step are measured in the engine 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self, TypeAlias
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -320,8 +320,7 @@ class Bench:
 
     def draftings(self, settings: Sequence[Setting]) -> list[Drafting]:
         """Gather the settings that can share a tree."""
-        Key: TypeAlias = tuple[Plan, float]
-        gathered: dict[Key, dict[tuple[int, int], dict[int, Verifier]]] = {}
+        gathered: dict[tuple[Plan, float], dict[tuple[int, int], dict[int, Verifier]]] = {}
         for number, setting in enumerate(settings):
             plan = setting.plan
             if not plan.speculative:
@@ -341,9 +340,7 @@ class Bench:
         found = []
         for (alike, temperature), members in gathered.items():
             paths, depth = map(max, zip(*members, strict=True))
-            plan = alike
-            if not alike.widths:
-                plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
+            plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
             found.append(Drafting(plan, temperature, members))
         return found
 
@@ -351,27 +348,38 @@ class Bench:
         self, texts: Sequence[Text], on_texts: Callable[[int], object] = lambda _: None
     ) -> Iterator[Mapping[int, Request]]:
         """Yield requests that have reached a place of their text, by the number of the text."""
-        for first in range(0, len(texts), self._sampling.batch):
-            numbers = range(first, min(first + self._sampling.batch, len(texts)))
-            waiting = {number: self._places(texts[number]) for number in numbers}
-            requests = {n: self._open(texts[n]) for n in numbers if waiting[n]}
-            try:
-                while requests:
-                    for number, request in requests.items():
-                        place = waiting[number].pop(0)
-                        request.give(texts[number].token_ids[len(request.token_ids) : place])
-                    self._engine.step()  # it reads what was given, up to the roots of the trees
-                    yield requests
-                    for number in [*requests]:
-                        if not waiting[number]:
-                            self._engine.cancel(requests.pop(number))
-            finally:
-                for request in requests.values():
-                    self._engine.cancel(request)
-            on_texts(len(numbers))
+        batch = self._sampling.batch
+        for first in range(0, len(texts), batch):
+            part = dict(enumerate(texts[first : first + batch], start=first))
+            yield from self._visit(part)
+            on_texts(len(part))
+
+    def _visit(self, texts: Mapping[int, Text]) -> Iterator[Mapping[int, Request]]:
+        """Read texts together, place by place."""
+        waiting: dict[int, list[int]] = {}
+        requests: dict[int, Request] = {}
+        try:
+            for number, text in texts.items():
+                if places := self._places(text):
+                    waiting[number] = places
+                    requests[number] = self._open(text)
+            while requests:
+                for number, request in requests.items():
+                    known = len(request.token_ids)
+                    place = waiting[number].pop(0)
+                    request.give(texts[number].token_ids[known:place])
+                self._engine.step()  # it reads what was given, up to the roots of the trees
+                yield requests
+                for number in [*requests]:
+                    if not waiting[number]:
+                        self._engine.cancel(requests.pop(number))
+        finally:
+            for request in requests.values():
+                self._engine.cancel(request)
 
     def _open(self, text: Text) -> Request:
-        params = SamplingParams(max_tokens=len(text.token_ids), seed=text.seed)
+        most = len(text.token_ids)
+        params = SamplingParams(max_tokens=most, seed=text.seed)
         return self._engine.add(text.prompt_ids, params, Plan())
 
     def _places(self, text: Text) -> list[int]:
@@ -387,9 +395,11 @@ class Bench:
         """Draft a tree for each request and score it, without keeping any of it."""
         params = SamplingParams(temperature=drafting.temperature)
         for request in requests:
-            request.params, request.plan = params, drafting.plan
+            request.params = params
+            request.plan = drafting.plan
         [output] = self._engine.preview(requests)
-        for request, faults in zip(requests, output.faults.tolist(), strict=True):
+        found = output.faults.tolist()
+        for request, faults in zip(requests, found, strict=True):
             if faults:
                 raise fault_error(faults, request.number)
         assert output.target is not None  # previews have it
