@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.config import Plan
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings
 from eaglegbv.drafters.host_drafting import DraftCall, NewRows, draft_trees
 from eaglegbv.request import DraftSnapshot, DraftState, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 StateKind = TypeVar("StateKind", bound=DraftState)
 SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)

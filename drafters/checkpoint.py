@@ -270,8 +270,8 @@ def _with_vocabulary(
         text = f"{MEMBERS} follows from {OFFSETS}, being absent; the EAGLE repository needs it"
         remarks.append(Remark(RemarkKind.NOTE, text))
     if not torch.equal(_check(named, MEMBERS, (config.vocab_size,), torch.bool), members):
-        found = int(named.tensors[MEMBERS].sum())
-        raise DrafterMismatch(MEMBERS, found, f"the {size} target ids of d2t")
+        members_stored = int(named.tensors[MEMBERS].sum())
+        raise DrafterMismatch(MEMBERS, members_stored, f"the {size} target ids of d2t")
     if full and bool(offsets.any()):
         text = "d2t reorders a full vocabulary; left aside, as EAGLE does and SGLang does not"
         remarks.append(Remark(RemarkKind.ASSUMED, text))
@@ -296,25 +296,25 @@ def _check(
 
 def _embedding(checkpoint: Checkpoint, target_embedding: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the head's own embedding, or the target's where both are the same."""
-    own = checkpoint.named.tensors.get(EMBEDDING)
-    if own is None:
+    stored = checkpoint.named.tensors.get(EMBEDDING)
+    if stored is None:
         return target_embedding
-    if own.shape == target_embedding.shape:
-        distance = _distance(own, target_embedding)
+    if stored.shape == target_embedding.shape:
+        distance = _distance(stored, target_embedding)
         if distance < _ROUNDING:
             logger.info("%s is the target's, which is shared", EMBEDDING)
             return target_embedding
         told = "%s: %s is not the target's (relative distance %.2g); was it made for this target?"
         logger.warning(told, checkpoint.folder, EMBEDDING, distance)
-    return own.to(dtype)
+    return stored.to(dtype)
 
 
-def _distance(own: Tensor, other: Tensor) -> float:
+def _distance(table: Tensor, other: Tensor) -> float:
     """Return the distance of two tables relative to the second, without copying them whole."""
-    if own.dtype == other.dtype and torch.equal(own, other.cpu()):
+    if table.dtype == other.dtype and torch.equal(table, other.cpu()):
         return 0.0
     difference = norm = 0.0
-    for rows, others in zip(own.split(4096), other.split(4096), strict=True):
+    for rows, others in zip(table.split(4096), other.split(4096), strict=True):
         exact = others.cpu().double()
         difference += float((rows.double() - exact).square().sum())
         norm += float(exact.square().sum())
@@ -325,8 +325,8 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
     captured = "the final hidden state"
     if fitted.layers is not None:
         captured = f"the inputs of layers {list(fitted.layers.inputs)} ({fitted.layers.reason})"
-    told, arch = "%s head of %s, format %s, reads %s", fitted.config.arch
-    logger.info(told, arch, checkpoint.folder, checkpoint.format, captured)
+    message, arch = "%s head of %s, format %s, reads %s", fitted.config.arch
+    logger.info(message, arch, checkpoint.folder, checkpoint.format, captured)
     for name, reason in checkpoint.named.left_aside.items():
         logger.info("left aside: %s (%s)", name, reason)
     for remark in fitted.remarks:
@@ -381,8 +381,8 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
     width = max(map(len, facts)) + 2
     lines = [f"{label:<{width}}{fact}" for label, fact in facts.items()]
     for kind, words in _WORDS.items():
-        own = [f"  - {remark.text}" for remark in remarks if remark.kind is kind]
-        lines += ["", f"{words}:", *own] if own else []
+        lines_of_kind = [f"  - {remark.text}" for remark in remarks if remark.kind is kind]
+        lines += ["", f"{words}:", *lines_of_kind] if lines_of_kind else []
     return "\n".join(lines)
 
 

@@ -105,9 +105,9 @@ class StandaloneDrafter(RowDrafter):
         ]
         ends = torch.tensor([s.num_new for s in segments]).cumsum(0) - 1
         logits = self._run(segments, ends)
-        for request, own in zip(requests, logits, strict=True):
+        for request, logits_of_request in zip(requests, logits, strict=True):
             state = _state(request)
-            state.context, state.logits = request.context, own
+            state.context, state.logits = request.context, logits_of_request
         drafted = DraftedRows(known, [slots[1:] for slots in tree_slots])
 
         def follow(rows: NewRows) -> Tensor:

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.config import Plan
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import first_true
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.sampling_params import COLDEST, HOTTEST
-from eaglegbv.tree import DraftSampling
 
 
 @dataclass(frozen=True, slots=True)

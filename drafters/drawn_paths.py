@@ -7,11 +7,11 @@ the rounding of sums.
 import torch
 from torch import Tensor
 
-from eaglegbv.config import Plan
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import WIDEST, runs_kernels
 from eaglegbv.drafters.tree_growth import in_columns
 from eaglegbv.sampling import WarpSettings, warped_rows
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 from eaglegbv.utils import power_of_two
 
 

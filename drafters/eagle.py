@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment
-from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import GraphMode, Recorder, make_recorder
+from eaglegbv.config import DraftSampling, GraphMode, Plan
+from eaglegbv.cuda_graphs import Recorder, make_recorder
 from eaglegbv.devices import send
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots, own_state
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
@@ -35,7 +35,7 @@ from eaglegbv.drafters.graph_reading import DeviceReading
 from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
 from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 
 @dataclass(slots=True)
@@ -186,9 +186,9 @@ class EagleDrafter(RowDrafter):
         contexts = [self._state(request).rows(request) for request in requests]
         hidden = torch.stack([self._root_hidden(request) for request in requests])
         if self._on_device is not None:
-            found = self._on_device.draft(call, contexts, hidden)
-            if found is not None:
-                return found
+            tree = self._on_device.draft(call, contexts, hidden)
+            if tree is not None:
+                return tree
         drafted = DraftedRows(contexts, call.tree_slots)
 
         def follow(rows: NewRows) -> Tensor:
@@ -214,13 +214,13 @@ class EagleDrafter(RowDrafter):
             nonlocal owners, known
             above = rows.parents.tolist()
             owners = [owners[parent] for parent in above]
-            found = self.advance(
+            advanced = self.advance(
                 [call.requests[b] for b in owners],
                 [known[parent] for parent in above],
                 rows.token_ids,
                 torch.cat([next(free[b]) for b in owners]),
             )
-            known = own_snapshots(found, RowSnapshot)
+            known = own_snapshots(advanced, RowSnapshot)
             return logits()
 
         return draft_trees(call, self.head.draft_to_target, logits(), follow)

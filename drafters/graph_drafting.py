@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import BranchAttention, BranchShape
-from eaglegbv.config import Plan
-from eaglegbv.cuda_graphs import MAX_ROWS, REPLAYED, Bucket, NotRecordable, Outcomes, Recorder, Work
+from eaglegbv.config import DraftSampling, Plan
+from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable, Recorder, Recordings
 from eaglegbv.devices import send
 from eaglegbv.drafters.draft_probs import DraftProbs, draft_params, draft_probs, log_probs, support
 from eaglegbv.drafters.drawn_paths import DrawnPaths, takes
@@ -19,7 +21,7 @@ from eaglegbv.drafters.tree_growth import Frontier, LevelTable, TreeGrowth, in_c
 from eaglegbv.request import Request
 from eaglegbv.rng import RequestRng
 from eaglegbv.sampling import SamplingParams, WarpSettings
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 from eaglegbv.utils import power_of_two
 
 # The draft loop on the device, for fixed sizes.
@@ -51,7 +53,7 @@ class _Kind:
             return cls(requests, plan, draft_sampling)
         # One bound for all limits, so that one recording serves many mixtures of them.
         candidates = support(plan, draft_sampling, draft_vocab)
-        largest = max((own for own in settings.limits if own < candidates), default=None)
+        largest = max((k for k in settings.limits if k < candidates), default=None)
         limit = None if largest is None else min(power_of_two(largest), candidates - 1)
         used = frozenset(settings.columns) - ({"top_k"} if limit is None else set())
         return cls(requests, plan, draft_sampling, used, limit)
@@ -77,13 +79,11 @@ class DeviceDrafting:
         The last slot of the pool of ``forward`` is nobody's; texts have ``max_context`` positions
         at most.
         """
-        self.counts = Outcomes()
+        self._recordings = Recordings[_Kind, _Drafting]("drafts", recorder, _Drafting.work)
+        self.counts = self._recordings.counts
         self._head = head
         self._forward = forward
-        self._recorder = recorder
         self._max_context = max_context
-        self._recorded: dict[_Kind, _Drafting] = {}
-        self._refused: dict[_Kind, str] = {}
 
     def draft(
         self, call: DraftCall, contexts: Sequence[Tensor], hidden: Tensor
@@ -93,13 +93,9 @@ class DeviceDrafting:
         ``contexts`` are for each request the slots ``[rows]`` int64 of its true rows, ``hidden``
         ``[requests, hidden]`` is the head's output at the last of them.
         """
-        try:
-            tree = self._replay(call, contexts, hidden)
-        except NotRecordable as obstacle:
-            self.counts.note("drafts", obstacle.reason)
-            return None
-        self.counts.note("drafts", REPLAYED)
-        return tree
+        with self._recordings.counting():
+            return self._replay(call, contexts, hidden)
+        return None
 
     def record(
         self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
@@ -135,30 +131,12 @@ class DeviceDrafting:
         params += params[-1:] * (padded - len(requests))
         settings = WarpSettings.of(params, [1] * padded)
         kind = _Kind.of(plan, draft_sampling, settings, len(self._head.draft_to_target))
-        if kind in self._refused:
-            raise NotRecordable(self._refused[kind])
-        known = self._recorded.get(kind)
-        drafting = known
-        if drafting is None:
-            drafting = _Drafting(
-                kind,
-                settings,
-                head=self._head,
-                forward=self._forward,
-                table=table,
-                max_context=self._max_context,
-            )
-        drafting.load(call, settings, contexts, hidden)
-        if known is None:
-            try:
-                drafting.replay = self._recorder.record(drafting.work)
-            except NotRecordable as obstacle:
-                self._refused[kind] = obstacle.reason
-                raise
-            self._recorded[kind] = drafting
-        trees = DraftTree(
-            draft_sampling, *drafting.replay(), columns=in_columns(plan, draft_sampling)
+        replay = self._recordings.loaded(
+            kind,
+            partial(_Drafting, settings, self._head, self._forward, table, self._max_context),
+            methodcaller("load", call, settings, contexts, hidden),
         )
+        trees = DraftTree(draft_sampling, *replay(), columns=in_columns(plan, draft_sampling))
         # Trees of another plan in this step would overwrite these. Kernels judge contiguous ones.
         kept = torch.contiguous_format
         return trees.mapped(lambda tensor: tensor[: len(requests)].clone(memory_format=kept))
@@ -171,17 +149,14 @@ class DeviceDrafting:
 class _Drafting:
     """Static buffers of one kind of draft, and the loop over them."""
 
-    replay: Work
-
     def __init__(
         self,
-        kind: _Kind,
         settings: WarpSettings,
-        *,
         head: EagleHead,
         forward: HeadForward,
         table: LevelTable,
         max_context: int,
+        kind: _Kind,
     ) -> None:
         plan, config, batch = kind.plan, head.config, kind.requests
         pool, device = forward.attention.pool, forward.attention.pool.keys.device
@@ -214,8 +189,8 @@ class _Drafting:
             self._uniforms = room(batch, plan.paths, plan.depth, dtype=torch.float64)
             limits = frozenset(() if kind.limit is None else (kind.limit,))
             top_k = None if kind.limit is None else settings.top_k
-            own = replace(settings, top_k=top_k, limits=limits, tempered=True)
-            self._settings = own.mapped(lambda column: torch.zeros_like(column, device=device))
+            padded = replace(settings, top_k=top_k, limits=limits, tempered=True)
+            self._settings = padded.mapped(lambda column: torch.zeros_like(column, device=device))
 
     def load(
         self, call: DraftCall, settings: WarpSettings, contexts: Sequence[Tensor], hidden: Tensor
@@ -230,9 +205,9 @@ class _Drafting:
             slots = torch.full(attention.slots.shape, self._scratch_slot)
             most = attention.most_keys
             if most is not None and sum(lengths) + slots.numel() > most:
-                raise NotRecordable("too many keys")
-            for levels, own in zip(slots[:real], call.tree_slots, strict=True):
-                self._take(levels, own)
+                raise NotRecordable("too many keys", lasting=False)
+            for levels, tree_slots in zip(slots[:real], call.tree_slots, strict=True):
+                self._take(levels, tree_slots)
             attention.plan(contexts, slots)
         tokens = [request.token_ids[-1] for request in call.requests]
         _fill(self._roots, torch.tensor([*tokens, *[0] * missing]))
@@ -317,8 +292,8 @@ class _Drafting:
             above = above.gather(1, frontier.parents.unsqueeze(2).expand(-1, -1, level))
         else:
             above = above[:, :rows]
-        own = torch.arange(rows, device=device).expand(batch, -1).unsqueeze(2)
-        return _padded(torch.cat((above, own), dim=2), self._rows)
+        branches = torch.arange(rows, device=device).expand(batch, -1).unsqueeze(2)
+        return _padded(torch.cat((above, branches), dim=2), self._rows)
 
     def _rotations(self) -> list[Rotation]:
         """Return the angles of each level's rows, in as many operations as for one level."""
@@ -326,7 +301,7 @@ class _Drafting:
         levels = torch.arange(count, device=device).view(-1, 1, 1)
         positions = (self._contexts.unsqueeze(1) + levels).expand(-1, -1, self._rows)
         every: Rotation = self._head.rotary(positions.flatten(1), self._hidden.dtype)
-        return [Rotation(*own) for own in zip(every.cos, every.sin, strict=True)]
+        return [Rotation(*of_level) for of_level in zip(every.cos, every.sin, strict=True)]
 
     def _step(self, level: int, rows: Rows, hidden: Tensor, chains: Tensor | None) -> Drafted:
         attention = self._attention

@@ -5,13 +5,16 @@ device would wait for each of its launches.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from operator import methodcaller
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.static import StaticBatch
-from eaglegbv.cuda_graphs import REPLAYED, Bucket, NotRecordable, Outcomes, Recorder, Work
+from eaglegbv.cuda_graphs import Bucket, NotRecordable, Recorder, Recordings, Work
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.utils import power_of_two
 
@@ -27,13 +30,9 @@ class DeviceReading:
         self, head: EagleHead, forward: HeadForward, recorder: Recorder, *, max_context: int
     ) -> None:
         """Begin with nothing recorded; the last slot of the pool of ``forward`` is nobody's."""
-        self.counts = Outcomes()
-        self._head = head
-        self._forward = forward
-        self._recorder = recorder
-        self._max_context = max_context
-        self._recorded: dict[Bucket, _Reading] = {}
-        self._refused: dict[Bucket, str] = {}
+        self._recordings = Recordings[Bucket, _Reading]("catch-ups", recorder, _Reading.work)
+        self.counts = self._recordings.counts
+        self._make = partial(_Reading, head, forward, max_context)
 
     def read(
         self, segments: Sequence[Segment], features: Sequence[Tensor], most: int
@@ -45,42 +44,28 @@ class DeviceReading:
         """
         sizes = [segment.num_new for segment in segments]
         bucket = _bucket(len(segments), most) or Bucket.holding(len(segments), sum(sizes))
-        if max(sizes) > most or bucket is None:
-            self.counts.note("catch-ups", "prefill" if max(sizes) > most else "too many rows")
-            return None
-        if bucket not in self._refused:
-            reading = self._loaded(bucket, segments, features)
-            if reading is not None:
-                self.counts.note("catch-ups", REPLAYED)
-                [hidden] = reading.replay()
-                return hidden[: len(segments)].clone()  # other recordings overwrite it
-        self.counts.note("catch-ups", self._refused[bucket])
+        with self._recordings.counting():
+            if max(sizes) > most:
+                raise NotRecordable("prefill")
+            if bucket is None:
+                raise NotRecordable("too many rows")
+            [hidden] = self._loaded(bucket, segments, features)()
+            return hidden[: len(segments)].clone()  # other recordings overwrite it
         return None
 
     def record(self, requests: int, rows_each: int) -> None:
         """Record now what up to so many requests with up to so many rows each will need."""
         for count in Bucket.sizes(requests):
             bucket = _bucket(count, rows_each)
-            if bucket is not None and bucket not in self._refused:
-                self._loaded(bucket, [], [])
+            if bucket is not None and bucket not in self._recordings:
+                with suppress(NotRecordable):
+                    self._loaded(bucket, [], [])
 
     def _loaded(
         self, bucket: Bucket, segments: Sequence[Segment], features: Sequence[Tensor]
-    ) -> "_Reading | None":
-        """Return the bucket's recording with these inputs; None if it cannot be recorded."""
-        known = self._recorded.get(bucket)
-        try:
-            reading = known or _Reading(
-                bucket, self._head, self._forward, max_context=self._max_context
-            )
-            reading.load(segments, features)
-            if known is None:
-                reading.replay = self._recorder.record(reading.work)
-                self._recorded[bucket] = reading
-        except NotRecordable as obstacle:
-            self._refused[bucket] = obstacle.reason
-            return None
-        return reading
+    ) -> Work:
+        load = methodcaller("load", segments, features)
+        return self._recordings.loaded(bucket, self._make, load)
 
 
 def _bucket(requests: int, most: int) -> Bucket | None:
@@ -96,10 +81,8 @@ def _bucket(requests: int, most: int) -> Bucket | None:
 class _Reading:
     """Static buffers of a bucket, and the forward over them."""
 
-    replay: Work
-
     def __init__(
-        self, bucket: Bucket, head: EagleHead, forward: HeadForward, *, max_context: int
+        self, head: EagleHead, forward: HeadForward, max_context: int, bucket: Bucket
     ) -> None:
         pool = forward.attention.pool
         self._forward = forward

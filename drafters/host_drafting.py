@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.config import Plan
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import fetch, send, upload
 from eaglegbv.drafters.draft_probs import (
     DraftProbs,
@@ -24,7 +24,7 @@ from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import WarpSettings
 from eaglegbv.token_rules import GrowingRows
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import ClassVar
 
-from eaglegbv.config import Plan
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.drafters.base import Drafter, own_state
 from eaglegbv.drafters.host_drafting import DraftCall, given_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 _SIZES = range(4, 0, -1)  # tokens of the n-grams that are looked up, the longest first
 _LOOK_BACK = 64  # how many of the latest places of an n-gram are looked at
@@ -80,8 +80,8 @@ class NgramDrafter(Drafter):
         """Merge continuations into a trie, as far as the plan has nodes for them."""
         token_ids, parents = [request.token_ids[-1]], [0]
         children: dict[tuple[int, int], int] = {}
-        found = dict.fromkeys(self._continuations(request, plan.depth))
-        for continuation in islice(found, plan.paths):
+        continuations = dict.fromkeys(self._continuations(request, plan.depth))
+        for continuation in islice(continuations, plan.paths):
             node = 0
             for token in continuation:
                 key = node, token

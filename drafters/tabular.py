@@ -96,8 +96,8 @@ class Table:
             raise DrafterMismatch("config.json key order", order, "an integer of at least 1")
         for name, dtype in (("ids", torch.int32), ("log_probs", torch.float32)):
             if name not in tensors or tensors[name].dtype != dtype:
-                found = tensors[name].dtype if name in tensors else None
-                raise DrafterMismatch(name, found, f"a tensor of {dtype}")
+                dtype_stored = tensors[name].dtype if name in tensors else None
+                raise DrafterMismatch(name, dtype_stored, f"a tensor of {dtype}")
         ids, log_probs = tensors["ids"].long().to(device), tensors["log_probs"].to(device)
         return cls(vocab_size, order, ids, log_probs)
 

@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eaglegbv.config import Plan, Shape
+from eaglegbv.config import DraftSampling, Plan, Shape
 from eaglegbv.devices import first_true, most_likely_first, upload
 from eaglegbv.drafters.draft_probs import DraftProbs, pick_places
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 
 def in_columns(plan: Plan, draft_sampling: DraftSampling) -> bool:

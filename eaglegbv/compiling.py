@@ -90,8 +90,8 @@ def generating_products() -> Iterator[None]:
 
     def generated(choices: list[Any]) -> list[Any]:
         """Drop library products if there is a generated one: when timed alone, either may win."""
-        ours = [c for c in choices if not isinstance(c, algorithms.ExternKernelCaller)]
-        return ours or choices
+        kernels = [c for c in choices if not isinstance(c, algorithms.ExternKernelCaller)]
+        return kernels or choices
 
     selector.add_preprocessing_fn(generated)
     # With oneDNN, its packed constants would be preferred, but they keep graphs out of caches.
@@ -122,9 +122,9 @@ def compile_graph(forward: Callable[..., Any], backend: str) -> Callable[..., An
 
     assert isinstance(run, FunctionType)  # a type checker cannot know this
     # PyTorch stores graphs by the code object they were made from, so each function gets its own.
-    own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+    fn = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
     compiled: Callable[..., Any] = torch.compile(
-        own,
+        fn,
         backend=backend,
         dynamic=True,
         fullgraph=True,

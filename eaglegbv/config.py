@@ -254,19 +254,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """
         if name == PLAIN.verifier:
             return PLAIN
-        found = _PLAN_NAME.fullmatch(name)
-        if found is None:
+        match = _PLAN_NAME.fullmatch(name)
+        if match is None:
             expected = "a name such as 'otbv 3x4', 'otbv 3x2x2x1 iid' or 'none'"
             raise InvalidArgument("plan", name, expected)
-        sampling, numbers = found["sampling"], tuple(map(int, found["sizes"].split("x")))
+        sampling, numbers = match["sampling"], tuple(map(int, match["sizes"].split("x")))
         sizes: dict[str, Any] = {"widths": numbers}
-        if len(numbers) == 2 and found["widths"] is None:
+        if len(numbers) == 2 and match["widths"] is None:
             sizes = {"paths": numbers[0], "depth": numbers[1]}
         return cls(
-            verifier=found["verifier"],
-            source=Source(found["source"] or Source.DRAFTER),
+            verifier=match["verifier"],
+            source=Source(match["source"] or Source.DRAFTER),
             draft_sampling=None if sampling is None else DraftSampling(sampling),
-            draft_temperature=float(found["temperature"] or 1),
+            draft_temperature=float(match["temperature"] or 1),
             **sizes,
         )
 
@@ -403,10 +403,10 @@ def _shape(given: object, depth: int, nodes: int | None) -> Shape:
             raise InvalidArgument("shape", ranks, expected)
         for rank in ranks:
             require_integer("shape", rank, 0, MAX_BEAM - 1)
-        own = tuple(ranks)
-        if own[:-1] not in ((), *shape) or own in shape:
-            raise InvalidArgument("shape", own, "different nodes after their parents")
-        shape = (*shape, own)
+        node = tuple(ranks)
+        if node[:-1] not in ((), *shape) or node in shape:
+            raise InvalidArgument("shape", node, "different nodes after their parents")
+        shape = (*shape, node)
     if shape and nodes is not None:
         raise InvalidArgument("nodes", nodes, "None: the shape says how many")
     deepest = max(map(len, shape), default=depth)

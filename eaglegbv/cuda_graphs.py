@@ -13,10 +13,11 @@ import logging
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from functools import partial
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,9 +47,10 @@ _ROWS = (*range(8, 65, 8), 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, MAX_R
 class NotRecordable(Exception):
     """Work turned out to need something that cannot be recorded."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, lasting: bool = True) -> None:
         super().__init__(reason)
         self.reason = reason  # short name of it, under which it is counted
+        self.lasting = lasting  # whether other numbers would not help
 
 
 class Outcomes(Counter[str]):
@@ -70,6 +72,65 @@ class Recorder:
         Its static buffers hold numbers of a real step.
         """
         return work
+
+
+Kind = TypeVar("Kind", bound=Hashable)
+Buffers = TypeVar("Buffers")
+
+
+class Recordings(Generic[Kind, Buffers]):
+    """What was recorded of one sort of work, by kind, and which kinds turned out not to be.
+
+    Attributes:
+        counts: Work by outcome: ``replayed``, or the reason why it ran as it is.
+    """
+
+    def __init__(
+        self, what: str, recorder: Recorder, work: Callable[[Buffers], tuple[Tensor, ...]]
+    ) -> None:
+        """Begin with nothing recorded; ``what`` names the work over static buffers in the log."""
+        self.counts = Outcomes()
+        self._what = what
+        self._recorder = recorder
+        self._work = work
+        self._recorded: dict[Kind, tuple[Buffers, Work]] = {}
+        self._refused: dict[Kind, str] = {}
+
+    def __contains__(self, kind: Kind) -> bool:
+        """Whether the work of a kind was recorded."""
+        return kind in self._recorded
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is replayed within; NotRecordable is counted by its reason, and ends here."""
+        try:
+            yield
+        except NotRecordable as obstacle:
+            self.counts.note(self._what, obstacle.reason)
+        else:
+            self.counts.note(self._what, REPLAYED)
+
+    def loaded(
+        self, kind: Kind, make: Callable[[Kind], Buffers], load: Callable[[Buffers], None]
+    ) -> Work:
+        """Return what replays the work on the numbers that ``load`` copies into its buffers.
+
+        The buffers of a new kind are made, and its work is recorded, first. Raises NotRecordable,
+        the next time without trying again if its obstacle is a lasting one.
+        """
+        if kind in self._refused:
+            raise NotRecordable(self._refused[kind])
+        known = self._recorded.get(kind)
+        try:
+            buffers = known[0] if known else make(kind)
+            load(buffers)
+            replay = known[1] if known else self._recorder.record(partial(self._work, buffers))
+        except NotRecordable as obstacle:
+            if obstacle.lasting:
+                self._refused[kind] = obstacle.reason
+            raise
+        self._recorded[kind] = buffers, replay
+        return replay
 
 
 class CudaRecorder(Recorder):
@@ -240,11 +301,11 @@ class Bucket:
     @classmethod
     def up_to(cls, requests: int, rows_each: int) -> list[Self]:
         """Return the buckets of all batches of as many requests and rows of each, or fewer."""
-        found: dict[Self, None] = {}
+        buckets: dict[Self, None] = {}
         for count in range(1, requests + 1):
             for rows in range(count, count * rows_each + 1):
                 bucket = cls.holding(count, rows)
                 if bucket is None:
                     break
-                found[bucket] = None
-        return list(found)
+                buckets[bucket] = None
+        return list(buckets)

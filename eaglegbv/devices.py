@@ -214,10 +214,10 @@ def upload(
 
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return any number of tensors on the host, waiting for their device once."""
-    found = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
+    fetched = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         _wait_for(device)
-    return found
+    return fetched
 
 
 def _wait_for(device: torch.device) -> None:
@@ -239,23 +239,23 @@ def runs_kernels(device: torch.device) -> bool:
 
 @cache
 def _has_triton() -> bool:
-    there = find_spec("triton") is not None
-    if not there:
+    installed = find_spec("triton") is not None
+    if not installed:
         _log.warning("Triton is not installed: verification launches one kernel an operation")
-    return there
+    return installed
 
 
-def first_true(found: Tensor) -> Tensor:
-    """Return the first index where ``found`` ``[..., entries]`` bool is true; 0 if there is none.
+def first_true(flags: Tensor) -> Tensor:
+    """Return the first index where ``flags`` ``[..., entries]`` bool is true; 0 if there is none.
 
     The result is ``[...]`` int64. Both implementations agree. Generated code computes a minimum
     over many numbers at once, but searches for the index of a maximum one by one: 0.1 ms for 8 rows
     of 4,096 entries.
     """
     if not torch.compiler.is_compiling():
-        return found.view(torch.uint8).argmax(dim=-1)
-    entries = found.shape[-1]
-    first = torch.where(found, torch.arange(entries, device=found.device), entries).amin(dim=-1)
+        return flags.view(torch.uint8).argmax(dim=-1)
+    entries = flags.shape[-1]
+    first = torch.where(flags, torch.arange(entries, device=flags.device), entries).amin(dim=-1)
     return torch.where(first < entries, first, 0)
 
 

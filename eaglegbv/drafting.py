@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import offsets_of
-from eaglegbv.config import Plan, Source, plan_name
+from eaglegbv.config import DraftSampling, Plan, Source, plan_name
 from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler.batch import Group
-from eaglegbv.tree import DraftSampling, DraftTree
+from eaglegbv.tree import DraftTree
 
 _KEPT, _MOST_KEPT = 64, 128
 """A drafter more than ``_MOST_KEPT`` positions behind keeps the last ``_KEPT`` and skips the rest.
@@ -45,24 +45,24 @@ class Drafting:
 
     def max_context(self, plan: Plan, target: int) -> int:
         """Return the most positions of a sequence for which ``plan`` drafts; ``target`` at most."""
-        own = self.by(plan).max_context
-        return target if own is None else min(target, own)
+        longest = self.by(plan).max_context
+        return target if longest is None else min(target, longest)
 
     def draft(
         self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]
     ) -> DraftTree:
         """Propose trees for requests of one plan; each has ``[plan.tree_slots]`` slots."""
         plan = requests[0].plan
-        call = DraftCall(requests, plan, draft_sampling, [own[:-1] for own in slots])
+        call = DraftCall(requests, plan, draft_sampling, [tree_slots[:-1] for tree_slots in slots])
         return self.by(plan).draft(call)
 
     def observe_prefill(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
         """Pass on the features ``[tokens, feature_size]`` of parts of prompts."""
         if self.drafter is None:
             return
-        for request, own in zip(requests, features, strict=True):
+        for request, features_of_request in zip(requests, features, strict=True):
             if request.drafted:
-                self.drafter.observe(request, own)
+                self.drafter.observe(request, features_of_request)
 
     def observe_commit(
         self, outputs: Sequence[RequestOutput], group: Group, features: Tensor | None
@@ -73,7 +73,7 @@ class Drafting:
         """
         if self.drafter is None or features is None:
             return
-        shown = [b for b, own in enumerate(outputs) if own.request.drafted and not own.fault]
+        shown = [b for b, one in enumerate(outputs) if one.request.drafted and not one.fault]
         if not shown:
             return
         if len(features) == len(shown):  # one row for each request, as when none drafted

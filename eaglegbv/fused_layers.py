@@ -87,14 +87,14 @@ def _fits_norm(norm: nn.Module) -> bool:
 def _rotating(kind: Any) -> Callable[..., Any] | None:  # noqa: ANN401
     """Return the forward of an attention with our rotation in place of its module's, or None."""
     forward = kind.forward
-    own = forward.__globals__
-    half = own.get(rotate_half.__name__)
+    module_names = forward.__globals__
+    half = module_names.get(rotate_half.__name__)
     known = half is not None and _code(half) == _code(rotate_half)
-    if not known or _code(own[_ROTATE]) != _code(apply_rotary_pos_emb):
+    if not known or _code(module_names[_ROTATE]) != _code(apply_rotary_pos_emb):
         return None
     changed = FunctionType(
         forward.__code__,
-        {**own, _ROTATE: rotated},
+        {**module_names, _ROTATE: rotated},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,

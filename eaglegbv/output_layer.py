@@ -94,13 +94,13 @@ class OutputLayer(nn.Module):
         limit = _rounded(logits[-1].abs())
         softcap = limit if limit < abs(scale) * float(probe[-1]) / 2 else None
         bias = getattr(layer, "bias", None)
-        found = cls(
+        made = cls(
             weight.detach(), None if bias is None else bias.detach(), scale=scale, softcap=softcap
         )
-        if not torch.allclose(found.finished(probe), logits, rtol=_CLOSE, atol=0.0):
+        if not torch.allclose(made.finished(probe), logits, rtol=_CLOSE, atol=0.0):
             expected = "logits that are its output layer's product, scaled or softly capped"
             raise ModelNotSupported("model", name, expected)
-        return found
+        return made
 
     def rows(self, token_ids: Tensor) -> "OutputLayer":
         """Return the layer of some tokens' logits alone, ``[tokens]`` int64."""

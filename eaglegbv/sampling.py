@@ -266,8 +266,8 @@ def penalise(
     logits, occurred = logits.float(), generated > 0
     penalties = ((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params)
     repetition, presence, frequency = (
-        _column(own, rows_each, torch.float32, logits.device).unsqueeze(1)
-        for own in zip(*penalties, strict=True)
+        _column(penalty, rows_each, torch.float32, logits.device).unsqueeze(1)
+        for penalty in zip(*penalties, strict=True)
     )
     punished = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_prompt | occurred, punished, logits)

@@ -211,8 +211,8 @@ class SamplingParams(
     @property
     def penalised(self) -> bool:
         """Whether any penalty changes the logits."""
-        own = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return own != (1.0, 0.0, 0.0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
 
 _STRUCTURES = ("json_schema", "regex", "grammar")

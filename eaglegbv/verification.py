@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import AutoPlan, Plan, Planning, Source, plan_name
+from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source, plan_name
 from eaglegbv.devices import fetch, send, upload
 from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
@@ -35,7 +35,7 @@ from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warped_row
 from eaglegbv.sampling_params import LogprobsMode
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import (
     TOLERANCE,
     Fault,
@@ -240,8 +240,8 @@ def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
     fetched, *columns = fetch(numbers, *(column for rows in ranked for column in rows.tensors))
     decided = []
     parts = fetched.split([table.numel() for table in tables])
-    for output, table, own in zip(outputs, tables, parts, strict=True):
-        rows = zip(output.group.requests, own.view(table.shape).tolist(), strict=True)
+    for output, table, part in zip(outputs, tables, parts, strict=True):
+        rows = zip(output.group.requests, part.view(table.shape).tolist(), strict=True)
         results = [_request_output(request, row) for request, row in rows]
         if output.logprobs is not None:
             columns_of, columns = columns[:3], columns[3:]
@@ -272,14 +272,14 @@ def _rank_committed(
     chosen = torch.where(steps < accepted, following, verdict.token_ids.unsqueeze(1))
     rows = target.rows.gather(1, nodes)
     scored = logits[group.logits].index_select(0, rows.flatten())
-    processed = [own.logprobs_mode is LogprobsMode.PROCESSED for own in params]
+    processed = [one.logprobs_mode is LogprobsMode.PROCESSED for one in params]
     if any(processed):
         greedy = params[0].greedy  # as all of the group
         after = processed_logits(group, logits) if greedy else target.logits
         which = upload(processed, dtype=torch.bool, device=logits.device)
         each = which.repeat_interleave(len(steps), output_size=rows.numel()).unsqueeze(1)
         scored = torch.where(each, after.index_select(0, rows.flatten()), scored)
-    counts = [own.logprobs for own in params if own.logprobs is not None]
+    counts = [one.logprobs for one in params if one.logprobs is not None]
     return RankedRows.of(scored, chosen.flatten(), -1 if min(counts) < 0 else max(counts))
 
 
@@ -303,10 +303,10 @@ def score_prompts(forward: Forward, logits: Tensor) -> None:
     """
     ranked: list[RankedRows] = []
     for part in forward.prompts:
-        own = logits[part.first_logit : part.first_logit + part.count]
+        scored = logits[part.first_logit : part.first_logit + part.count]
         tokens = part.request.prompt_ids[part.position : part.position + part.count]
         chosen = upload(tokens, dtype=torch.int64, device=logits.device)
-        ranked.append(RankedRows.of(own, chosen, part.request.params.prompt_logprobs or 0))
+        ranked.append(RankedRows.of(scored, chosen, part.request.params.prompt_logprobs or 0))
     columns = fetch(*(tensor for rows in ranked for tensor in rows.tensors))
     for number, part in enumerate(forward.prompts):
         request = part.request
@@ -322,12 +322,12 @@ def processed_logits(group: Group, logits: Tensor) -> Tensor:
     ``logits`` ``[rows, vocab]`` are those of the whole forward; each node has its own path.
     """
     params = [request.params for request in group.requests]
-    own = logits[group.logits]
+    scores = logits[group.logits]
     if group.requests[0].rules is not None:
-        own = own.float() + bias_of(_ruled_rows(group), own.device)
+        scores = scores.float() + bias_of(_ruled_rows(group), scores.device)
     if any(p.penalised for p in params):
-        own = penalise(own, *_occurrences(group, logits.shape[1]), params, group.counts)
-    return own
+        scores = penalise(scores, *_occurrences(group, logits.shape[1]), params, group.counts)
+    return scores
 
 
 def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
@@ -364,15 +364,15 @@ def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
     ancestors = group.tree.ancestor_mask()
     row = 0
     for b, (request, count) in enumerate(zip(group.requests, counts, strict=True)):
-        own = slice(row, row + count)
+        rows = slice(row, row + count)
         prompt = upload(request.prompt_ids, dtype=torch.int64, device=device)
-        in_prompt[own].index_fill_(1, prompt, value=True)
+        in_prompt[rows].index_fill_(1, prompt, value=True)
         seen = upload(request.token_ids, dtype=torch.int64, device=device).expand(count, -1)
-        generated[own].scatter_add_(1, seen, torch.ones_like(seen))
+        generated[rows].scatter_add_(1, seen, torch.ones_like(seen))
         # The root is the last of the request's own tokens, so it is counted among those.
         drafted = ancestors[b, :count, 1:count].to(torch.int64)
         tokens = group.tree.token_ids[b, 1:count].expand(count, -1)
-        generated[own].scatter_add_(1, tokens, drafted)
+        generated[rows].scatter_add_(1, tokens, drafted)
         row += count
     return in_prompt, generated
 
@@ -518,7 +518,7 @@ def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
     layers = [request.target_layers for request in requests]
 
     def table(name: str, dtype: torch.dtype) -> Tensor:
-        values = [[getattr(layer, name) for layer in own] for own in layers]
+        values = [[getattr(layer, name) for layer in each] for each in layers]
         rows = [torch.tensor(row, dtype=dtype) for row in values]
         return pad_sequence(rows, batch_first=True).to(device)
 
@@ -534,7 +534,7 @@ def _layers_after(
     requests: Sequence[Request], columns: Layers, drafter: DraftReplay
 ) -> list[tuple[TargetLayer, ...]]:
     """Return each request's layers by ``columns``, the last of which is the latest step."""
-    found = []
+    layers_by_request = []
     numbers = (part.tolist() for part in (columns.rho, columns.drafts, columns.remaining))
     for request, rho, drafts, remaining in zip(requests, *numbers, strict=True):
         layers = [
@@ -545,8 +545,8 @@ def _layers_after(
         if remaining[-1] > 0:
             since, snapshot = len(request.token_ids), drafter.snapshot(request)
             layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot))
-        found.append(tuple(layers))
-    return found
+        layers_by_request.append(tuple(layers))
+    return layers_by_request
 
 
 def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:
@@ -561,8 +561,8 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
     tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
     multiplicity = tree.multiplicity().tolist()
     p, q = target_of_tokens(tree, target).tolist(), draft_of_tokens(tree).tolist()
-    found = output.node_stats() if tree.length else {}
-    stats = {name: values.tolist() for name, values in found.items()}
+    node_stats = output.node_stats() if tree.length else {}
+    stats = {name: values.tolist() for name, values in node_stats.items()}
     paths, accepted = verdict.path_nodes.tolist(), verdict.accepted.tolist()
     next_tokens, next_p = verdict.token_ids.tolist(), _next_probs(verdict, target)
     records = []

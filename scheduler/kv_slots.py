@@ -46,16 +46,16 @@ class KVSlots:
         """Take back all that a request holds."""
         self.cache.give_back(request)
         self._release(request)
-        own, request.slots = request.slots, request.slots[:0]
-        self.allocator.release(own)
+        released, request.slots = request.slots, request.slots[:0]
+        self.allocator.release(released)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Check that every slot has one owner: the pool, one of all requests, or a block in use."""
         holders = list(requests)
         self.cache.check(holders)
-        own = [request.slots[request.shared :] for request in holders]
+        held = [request.slots[request.shared :] for request in holders]
         borrowed = [request.borrowed for request in holders]
-        self.allocator.check([*self.cache.owned(), *own, *borrowed])
+        self.allocator.check([*self.cache.owned(), *held, *borrowed])
 
     def _release(self, request: Request) -> None:
         lent, request.borrowed = request.borrowed, request.borrowed[:0]

@@ -82,11 +82,11 @@ class PrefixCache:
         followed = self._chain(tokens, [], followed=True)
         if not request.skips:
             return followed
-        found = self._chain(tokens, followed, followed=False)
+        skipped = self._chain(tokens, followed, followed=False)
         if not followed:
-            return found
+            return skipped
         alone = self._chain(tokens, [], followed=False)
-        return alone if BLOCK * (len(alone) - len(found)) > _WORTH_SKIPPING else found
+        return alone if BLOCK * (len(alone) - len(skipped)) > _WORTH_SKIPPING else skipped
 
     def _chain(self, tokens: Sequence[int], before: list[Block], *, followed: bool) -> list[Block]:
         """Return ``before`` and the blocks of ``tokens`` that follow these."""
@@ -137,14 +137,14 @@ class PrefixCache:
         slots = [request.slots[: request.shared]]
         for start in range(request.shared, end, BLOCK):
             key = _key(parent, tokens, start, followed=followed)
-            own = request.slots[start : start + BLOCK]
+            block_slots = request.slots[start : start + BLOCK]
             block = self._blocks.get(key)
             if block is None:
-                block = Block(key, next(self._numbers), own.clone(), users=1)
+                block = Block(key, next(self._numbers), block_slots.clone(), users=1)
                 self._blocks[key] = block
             else:
                 self._use(block)
-                self.allocator.release(own)
+                self.allocator.release(block_slots)
             held.append(block)
             slots.append(block.slots)
             parent = block.number

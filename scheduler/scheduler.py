@@ -73,9 +73,9 @@ class StepBatch:
         for chunk in self.prefilling:
             chunk.request.metrics.add_seconds(Phase.PREFILL, total * chunk.count / prefilled)
         for phase in (Phase.DRAFT, *shares):
-            own = seconds.get(phase, 0.0) - prefill.get(phase, 0.0)
+            decoding_seconds = seconds.get(phase, 0.0) - prefill.get(phase, 0.0)
             for request in self.decoding:
-                request.metrics.add_seconds(phase, own / len(self.decoding))
+                request.metrics.add_seconds(phase, decoding_seconds / len(self.decoding))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.config import check_widths
+from eaglegbv.config import DraftSampling, check_widths
 from eaglegbv.devices import first_true, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.paths import (
     Residual,
     correction_token,
@@ -220,9 +220,9 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
         if depth == tree.length:
             break
         child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == token.unsqueeze(1))
-        found = child & drafted
-        going = going & found.any(dim=1)
-        node = torch.where(going, first_true(found), node)
+        matching = child & drafted
+        going = going & matching.any(dim=1)
+        node = torch.where(going, first_true(matching), node)
         accepted = accepted + going
         visited.append(node)
     return Verdict(path_nodes=torch.stack(visited, dim=1), accepted=accepted, token_ids=token)

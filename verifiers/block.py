@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.paths import DraftedPath, correction_token, drafted_nodes, rows_at
 from eaglegbv.verifiers.proof.chooser import (
@@ -186,5 +187,5 @@ def at_children(tree: DraftTree, path: DraftedPath, probs: Tensor) -> Tensor:
     child = drafted_nodes(tree) & (path.nodes.gather(1, step) == tree.parents)
     child &= step < path.lengths.unsqueeze(1)
     same = rows_at(path.ids, step) == tree.token_ids.unsqueeze(2)
-    own = torch.where(same, rows_at(probs, step), 0.0).sum(dim=2)
-    return own.masked_fill(~child, torch.nan)
+    probs_of_tokens = torch.where(same, rows_at(probs, step), 0.0).sum(dim=2)
+    return probs_of_tokens.masked_fill(~child, torch.nan)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.devices import PIECE, PIECE_WARPS, WIDEST, runs_kernels
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.utils import power_of_two
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.config import DraftSampling
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.block import BlockRule, block_verification
 from eaglegbv.verifiers.paths import (
@@ -90,10 +91,10 @@ class GbvVerifier(BlockRule):
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         q = tree.draft_probs.flatten(1).gather(1, tree.parents * tree.width + places)
         ratios = target_of_tokens(tree, target) / q
-        own, other = ratios.unsqueeze(2), ratios.unsqueeze(1)
+        ratio, other = ratios.unsqueeze(2), ratios.unsqueeze(1)
         earlier = tree.token_ids.unsqueeze(1) < tree.token_ids.unsqueeze(2)
         # How many siblings rank below: those of smaller p/q, among equals of smaller token id.
-        below = (other < own) | ((other == own) & earlier)
+        below = (other < ratio) | ((other == ratio) & earlier)
         ranks = (below & siblings(tree)).sum(dim=2)
         path = DraftedPath.drawn(tree, target, preferred_path(tree, ranks))
         probs = RankedProbs.of(path.ids, path.draft, path.target)
@@ -115,14 +116,14 @@ def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
     """
     at = path.chosen.unsqueeze(2)
     F = path.draft.cumsum(dim=2)
-    own = path.draft.gather(2, at).squeeze(2)
-    beneath = F.gather(2, at).squeeze(2) - own
-    S, q = torch.zeros_like(own[:, 0]), torch.ones_like(own[:, 0])
+    draft = path.draft.gather(2, at).squeeze(2)
+    beneath = F.gather(2, at).squeeze(2) - draft
+    S, q = torch.zeros_like(draft[:, 0]), torch.ones_like(draft[:, 0])
     below, joint = [], []
-    for step in range(own.shape[1]):
+    for step in range(draft.shape[1]):
         below.append(S)
         joint.append(q)
-        S, q = S + q * beneath[:, step], q * own[:, step]
+        S, q = S + q * beneath[:, step], q * draft[:, step]
         total = S + q
         S, q = S / total, q / total
     S, q = torch.stack(below, dim=1).unsqueeze(2), torch.stack(joint, dim=1).unsqueeze(2)

@@ -48,8 +48,9 @@ from scipy.optimize import Bounds, minimize
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, numbers_of_children
 from eaglegbv.verifiers.paths import first_draws
 from eaglegbv.verifiers.proof.chooser import (
@@ -196,8 +197,8 @@ class Plan:
 def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Plan | None:
     """Return a plan for so many draws from ``q`` by a solver on the host; None if q is too wide."""
     if solver is Solver.CONVEX:
-        found = weighted_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
-        return Plan(found.chances, tuple(found.probs.tolist()), found.shortfall)
+        selection = weighted_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
+        return Plan(selection.chances, tuple(selection.probs.tolist()), selection.shortfall)
     if count_draft_sets(len(support(q)), drafts) > MOST_SETS:
         return None
     sets = draft_sets_iid(q, drafts)

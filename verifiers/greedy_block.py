@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats
 from eaglegbv.verifiers.block import along_path, at_children, longest_passed, with_whole_paths
 from eaglegbv.verifiers.otbv import select_child
@@ -309,8 +310,8 @@ def _pick(values: Sequence[Any], numbers: Tensor) -> Any:  # noqa: ANN401
         return stacked.gather(1, at.expand(-1, 1, *stacked.shape[2:])).squeeze(1)
     if not is_dataclass(first) or isinstance(first, type):
         return first
-    own = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
-    return type(first)(**{name: _pick(parts, numbers) for name, parts in own.items()})
+    columns = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
+    return type(first)(**{name: _pick(parts, numbers) for name, parts in columns.items()})
 
 
 def _layers_after(
@@ -326,11 +327,11 @@ def _layers_after(
     old = modified.entered(tokens, uniforms)
     ranks = place_of(tokens, plan.ids, plan.draft)
     at = ranks.unsqueeze(1)
-    found = plan.ids.gather(1, at).squeeze(1) == tokens
-    b = torch.where(found, plan.selected.gather(1, at).squeeze(1), 0.0)
+    drafted = plan.ids.gather(1, at).squeeze(1) == tokens
+    b = torch.where(drafted, plan.selected.gather(1, at).squeeze(1), 0.0)
     turn = modified.active.sum(dim=1, keepdim=True)
-    own = uniforms.gather(1, turn).squeeze(1)
-    drafts = draw_multiplicity(plan, stop.drafts, ranks, own, most)
+    numbers = uniforms.gather(1, turn).squeeze(1)
+    drafts = draw_multiplicity(plan, stop.drafts, ranks, numbers, most)
     lasts = (new > 0) & (b > 0)
     grown = rho_after(rho, plan.target.gather(1, at).squeeze(1), b)
 

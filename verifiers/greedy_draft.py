@@ -8,8 +8,9 @@ A is a child as well: the walk stops with probability sum over the tail of (p - 
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, numbers_of_children, walk
 from eaglegbv.verifiers.paths import (
     Residual,
@@ -96,8 +97,8 @@ class GreedyDraftVerifier(Verifier):
             number = uniforms.correction
             if depth < tree.length:
                 column = (depth * tree.drafts + draw.clamp(max=tree.drafts - 1)).unsqueeze(1)
-                own = uniforms.acceptance.gather(1, column).squeeze(1)
-                number = torch.where(draw < tree.drafts, own, number)
+                acceptance = uniforms.acceptance.gather(1, column).squeeze(1)
+                number = torch.where(draw < tree.drafts, acceptance, number)
             residual = Residual.at(nodes, ones, popular.ids, tail)
             sampled = correction_token(residual, target, number)
             child = taken.gather(1, at)

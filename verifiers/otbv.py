@@ -10,8 +10,9 @@ this is block verification; with one level it reaches the optimal acceptance alp
 
 from typing import TypeAlias
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.block import BlockRule, block_verification
 from eaglegbv.verifiers.paths import DraftedPath

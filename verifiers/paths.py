@@ -109,9 +109,9 @@ def correction_token(residual: Residual, target: TargetProbs, uniforms: Tensor) 
 def draw_residual(probs: Tensor, residual: Residual, uniforms: Tensor) -> Tensor:
     """Draw from the residual of ``probs`` ``[batch, vocab]``, which may be overwritten."""
     trace = _TRACE[probs.dtype]
-    own = probs.gather(1, residual.ids).double()
+    target = probs.gather(1, residual.ids).double()
     weight = residual.weight.unsqueeze(1)
-    left = torch.maximum(weight * own - residual.draft, trace * own)
+    left = torch.maximum(weight * target - residual.draft, trace * target)
     weights = probs.mul_(weight.clamp(min=trace))
     # The minimum ignores padding, whose ids are those of other tokens.
     weights.scatter_reduce_(1, residual.ids, left.to(probs.dtype), "amin")

@@ -104,9 +104,9 @@ class Forks:
         draft = rows_at(tree.draft_probs, steps)
         draft = torch.where(forked, rows_at(self.plan.selected, places), draft)
         # A probability b may round to 0 at the token selected.
-        found = (ids == tokens.unsqueeze(2)) & (forked | (draft > 0))
+        matching = (ids == tokens.unsqueeze(2)) & (forked | (draft > 0))
         probs = probs_along(target, steps, ids)
-        chosen = first_true(found)
+        chosen = first_true(matching)
         return DraftedPath(path.nodes, path.lengths, ids, draft, probs, chosen)
 
     def at(self, nodes: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ probability q(x), and (a, x) with probability q(a) q(x) / (1 - q(a)).
 
 import torch
 
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.config import DraftSampling
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, numbers_of_children
 from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_draws
 from eaglegbv.verifiers.proof.chooser import (

@@ -6,7 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.config import DraftSampling
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
 from eaglegbv.verifiers.paths import first_draws, places_of_tokens, rows_at
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, normalised, residual_or_target

@@ -5,7 +5,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.config import DraftSampling
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, drafts_in_order
 from eaglegbv.verifiers.paths import places_of_tokens
 from eaglegbv.verifiers.proof.chooser import Chooser, Number, Prefix, Probs, positive

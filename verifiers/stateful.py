@@ -356,8 +356,8 @@ class ModifiedNode:
         width = draft.ids.shape[2]
         for k in range(layers.count):
             start = ids.shape[1] + k * width
-            own = probs[:, start : start + width]
-            ranked = RankedProbs.of(draft.ids[:, k], draft.probs[:, k], own)
+            target_probs = probs[:, start : start + width]
+            ranked = RankedProbs.of(draft.ids[:, k], draft.probs[:, k], target_probs)
             plan = transport(ranked, layers.drafts[:, k])
             rho = layers.rho[:, k : k + 1]
             mass = _mass(plan, rho) * (remaining[:, k : k + 1] > 0)
@@ -422,8 +422,8 @@ def _mass(plan: Transport, rho: Tensor) -> Tensor:
 
 def _selected_at(plan: Transport, wanted: Tensor) -> Tensor:
     """Return b at the ids ``wanted`` ``[batch, ids]``, 0 off its support."""
-    found = (wanted.unsqueeze(2) == plan.ids.unsqueeze(1)) & (plan.draft > 0).unsqueeze(1)
-    return (found * plan.selected.unsqueeze(1)).sum(dim=2)
+    matching = (wanted.unsqueeze(2) == plan.ids.unsqueeze(1)) & (plan.draft > 0).unsqueeze(1)
+    return (matching * plan.selected.unsqueeze(1)).sum(dim=2)
 
 
 def _stacked(plans: Sequence[Transport]) -> Transport:

@@ -7,8 +7,9 @@ Optimal where the tree is not random, and lossless for every tree (SpecInfer, 23
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, walk
 from eaglegbv.verifiers.paths import child_counts, draw
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix

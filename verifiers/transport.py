@@ -269,8 +269,8 @@ class Transport(RankedProbs):
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transport":
         """Return it with ``change`` applied to every tensor."""
-        own = self.ids, self.draft, self.target, self.selected, self.highest
-        return Transport(*map(change, own))
+        tensors = self.ids, self.draft, self.target, self.selected, self.highest
+        return Transport(*map(change, tensors))
 
 
 def transport(ranked: RankedProbs, drafts: Tensor) -> Transport:
@@ -325,11 +325,11 @@ def labels(plan: Transport, nodes: Tensor, ranks: Tensor, uniforms: Tensor) -> T
     side = excess.sign()
     # What receivers get and givers give, with the sign of the draft's own side.
     moved.mul_(side)
-    own = moved.clamp(min=0).cumsum(dim=2).gather(2, ranks)
-    theirs = moved.clamp_(max=0).cumsum(dim=2)
+    received = moved.clamp(min=0).cumsum(dim=2).gather(2, ranks)
+    given = moved.clamp_(max=0).cumsum(dim=2)
     amount = excess.abs()
-    position = uniforms[..., :1] * amount - own
-    partner = (theirs > position).sum(dim=2, keepdim=True).clamp_(max=moved.shape[2] - 1)
+    position = uniforms[..., :1] * amount - received
+    partner = (given > position).sum(dim=2, keepdim=True).clamp_(max=moved.shape[2] - 1)
 
     at = nodes.unsqueeze(2) * plan.ids.shape[2] + torch.cat((ranks, partner), dim=2)
     q, v = (x.flatten(1).gather(1, at.flatten(1)).view_as(at) for x in (plan.draft, plan.highest))

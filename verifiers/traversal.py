@@ -7,8 +7,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats, Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.block import acceptance
 from eaglegbv.verifiers.paths import (

@@ -70,15 +70,15 @@ def name_tensors(tensors: Mapping[str, Tensor], file: str) -> NamedTensors:
     stored: dict[str, str] = {}
     left_aside: dict[str, str] = {}
     for name, tensor in tensors.items():
-        ours = _RENAMED.get(_plain(name), _plain(name))
-        if ours.startswith(prefix):
-            ours = LAYER + ours.removeprefix(prefix)
-        if ours in _LEFT_ASIDE:
-            left_aside[name] = _LEFT_ASIDE[ours]
+        known = _RENAMED.get(_plain(name), _plain(name))
+        if known.startswith(prefix):
+            known = LAYER + known.removeprefix(prefix)
+        if known in _LEFT_ASIDE:
+            left_aside[name] = _LEFT_ASIDE[known]
             continue
-        if ours in kept:
-            raise DrafterMismatch(name, stored[ours], "a single tensor of this meaning")
-        kept[ours], stored[ours] = tensor, name
+        if known in kept:
+            raise DrafterMismatch(name, stored[known], "a single tensor of this meaning")
+        kept[known], stored[known] = tensor, name
     return NamedTensors(kept, stored, prefix, left_aside)
 
 

@@ -57,11 +57,11 @@ def read_weights(folder: Path) -> Weights:
             but tensors; the message names it.
     """
     candidates = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLED, f"{PICKLED}.index.json")
-    found = [name for name in candidates if (folder / name).is_file()]
-    if not found:
+    present = [name for name in candidates if (folder / name).is_file()]
+    if not present:
         expected = f"{SAFETENSORS} or {PICKLED} in the folder"
         raise DrafterMismatch("drafter", str(folder), expected)
-    files = _shards(folder / found[0]) if found[0].endswith(".json") else (found[0],)
+    files = _shards(folder / present[0]) if present[0].endswith(".json") else (present[0],)
     tensors: dict[str, Tensor] = {}
     for name in files:
         read = _read_safetensors if name.endswith(".safetensors") else _read_pickled
@@ -69,7 +69,7 @@ def read_weights(folder: Path) -> Weights:
             if key in tensors:
                 raise DrafterMismatch(key, f"in two files of {list(files)}", "in one of them")
             tensors[key] = tensor
-    return Weights(files, tuple(found[1:]), tensors)
+    return Weights(files, tuple(present[1:]), tensors)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -201,7 +201,7 @@ _FORMATS = (
         nested=True,
     ),
 )
-FORMATS: Mapping[FormatName, Format] = MappingProxyType({own.name: own for own in _FORMATS})
+FORMATS: Mapping[FormatName, Format] = MappingProxyType({each.name: each for each in _FORMATS})
 
 
 def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
@@ -214,9 +214,9 @@ def detect_format(stored: Mapping[str, Any], named: NamedTensors) -> Format:
         return FORMATS[FormatName.SPECULATORS]
     said = stored.get("architectures")
     endings = ("ForCausalLMEagle", "ForCausalLMEagle3")
-    theirs = isinstance(said, list) and any(str(a).endswith(endings) for a in said)
-    theirs |= any(n.removeprefix("model.").startswith("aux_norm_") for n in named.stored.values())
-    return FORMATS[FormatName.SGLANG if theirs else FormatName.EAGLE]
+    sglang = isinstance(said, list) and any(str(a).endswith(endings) for a in said)
+    sglang |= any(n.removeprefix("model.").startswith("aux_norm_") for n in named.stored.values())
+    return FORMATS[FormatName.SGLANG if sglang else FormatName.EAGLE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +234,11 @@ class FeatureLayers:
             return []
         [other] = set(Numbering) - {self.numbering}
         text = f"{other.engines} count {other} and would read the layers beside these"
-        found = [Remark(RemarkKind.WARNING, f"{LAYER_IDS} count {self.numbering}; {text}")]
+        remarks = [Remark(RemarkKind.WARNING, f"{LAYER_IDS} count {self.numbering}; {text}")]
         if self.guessed:
             text = f"{LAYER_IDS}: {self.reason}; {NUMBERING} in eagle_config would settle it"
-            found.append(Remark(RemarkKind.ASSUMED, text))
-        return found
+            remarks.append(Remark(RemarkKind.ASSUMED, text))
+        return remarks
 
     def check(self, num_layers: int) -> None:
         """Raise :class:`DrafterMismatch` unless a target of ``num_layers`` has these inputs."""
@@ -412,7 +412,7 @@ def read_settings(
         layers = StoredLayers(None if ids is None else tuple(ids), layer.layer_ids_are, kind)
         norms, remarks = _norms(head, named)
     # EAGLE-1 has one unless its configuration says no.
-    there = arch is Arch.EAGLE1 or FC_BIAS in named.tensors
+    has_fc_bias = arch is Arch.EAGLE1 or FC_BIAS in named.tensors
     config = EagleHeadConfig(
         arch=arch,
         hidden_size=layer.hidden_size,
@@ -427,7 +427,7 @@ def read_settings(
         rms_norm_eps=llama.rms_norm_eps,
         # In transformers' keys, without an older spelling beside the new one.
         rope_parameters={k: v for k, v in (llama.rope_parameters or {}).items() if k != "type"},
-        fc_bias=there if head.bias is None else head.bias,
+        fc_bias=has_fc_bias if head.bias is None else head.bias,
         **_attention(layer, kind, named),
         **norms,
     )
@@ -444,10 +444,10 @@ def read_settings(
 
 
 def _object(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = stored.get(key)
-    if not isinstance(found, dict | None):
-        raise _mismatch(key, found, "an object")
-    return found or {}
+    value = stored.get(key)
+    if not isinstance(value, dict | None):
+        raise _mismatch(key, value, "an object")
+    return value or {}
 
 
 def _merged(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -484,10 +484,10 @@ def _check_supported(layer: _Layer, head: _Head, section: str) -> None:
     if head.use_aux_hidden_state is False:
         raise _mismatch("use_aux_hidden_state", False, "true")
     for key in ("rope_parameters", "rope_scaling"):
-        found = getattr(layer, key) or {}
-        if any(isinstance(value, dict) for value in found.values()):
+        settings = getattr(layer, key) or {}
+        if any(isinstance(value, dict) for value in settings.values()):
             expected = "settings of the one layer, not of kinds of layers"
-            raise _mismatch(f"{section}{key}", found, expected)
+            raise _mismatch(f"{section}{key}", settings, expected)
 
 
 def _llama(layer: Mapping[str, Any]) -> LlamaConfig:
@@ -517,9 +517,9 @@ def _attention(layer: _Layer, kind: Format, named: NamedTensors) -> dict[str, bo
     """
     if not kind.nested:
         # Configurations copied from a target may say attention_bias, which means the target's.
-        there, said = named.has_attention_bias("qkv"), layer.qkv_bias
+        has_bias, said = named.has_attention_bias("qkv"), layer.qkv_bias
         return {
-            "qkv_bias": there if said is None else said,
+            "qkv_bias": has_bias if said is None else said,
             "o_bias": named.has_attention_bias("o"),
             "qk_norm": named.has_attention_norm,
         }
@@ -538,15 +538,15 @@ def _norms(head: _Head, named: NamedTensors) -> tuple[dict[str, bool], list[Rema
         "norm_before_fc": head.norm_before_fc,
         "fc_norm": head.use_aux_norm if head.fc_norm is None else head.fc_norm,
     }
-    there = {
+    has_tensors = {
         "norm_before_fc": "input_norm.weight" in named.tensors,
         "fc_norm": any(name.startswith("fc_norm.") for name in named.tensors),
     }
-    norms = {key: there[key] if value is None else value for key, value in said.items()}
+    norms = {key: has_tensors[key] if value is None else value for key, value in said.items()}
     norms["norm_before_residual"] = bool(head.norm_before_residual)
     norms["norm_output"] = bool(head.norm_output)
     text = "{} is true, as its tensors are there; config.json does not say"
-    assumed = [key for key, value in said.items() if value is None and there[key]]
+    assumed = [key for key, value in said.items() if value is None and has_tensors[key]]
     return norms, [Remark(RemarkKind.ASSUMED, text.format(key)) for key in assumed]
 
 
@@ -556,7 +556,7 @@ def _disagreements(
     """Return remarks on what the file leaves open, and on what other engines would make of it."""
     eagle1, eagle3 = config.arch is Arch.EAGLE1, config.arch is Arch.EAGLE3
     layers = layer.num_hidden_layers
-    found: dict[RemarkKind, dict[str, bool | None]] = {
+    facts: dict[RemarkKind, dict[str, bool | None]] = {
         RemarkKind.ASSUMED: {
             "norm_output is true: the normed state is fed back, as SGLang does; SpecForge, whose "
             "key of that name concerns logits alone, trains with the state before the norm": (
@@ -581,4 +581,4 @@ def _disagreements(
             f"num_hidden_layers is {layers}; the one layer there is counts": layers not in (None, 1)
         },
     }
-    return [Remark(k, text) for k, texts in found.items() for text, holds in texts.items() if holds]
+    return [Remark(k, text) for k, texts in facts.items() for text, holds in texts.items() if holds]

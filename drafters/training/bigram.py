@@ -46,8 +46,8 @@ def smoothed(pairs: csr_array, prior: float, width: int) -> Table:
     rows = max(1, _CELLS // vocab)
     best = []
     for begin in range(0, vocab, rows):
-        own = slice(begin, begin + rows)
-        dense = (pairs[own].toarray() + prior * u) / (firsts[own, None] + prior)
+        block = slice(begin, begin + rows)
+        dense = (pairs[block].toarray() + prior * u) / (firsts[block, None] + prior)
         best.append(torch.from_numpy(dense).topk(min(width, vocab), dim=1))
     best.append(torch.from_numpy(u[None]).topk(min(width, vocab), dim=1))
     return Table(

@@ -125,10 +125,10 @@ def read_rows(files: Iterable[Path], rows_per_source: int) -> Iterator[Row]:
     for file in files:
         source = file.name.removesuffix(".gz").removesuffix(".jsonl")
         for place, line in islice(read_json_lines(file, _Line), rows_per_source):
-            told = line.all_messages()
-            if told is None and line.text is None:
+            messages_stored = line.all_messages()
+            if messages_stored is None and line.text is None:
                 raise InvalidArgument("data", place, "a key 'messages', 'conversations' or 'text'")
-            messages = tuple(_message(message, place) for message in told or ())
+            messages = tuple(_message(message, place) for message in messages_stored or ())
             yield Row(source, messages, line.text or "", place, _tools(line.tools, place))
 
 
@@ -262,12 +262,12 @@ def fill_rows(lengths: Tensor, window: int, seed: int) -> Tensor:
         row = int((free >= lengths[document]).byte().argmax())
         rows[row].append(document)
         free[row] -= lengths[document]
-    used = [own for own in rows if own]
+    used = [row for row in rows if row]
     number = max(map(len, used)) + documents_to_fill(window)
     generator = torch.Generator().manual_seed(seed)
     filled = torch.randint(len(lengths), (len(used), number), generator=generator)
-    for documents, own in zip(filled, used, strict=True):
-        documents[: len(own)] = torch.tensor(own)
+    for documents, documents_of_row in zip(filled, used, strict=True):
+        documents[: len(documents_of_row)] = torch.tensor(documents_of_row)
     return filled.to(lengths.device)
 
 
@@ -296,13 +296,13 @@ def build_corpora(
     """
     corpora = []
     for kept, purpose in ((False, "learn from"), (True, "measure on")):
-        own = [row for row in rows if row.held_out is kept]
-        corpora.append(build_corpus(own, tokenizer, max_tokens))
+        rows_of_part = [row for row in rows if row.held_out is kept]
+        corpora.append(build_corpus(rows_of_part, tokenizer, max_tokens))
         if not len(corpora[-1].lengths):
-            found = f"{len(rows)} rows, {len(own)} of them to {purpose}"
+            counts = f"{len(rows)} rows, {len(rows_of_part)} of them to {purpose}"
             expected = f"some with an answer to {purpose}"
             expected += f" (one row in {HELD_OUT_ONE_IN} is held out, to measure on)"
-            raise InvalidArgument("data", found, expected)
+            raise InvalidArgument("data", counts, expected)
     return Texts(*corpora)
 
 
@@ -466,13 +466,13 @@ def gather_texts(
         draw_prompts(corpus, number, longest, settings.seed)
         for corpus, number in zip(corpora, numbers, strict=True)
     ]
-    answers = iter(answer([prompt.token_ids for own in prompts for prompt in own]))
+    answers = iter(answer([prompt.token_ids for part in prompts for prompt in part]))
     answered = [
         [
             Document(p.source, p.token_ids + ids, p.is_response + [True] * len(ids))
-            for p, ids in zip(own, islice(answers, len(own)), strict=True)
+            for p, ids in zip(part, islice(answers, len(part)), strict=True)
         ]
-        for own in prompts
+        for part in prompts
     ]
     texts = Texts(*map(join_documents, answered, [corpus.sources for corpus in corpora]))
     # Whole or not at all, for a run may be killed at any time.

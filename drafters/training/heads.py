@@ -220,18 +220,18 @@ class _Run:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         depths, number = self.config.depths, self.config.anchors
         runs = tqdm(self.held_out(), desc="evaluation", leave=False, disable=None)
-        found = measure(
+        measured = measure(
             list(unroll(head, run, draw_anchors(run.is_response, number, seed=0), depths))
             for run in runs
         )
-        values = {f"acceptance at depth {d}": a for d, a in enumerate(found.by_depth, start=1)}
+        values = {f"acceptance at depth {d}": a for d, a in enumerate(measured.by_depth, start=1)}
         name = f"block efficiency, one path of depth {depths}"
-        values |= {f"{name}, token verification": found.token}
-        values |= {f"{name}, block verification": found.block}
+        values |= {f"{name}, token verification": measured.token}
+        values |= {f"{name}, block verification": measured.block}
         if self.validate is not None and self.prompts:
             values |= self.validate(head, self.prompts)
         # The estimate chooses the weights to keep, as results on a few prompts are noisy.
-        return Evaluation(-found.block, values)
+        return Evaluation(-measured.block, values)
 
 
 def _runs(
@@ -282,12 +282,12 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
         raise InvalidArgument("arch", str(config.arch), expected)
     initial = None if config.initial is None else _loaded(config.initial, model)
     if initial is not None:
-        for name, asked, there in (
+        for name, asked, known in (
             ("arch", config.arch, initial.config.arch),
             ("intermediate", config.intermediate, initial.config.intermediate_size),
         ):
-            if asked not in (None, there):
-                expected = f"a head whose {name} is {asked}, not {there}"
+            if asked not in (None, known):
+                expected = f"a head whose {name} is {asked}, not {known}"
                 raise InvalidArgument("initial", str(config.initial), expected)
         if not eagle3 or config.draft_vocab in (None, initial.config.draft_vocab_size):
             return initial.requires_grad_()
@@ -352,15 +352,15 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     A head cannot follow settings that differ among layers (Gemma 3), change with the text's length
     (dynamic, longrope), or rotate a part of each head (Phi, GPT-NeoX).
     """
-    found = facts.get("rope_parameters") or {}
-    own = found.get("full_attention", found)
-    if own is found and any(isinstance(value, Mapping) for value in found.values()):
-        own = next(value for value in found.values() if isinstance(value, Mapping))
-    kind, part = own.get("rope_type", "default"), own.get("partial_rotary_factor") or 1.0
-    if own is found and kind in FIXED_ROPE_TYPES and part == 1.0 and "rope_theta" in own:
-        return dict(own) | {"rope_type": kind}
-    plain = {"rope_type": "default", "rope_theta": float(own.get("rope_theta") or 10_000.0)}
-    _log.warning("rotary settings of the head: %s; the target's are %s", plain, found or "none")
+    stored = facts.get("rope_parameters") or {}
+    settings = stored.get("full_attention", stored)
+    if settings is stored and any(isinstance(value, Mapping) for value in stored.values()):
+        settings = next(value for value in stored.values() if isinstance(value, Mapping))
+    kind, part = settings.get("rope_type", "default"), settings.get("partial_rotary_factor") or 1.0
+    if settings is stored and kind in FIXED_ROPE_TYPES and part == 1.0 and "rope_theta" in settings:
+        return dict(settings) | {"rope_type": kind}
+    plain = {"rope_type": "default", "rope_theta": float(settings.get("rope_theta") or 10_000.0)}
+    _log.warning("rotary settings of the head: %s; the target's are %s", plain, stored or "none")
     return plain
 
 

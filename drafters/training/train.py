@@ -243,15 +243,15 @@ def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
     began = time.monotonic()
     # Evaluation runs at many shapes, too few times to be worth compiling for.
     with torch.no_grad(), _autocast(task, schedule), torch.compiler.set_stance("force_eager"):
-        found = task.evaluate()
+        evaluation = task.evaluate()
     progress.evaluating = time.monotonic() - began
-    if found.score < progress.best_score:
-        progress.best_score, progress.best_step = found.score, progress.step
+    if evaluation.score < progress.best_score:
+        progress.best_score, progress.best_step = evaluation.score, progress.step
         progress.best_weights = {
             name: tensor.to("cpu", copy=True) for name, tensor in task.module.state_dict().items()
         }
         task.keep()
-    return found
+    return evaluation
 
 
 def _drop_repeated(log: Path, step: int, evaluate_every: int) -> None:
@@ -295,7 +295,7 @@ def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progre
 
 
 def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
-    own = json.dumps(task.identity, sort_keys=True)
+    identity = json.dumps(task.identity, sort_keys=True)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         _ = saved["identity"]
@@ -303,9 +303,9 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
         expected = f"a readable checkpoint ({type(error).__name__})"
         raise InvalidArgument("resume", str(path), expected) from error
     # Older checkpoints name settings that there are no more.
-    theirs = {k: v for k, v in json.loads(saved["identity"]).items() if k in task.identity}
-    if json.dumps(theirs, sort_keys=True) != own:
-        raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {own}")
+    identity_saved = {k: v for k, v in json.loads(saved["identity"]).items() if k in task.identity}
+    if json.dumps(identity_saved, sort_keys=True) != identity:
+        raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {identity}")
     task.module.load_state_dict(saved["module"])
     optimizer.load_state_dict(saved["optimizer"])
     return Progress(**{each.name: saved[each.name] for each in fields(Progress)})
@@ -351,5 +351,5 @@ def _write_report(
 
 
 def _table(name: str, value: str, rows: Mapping[str, str]) -> str:
-    lines = (f"| {key} | {told} |\n" for key, told in {name: value, "---": "---:", **rows}.items())
+    lines = (f"| {key} | {text} |\n" for key, text in {name: value, "---": "---:", **rows}.items())
     return "".join(lines)

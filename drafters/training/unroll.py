@@ -185,17 +185,17 @@ def _claim(path: Path, target: FrozenTarget, corpus: Corpus, rows: Tensor) -> No
     """Say in ``path`` what the files beside it are of, or check that it says so already."""
     digest = hashlib.sha256(corpus.token_ids.cpu().numpy().tobytes())
     digest.update(rows.cpu().numpy().tobytes())
-    own = {
+    what = {
         "target": target.model.name_or_path,
         "layers": list(target.feature_layers),
         "window": target.window,
         "texts": digest.hexdigest(),
     }
     if not path.exists():
-        write_whole(path, json.dumps(own).encode())
-    found = path.read_text(encoding="utf-8", errors="replace")
-    if found != json.dumps(own):
-        raise InvalidArgument("keep_runs", str(path.parent), f"the folder of {own}, not of {found}")
+        write_whole(path, json.dumps(what).encode())
+    kept = path.read_text(encoding="utf-8", errors="replace")
+    if kept != json.dumps(what):
+        raise InvalidArgument("keep_runs", str(path.parent), f"the folder of {what}, not of {kept}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +325,8 @@ def feature_loss(depths: Sequence[Depth], decay: float) -> Tensor:
     """Return EAGLE-1's regression loss of the next hidden state (arXiv 2401.15077, section 3.3)."""
 
     def error(depth: Depth) -> Tensor:
-        ours, theirs = depth.hidden.float(), depth.target_hidden.float()
-        each = functional.smooth_l1_loss(ours, theirs, reduction="none")
+        drafted, target = depth.hidden.float(), depth.target_hidden.float()
+        each = functional.smooth_l1_loss(drafted, target, reduction="none")
         return _mean(each.mean(dim=-1), depth.used)
 
     return _decayed([error(depth) for depth in depths], decay)
@@ -358,10 +358,10 @@ def measure(batches: Iterable[Sequence[Depth]]) -> Accepted:
         by_depth = by_depth + torch.stack(accepted).sum(dim=(1, 2))
         count = count + torch.stack([depth.used for depth in depths]).sum(dim=(1, 2))
         reached: Tensor | float = 1.0
-        for depth, own in zip(depths, accepted, strict=True):
-            token += float((reached * own).sum())
+        for depth, passed in zip(depths, accepted, strict=True):
+            token += float((reached * passed).sum())
             reached = reached * depth.used * _ratio(depth).clamp(max=1.0)
-        block += sum(float(own.double().sum()) for own in block_accepted(depths))
+        block += sum(float(passed.double().sum()) for passed in block_accepted(depths))
     count = count.clamp(min=1)
     first = float(count[0])
     return Accepted((by_depth / count).tolist(), 1 + token / first, 1 + block / first)

@@ -127,9 +127,9 @@ class Segment:
         if pending is not None:
             mask[:, c:] = send(pending, device)
         if window is not None:
-            own, others = send(self.positions, device), send(self.tree_positions, device)
+            positions, others = send(self.positions, device), send(self.tree_positions, device)
             key_positions = torch.cat((torch.arange(c, device=device), others))
-            mask &= own.unsqueeze(1) - key_positions < window
+            mask &= positions.unsqueeze(1) - key_positions < window
         return mask
 
 

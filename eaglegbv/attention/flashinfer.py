@@ -226,7 +226,7 @@ class FlashInferBranches(BranchAttention):
         octets = np.array(offsets_of(map(len, masks)), dtype=np.int32)
         ends = 8 * octets[:-1, np.newaxis] + lengths[:, np.newaxis] * np.arange(1, branches + 1)
         self._firsts.copy_(send(torch.from_numpy(ends - drafted), device))
-        keys = [part for own in zip(contexts, slots.flatten(1), strict=True) for part in own]
+        keys = [part for parts in zip(contexts, slots.flatten(1), strict=True) for part in parts]
         bits = send(torch.from_numpy(np.concatenate(masks)), device)
         self._planned_mask[: len(bits)].copy_(bits)
         self._planned.plan_queries(
@@ -241,8 +241,8 @@ class FlashInferBranches(BranchAttention):
         """See :meth:`BranchAttention.attend`."""
         if level == 0:  # hidden values count 0 times: none may be NaN
             self.pool.layer(0)[1].index_fill_(0, self.slots.flatten(), 0)
-            own = self._levels.view(-1, 1, 1) + self._firsts + self._branches
-            self._own = _octets_and_bits(own)
+            seen = self._levels.view(-1, 1, 1) + self._firsts + self._branches
+            self._own = _octets_and_bits(seen)
             self._buffers.mask.copy_(self._planned_mask)
         keys, values = self.pool.write(0, self.slots[:, level].flatten(), k, v)
         mask = self._buffers.mask
@@ -366,7 +366,7 @@ class PlannedWrapper:
         if masked:
             masks = PackedMasks.of(batch.segments, kind.window, self._pool.keys.device)
         offsets = (batch.offsets, offsets_of(s.num_keys for s in batch.segments))
-        queries, keys = (torch.tensor(own, dtype=torch.int32) for own in offsets)
+        queries, keys = (torch.tensor(firsts, dtype=torch.int32) for firsts in offsets)
         slots = torch.cat([segment.key_slots() for segment in batch.segments])
         self.plan_queries(queries, keys, slots, kind, masks)
 

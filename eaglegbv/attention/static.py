@@ -52,8 +52,8 @@ class StaticBatch:
         segments = self._padded(segments)
         buffers = (self._token_ids, self._positions, self._slots)
         parts = zip(*((s.token_ids, s.positions, s.new_slots) for s in segments), strict=True)
-        for buffer, own in zip(buffers, parts, strict=True):
-            buffer.copy_(joined(own, buffer.device), non_blocking=True)
+        for buffer, parts_of_buffer in zip(buffers, parts, strict=True):
+            buffer.copy_(joined(parts_of_buffer, buffer.device), non_blocking=True)
         offsets = offsets_of(segment.num_new for segment in segments)
         self.batch = PackedBatch(tuple(segments), offsets, *buffers)
         self._attention.plan(self.batch)

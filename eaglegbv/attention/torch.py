@@ -70,16 +70,16 @@ class TorchPagedAttention(PagedAttention):
         out: Tensor | None = None
         for group in self._groups(batch, batch.effective_window(call.window)):
             rows = group.rows
-            own = q if rows is None else q.index_select(0, rows.gather)
-            own = _by_head(own.view(group.segments, -1, *q.shape[1:]))
+            queries = q if rows is None else q.index_select(0, rows.gather)
+            queries = _by_head(queries.view(group.segments, -1, *q.shape[1:]))
             read = self._read(layer, group)
-            found = (_attend_fused if fused else _attend_explicit)(own, *read, group, call)
-            found = _by_head(found).reshape(-1, *q.shape[1:])
+            attended = (_attend_fused if fused else _attend_explicit)(queries, *read, group, call)
+            attended = _by_head(attended).reshape(-1, *q.shape[1:])
             if rows is None:
-                return found
+                return attended
             if out is None:
                 out = torch.empty_like(q)
-            out.index_copy_(0, rows.packed, found.index_select(0, rows.kept))
+            out.index_copy_(0, rows.packed, attended.index_select(0, rows.kept))
         assert out is not None  # a batch has segments, so it has groups
         return out
 
@@ -242,16 +242,16 @@ def _plan_padded(
     keys = max(counts)
     device = batch.slots.device
     key_slots: list[Tensor] = []
-    for segment, own in zip(segments, counts, strict=True):
-        padding = segment.tree_slots[:1].expand(keys - own)  # any slot of the same request
+    for segment, count in zip(segments, counts, strict=True):
+        padding = segment.tree_slots[:1].expand(keys - count)  # any slot of the same request
         key_slots += (segment.context_slots, segment.tree_slots, padding)
     real = torch.arange(keys) < torch.tensor(counts).unsqueeze(1)
     seen = send(real, device).unsqueeze(1).repeat(1, queries, 1)
-    for row, (segment, own) in enumerate(zip(segments, counts, strict=True)):
+    for row, (segment, count) in enumerate(zip(segments, counts, strict=True)):
         # This covers the last keys: the pending ones, since only a window hides others, or all.
         last = segment.pending_mask() if window is None else segment.key_mask(window)
         if last is not None:
-            seen[row, : segment.num_new, own - last.shape[1] : own] = send(last, device)
+            seen[row, : segment.num_new, count - last.shape[1] : count] = send(last, device)
     return _Group(
         segments=len(segments),
         rows=_rows_of(batch, members, queries),
@@ -269,10 +269,10 @@ def _rows_of(batch: PackedBatch, members: list[int], queries: int) -> _Rows | No
     packed: list[int] = []
     for place, i in enumerate(members):
         first, end = batch.offsets[i], batch.offsets[i + 1]
-        own = list(range(first, end))
-        kept.extend(range(place * queries, place * queries + len(own)))
-        packed.extend(own)
-        gather.extend(own + [first] * (queries - len(own)))
+        rows = list(range(first, end))
+        kept.extend(range(place * queries, place * queries + len(rows)))
+        packed.extend(rows)
+        gather.extend(rows + [first] * (queries - len(rows)))
     device = batch.slots.device
     return _Rows(*(upload(r, dtype=torch.int64, device=device) for r in (gather, kept, packed)))
 

@@ -13,7 +13,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields, entries
-from eaglegbv.config import PLAIN, EngineConfig, PlanChoices
+from eaglegbv.config import PLAIN, DraftSampling, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
 from eaglegbv.eval.audit_engine import audit_pair
 from eaglegbv.eval.audit_exact import Result, Sizes, Subject, package_subjects
@@ -22,7 +22,6 @@ from eaglegbv.eval.audit_picture import NOISE, SHARPNESS, SyntheticSettings, dra
 from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.registry import make_any_verifier
 
 FAILED = 1

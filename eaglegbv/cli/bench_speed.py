@@ -14,8 +14,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.generate import messages
 from eaglegbv.cli.options import Models, Questions, opt
 from eaglegbv.cli.structs import Fields, entries
-from eaglegbv.config import AUTO, PLAIN, EngineConfig, Plan, plan_name
-from eaglegbv.cuda_graphs import GraphMode
+from eaglegbv.config import AUTO, PLAIN, EngineConfig, GraphMode, Plan, plan_name
 from eaglegbv.devices import dtype_name, place_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of

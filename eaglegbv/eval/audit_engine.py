@@ -93,11 +93,11 @@ def audit_pair(
         first = (params.seed or 0) + turn * samples
         seeded = [msgspec.structs.replace(params, seed=first + i) for i in range(samples)]
         asked = [ids[i % len(ids)] for i in range(samples)]
-        found = llm.generate(asked, seeded, plan=plan, progress=progress)
-        failed = next((c.error for c in found if c.finish_reason is FinishReason.ERROR), None)
+        completions = llm.generate(asked, seeded, plan=plan, progress=progress)
+        failed = next((c.error for c in completions if c.finish_reason is FinishReason.ERROR), None)
         if failed is not None:
             raise EagleGBVError(failed)
-        return found
+        return completions
 
     def texts(completions: Sequence[Completion]) -> list[g_test.Text]:
         return [(i % len(ids), *c.token_ids) for i, c in enumerate(completions)]
@@ -105,12 +105,12 @@ def audit_pair(
     probs = _exact_probs(llm, ids, params) if exact else {}
     plain = [] if exact else texts(drawn(PLAIN, len(plans)))
     for turn, plan in enumerate(plans):
-        found = drawn(plan, turn)
+        ended = drawn(plan, turn)
         if exact:
-            test = g_test.g_test_texts(texts(found), probs, smallest=smallest)
+            test = g_test.g_test_texts(texts(ended), probs, smallest=smallest)
         else:
-            test = g_test.g_test_two(texts(found), plain, smallest=smallest)
-        forwards = sum(c.metrics.target_forwards for c in found)
+            test = g_test.g_test_two(texts(ended), plain, smallest=smallest)
+        forwards = sum(c.metrics.target_forwards for c in ended)
         yield PairResult(
             verifier=plan.verifier,
             model=llm.model_name,
@@ -124,7 +124,7 @@ def audit_pair(
             p_value=test.p_value,
             rejects_below=g_test.LEVEL,
             detectable_shift=g_test.detectable_shift(test.samples, test.cells, level=g_test.LEVEL),
-            block_efficiency=sum(c.metrics.committed_tokens for c in found) / max(1, forwards),
+            block_efficiency=sum(c.metrics.committed_tokens for c in ended) / max(1, forwards),
             seconds=perf_counter() - start,
         )
         start = perf_counter()

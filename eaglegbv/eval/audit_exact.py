@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.config import MAX_LEAVES
+from eaglegbv.config import MAX_LEAVES, DraftSampling
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import require_integer, require_integers
 from eaglegbv.verifiers.base import Rule
 from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt
@@ -231,10 +230,10 @@ class Result(Judged, frozen=True, kw_only=True):
     @property
     def facts(self) -> dict[str, object]:
         """Everything by name, with a verdict in words; widths only if there were any."""
-        found = super().facts
+        facts = super().facts
         if self.widths is None:
-            del found["widths"]
-        return found
+            del facts["widths"]
+        return facts
 
 
 OnInstance: TypeAlias = Callable[[float], object]
@@ -252,8 +251,8 @@ class Subject:
     @property
     def default_sampling(self) -> DraftSampling:
         """The distribution to audit if none is named: the rule's own, if it claims that."""
-        own, claimed = self.rule.default_sampling, self.rule.draft_samplings
-        return own if own in claimed else min(claimed)
+        usual, claimed = self.rule.default_sampling, self.rule.draft_samplings
+        return usual if usual in claimed else min(claimed)
 
     def fitting_paths(self, draft_sampling: DraftSampling, paths: int) -> int:
         """Return ``paths``, or the most that the verifier and the distribution allow."""
@@ -291,8 +290,8 @@ class Subject:
         self.check(draft_sampling, sizes.shape)
         start, how = perf_counter(), {"steps": sizes.iterations, "seed": sizes.seed}
         problems = (instance(draft_sampling, sizes.shape, n, **how) for n in range(sizes.instances))
-        found = self.run(problems, sizes, on_instance)
-        return found(
+        result_of = self.run(problems, sizes, on_instance)
+        return result_of(
             verifier=self.rule.name,
             draft_sampling=str(draft_sampling),
             paths=sizes.paths,

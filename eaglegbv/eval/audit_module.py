@@ -7,10 +7,10 @@ from inspect import isabstract, isclass
 from pathlib import Path
 from types import ModuleType
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_exact import Subject, exact_subject
 from eaglegbv.eval.audit_sampled import sampled_subject
-from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.base import Rule, Verifier
 from eaglegbv.verifiers.proof.chooser import Chooser
 from eaglegbv.verifiers.proof.enumeration import stateless

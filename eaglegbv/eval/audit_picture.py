@@ -10,13 +10,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from eaglegbv.config import MAX_PATHS
+from eaglegbv.config import MAX_PATHS, DraftSampling
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
 from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
 from eaglegbv.eval.paired_comparison import Offer
 from eaglegbv.eval.statistics import Estimate
-from eaglegbv.tree import DraftSampling, TargetProbs
+from eaglegbv.tree import TargetProbs
 from eaglegbv.utils import require_integer, require_integers
 from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import make_verifier
@@ -77,10 +77,10 @@ def measure(
     fitting: dict[int, list[Verifier]] = {}
     for count, rule in product(paths, rules):
         require_integer("paths", count, 1, MAX_PATHS)
-        own = rule.fitting_paths(count)
-        rule.check_sampling(DraftSampling.IID, own)
-        if rule not in fitting.setdefault(own, []):
-            fitting[own].append(rule)
+        fitting_paths = rule.fitting_paths(count)
+        rule.check_sampling(DraftSampling.IID, fitting_paths)
+        if rule not in fitting.setdefault(fitting_paths, []):
+            fitting[fitting_paths].append(rule)
     for temperature in temperatures:
         if not 0 < temperature < inf:
             raise InvalidArgument("temperatures", temperature, "positive numbers")
@@ -136,9 +136,9 @@ def draw_batch(
 
     tree = draw_trees(size, paths, settings.depth, probs_after, generator)
     # A node has the distributions of the first path through it.
-    own = 1 + torch.arange(count).expand(size, -1)
+    nodes = 1 + torch.arange(count).expand(size, -1)
     places = torch.zeros_like(tree.token_ids)
-    places = places.scatter_reduce(1, tree.draws.flatten(1), own, "amin", include_self=False)
+    places = places.scatter_reduce(1, tree.draws.flatten(1), nodes, "amin", include_self=False)
     rows = torch.arange(size).unsqueeze(1) * shape[1] + places
     return Offer(tree, TargetProbs.of_logits(p.flatten(0, 1).log(), rows))
 
@@ -188,5 +188,5 @@ def _lines(figures: Sequence[Figure], x: Callable[[Figure], float]) -> list[plot
         value, half = one.block_efficiency, INTERVAL * one.error
         estimate = Estimate(value, value - half, value + half)
         points.setdefault(one.verifier, []).append((x(one), estimate))
-    lines = [plots.Line.of(name, name, sorted(own)) for name, own in points.items()]
+    lines = [plots.Line.of(name, name, sorted(line)) for name, line in points.items()]
     return [replace(line, style="--" if line.label in SINGLE else "-") for line in lines]

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.config import Plan
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject
 from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees, target_joint
@@ -95,9 +95,9 @@ class RunTexts:
 
     def only(self, chosen: Tensor) -> "RunTexts":
         """Return the requests where ``chosen`` ``[batch]`` bool is set."""
-        own = self.layers
-        drafts, remaining = own.drafts[chosen], own.remaining[chosen]
-        layers = replace(own, rho=own.rho[chosen], drafts=drafts, remaining=remaining)
+        layers_now = self.layers
+        drafts, remaining = layers_now.drafts[chosen], layers_now.remaining[chosen]
+        layers = replace(layers_now, rho=layers_now.rho[chosen], drafts=drafts, remaining=remaining)
         return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_probs_at)
 
 
@@ -175,11 +175,11 @@ def _step(
 
 def _node_codes(trees: DraftTree, codes: Tensor, vocab: int) -> Tensor:
     """Return the code of each node's text, ``[batch, nodes]``; padding repeats the root's."""
-    found = codes.unsqueeze(1).expand_as(trees.parents).clone()
+    node_codes = codes.unsqueeze(1).expand_as(trees.parents).clone()
     for depth in range(1, trees.length + 1):
-        longer = found.gather(1, trees.parents) * vocab + trees.token_ids
-        found = torch.where(trees.depth == depth, longer, found)
-    return found
+        longer = node_codes.gather(1, trees.parents) * vocab + trees.token_ids
+        node_codes = torch.where(trees.depth == depth, longer, node_codes)
+    return node_codes
 
 
 def _extended(codes: Tensor, tree: DraftTree, verdict: Verdict, vocab: int) -> Tensor:
@@ -244,8 +244,8 @@ def write_steps(
         size = min(CHUNK, samples - first)
         index = torch.multinomial(masses, size, replacement=True, generator=generator)
         tree = trees.mapped(itemgetter(index))
-        own = replace(target, rows=target.rows[index])
-        verdict = verifier.verify(tree, own, random_uniforms(tree, generator))
+        target_rows = replace(target, rows=target.rows[index])
+        verdict = verifier.verify(tree, target_rows, random_uniforms(tree, generator))
         committed += int((verdict.accepted + 1).sum())
         codes = _extended(torch.ones(size, dtype=torch.int64), tree, verdict, vocab)
         for tokens in range(1, length + 1):  # those of so many get one more

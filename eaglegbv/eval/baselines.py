@@ -90,12 +90,12 @@ def baseline(name: str, *, argument: str = "baselines") -> Baseline:
     """
     if name == PLAIN:
         return Baseline(name)
-    if found := re.fullmatch(r"lookup:([1-9]\d*)", name):
-        return Baseline(name, {"prompt_lookup_num_tokens": int(found[1])})
-    if found := re.fullmatch(r"exit:([1-9]\d*):([1-9]\d*)", name):
-        return Baseline(name, {"assistant_early_exit": int(found[1])}, int(found[2]))
-    if found := re.fullmatch(r"assistant:(.+)", name):
-        return Baseline(name, assistant=found[1])
+    if match := re.fullmatch(r"lookup:([1-9]\d*)", name):
+        return Baseline(name, {"prompt_lookup_num_tokens": int(match[1])})
+    if match := re.fullmatch(r"exit:([1-9]\d*):([1-9]\d*)", name):
+        return Baseline(name, {"assistant_early_exit": int(match[1])}, int(match[2]))
+    if match := re.fullmatch(r"assistant:(.+)", name):
+        return Baseline(name, assistant=match[1])
     raise InvalidArgument(argument, name, EXPECTED)
 
 

@@ -38,7 +38,7 @@ class Harvest:
         probs = self.probs.top(width)
         last = probs.count - 1
         places = np.unique(np.linspace(0, last, min(count, last + 1)).astype(np.int64))
-        found = []
+        nodes = []
         for place in places.tolist():
             rng = np.random.default_rng((seed, place, width, drafts))
             q, p = probs.draft[place].numpy(), probs.target[place].numpy()
@@ -46,7 +46,7 @@ class Harvest:
             q = q[kept]
             # One token at the end stands for all tokens that the drafter cannot propose.
             target = np.append(p[kept], max(0.0, 1 - p[kept].sum()))
-            found.append(
+            nodes.append(
                 Node(
                     # The target's own sum is 1 except for the rounding of its logits.
                     target=target / target.sum(),
@@ -56,7 +56,7 @@ class Harvest:
                     uniforms=rng.random((drafts, 2)),
                 )
             )
-        return found
+        return nodes
 
 
 def harvest(
@@ -75,7 +75,7 @@ def harvest(
     if not temperature > 0:
         raise InvalidArgument("temperature", temperature, "a positive number")
     plan = Plan(verifier="block", paths=1, depth=1, draft_width=width)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts_found: list[tuple[Tensor, Tensor, Tensor]] = []
     numbers: list[int] = []
     bench = Bench(pair, sampling)
     [drafting] = bench.draftings([Setting(plan=plan, temperature=temperature)])
@@ -83,13 +83,13 @@ def harvest(
         offer = bench.draft(list(readers.values()), drafting)
         ids, q = offer.tree.draft_ids[:, :1], offer.tree.draft_probs[:, 0]
         p = offer.target.probs_at(ids)[:, 0] * (q > 0)
-        found.append((ids[:, 0].cpu(), q.cpu(), p.cpu()))
+        parts_found.append((ids[:, 0].cpu(), q.cpu(), p.cpu()))
         numbers += readers
-    if not found:
+    if not parts_found:
         raise InvalidArgument("texts", len(texts), "texts of two tokens or more")
     columns = [
         pad_sequence([row for part in parts for row in part], batch_first=True)
-        for parts in zip(*found, strict=True)
+        for parts in zip(*parts_found, strict=True)
     ]
     return Harvest(NodeProbs.of(*columns), np.array(numbers))
 
@@ -127,8 +127,8 @@ def solver_cells(
         plan = setting.plan
         sizes = {"width": plan.draft_width, "drafts": plan.paths, "count": NODES}
         given = places.nodes(**sizes, seed=texts[0].seed)
-        found = solve_all(Solver(plan.verifier), given)
-        answers = [] if None in found else [answer for answer in found if answer is not None]
+        solved = solve_all(Solver(plan.verifier), given)
+        answers = [] if None in solved else [answer for answer in solved if answer is not None]
         tokens = tuple(answer.acceptance for answer in answers)
         seconds = {Phase.VERIFY: tuple(answer.seconds for answer in answers)}
         steps = (1,) * len(answers)

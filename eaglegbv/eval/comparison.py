@@ -155,8 +155,8 @@ def drafter_report(
     held = whole(records)
 
     def accepted(category: str | None = None) -> Acceptance:
-        own = [one for one in held if category in (None, one.category)]
-        return Acceptance.of([turn.metrics for one in own for turn in one.turns], plan.depth)
+        kept = [one for one in held if category in (None, one.category)]
+        return Acceptance.of([turn.metrics for one in kept for turn in one.turns], plan.depth)
 
     return DrafterReport(
         name=name,
@@ -170,26 +170,26 @@ def drafter_report(
     )
 
 
-def depth_table(found: Sequence[DrafterReport]) -> list[list[str]]:
+def depth_table(reports: Sequence[DrafterReport]) -> list[list[str]]:
     """Return a row for each report: its acceptance length, and the shares by depth."""
-    deepest = max(one.plan.depth for one in found)
+    deepest = max(one.plan.depth for one in reports)
     headings = ["drafter", "verifier", "K", "acceptance length", "ratio"]
     rows = [[*headings, *(f"{depth} or more" for depth in range(1, deepest + 1))]]
-    for one in found:
+    for one in reports:
         shares = [f"{share:.3f}" for share in one.acceptance.shares]
         figures = [with_interval(one.length, 3), with_interval(one.ratio, 3), *shares]
         rows.append([*_named(one), *figures, *[""] * (deepest - len(shares))])
     return rows
 
 
-def category_table(found: Sequence[DrafterReport]) -> list[list[str]]:
+def category_table(reports: Sequence[DrafterReport]) -> list[list[str]]:
     """Return a row for each report: its acceptance length in each category."""
-    categories = list(dict.fromkeys(c for one in found for c in one.by_category))
+    categories = list(dict.fromkeys(c for one in reports for c in one.by_category))
     rows = [["drafter", "verifier", "K", *categories]]
-    for one in found:
-        own = one.by_category
+    for one in reports:
+        parts = one.by_category
         rows.append(
-            [*_named(one), *(f"{own[c].length:.3f}" if c in own else "-" for c in categories)]
+            [*_named(one), *(f"{parts[c].length:.3f}" if c in parts else "-" for c in categories)]
         )
     return rows
 

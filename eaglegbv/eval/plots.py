@@ -249,10 +249,10 @@ def measured_of(results: Results) -> list[Summary]:
     Raises:
         InvalidArgument: No setting has figures.
     """
-    found = [summary for summary in summarise(results) if summary.conversations]
-    if not found:
+    measured = [summary for summary in summarise(results) if summary.conversations]
+    if not measured:
         raise InvalidArgument("results", results.settings.suite, "a run with whole conversations")
-    return found
+    return measured
 
 
 def block_efficiency_by_paths(measured: Sequence[Summary]) -> "Canvas":

@@ -128,11 +128,11 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
         return QuestionSet(name, str(path), read_questions(path, name, "questions-set"))
     if data is not None:
         inside = (data / "prompts" / suite.file, data / suite.file) if data.is_dir() else (data,)
-        found = next((path for path in inside if path.is_file() or path == data), None)
-        if found is None:
+        file = next((path for path in inside if path.is_file() or path == data), None)
+        if file is None:
             expected = f"a folder with {suite.file} or prompts/ of it"
             raise InvalidArgument("data", str(data), expected)
-        return _read(found, suite.name)
+        return _read(file, suite.name)
     if suite.packaged:
         packaged = resources.files("eaglegbv") / "assets" / "questions" / suite.file
         with resources.as_file(packaged) as path:

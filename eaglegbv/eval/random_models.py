@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.compiling import check_backend
-from eaglegbv.config import EngineConfig, Plan, Planning
-from eaglegbv.cuda_graphs import GraphMode
+from eaglegbv.config import EngineConfig, GraphMode, Plan, Planning
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.heads import head_config_of
@@ -198,23 +197,23 @@ def _forget(model: LlamaForCausalLM, shape: Shape) -> None:
 @torch.no_grad()
 def _follow(head: EagleHead, output_embeddings: Tensor) -> None:
     """Give a head the target's map from the last token to the next; see this module."""
-    config, own = head.config, head.state_dict()
-    for name, weight in own.items():
+    config, state = head.config, head.state_dict()
+    for name, weight in state.items():
         if "norm" not in name:
             weight.mul_(_BRANCH)
-    attention = {part: own[f"layer.self_attn.{part}_proj.weight"] for part in "qkvo"}
-    own["fc.weight"].diagonal().add_(1)  # the features of the lowest layer
+    attention = {part: state[f"layer.self_attn.{part}_proj.weight"] for part in "qkvo"}
+    state["fc.weight"].diagonal().add_(1)  # the features of the lowest layer
     attention["k"].diagonal().add_(1)  # embeddings come before states in what attention reads
     attention["v"].diagonal().add_(1)
     attention["v"][:, config.hidden_size :].diagonal().sub_(1)
     group = config.num_heads // config.num_kv_heads
-    entries = torch.arange(config.num_kv_heads * config.head_dim, device=own["fc.weight"].device)
+    entries = torch.arange(config.num_kv_heads * config.head_dim, device=state["fc.weight"].device)
     head_of, entry = entries // config.head_dim, entries % config.head_dim
     for member in range(group):  # the query heads that read the same values
         places = (head_of * group + member) * config.head_dim + entry
         attention["q"][places, entries] += _FOCUS
         attention["o"][entries, places] += 1 / group
-    own["lm_head.weight"].copy_(output_embeddings[: config.draft_vocab_size])
+    state["lm_head.weight"].copy_(output_embeddings[: config.draft_vocab_size])
     head.embedding = head.embedding.clone()
 
 
@@ -281,14 +280,14 @@ def block_efficiency(
     target: HFTarget, drafter: EagleDrafter, plan: Plan, noise: float, *, temperature: float
 ) -> float:
     """Return the tokens that a step commits for a request, after giving the head so much noise."""
-    embedding, own = target.input_embeddings, drafter.head.embedding
+    embedding, table = target.input_embeddings, drafter.head.embedding
     config = drafter.head.config
     generator = torch.Generator(embedding.device).manual_seed(1)
     width = config.num_kv_heads * config.head_dim
     shape, scale = (len(embedding), width), noise * sqrt(config.hidden_size / width)
-    drawn = torch.randn(shape, generator=generator, device=embedding.device, dtype=own.dtype)
-    own.copy_(embedding)
-    own[:, :width].add_(drawn, alpha=scale)
+    drawn = torch.randn(shape, generator=generator, device=embedding.device, dtype=table.dtype)
+    table.copy_(embedding)
+    table[:, :width].add_(drawn, alpha=scale)
     engine = PairEngine(Engine(target, drafter, EngineConfig(prefix_cache=False)))
     prompts = random_prompts(config.draft_vocab_size, _TUNED_REQUESTS, _TUNED_PROMPT)
     usual = SamplingParams(temperature=temperature, max_tokens=_TUNED_TOKENS, ignore_eos=True)

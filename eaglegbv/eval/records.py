@@ -16,12 +16,11 @@ import msgspec
 import torch
 
 import eaglegbv
-from eaglegbv.config import PLAIN, Plan
+from eaglegbv.config import PLAIN, DraftSampling, Plan
 from eaglegbv.devices import processor_name
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import Content, decode_json, make_numbers_plain, require_integers, write_whole
 from eaglegbv.verifiers.registry import make_any_verifier
 
@@ -127,7 +126,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             parts = ["none"]
         else:
             ranks = ",".join("".join(map(str, node)) for node in plan.shape or ())
-            told = {
+            unusual_if = {
                 str(plan.draft_sampling): plan.draft_sampling is not None,
                 f"W{plan.draft_width}": plan.draft_width != default.draft_width,
                 f"V{plan.whole_vocab}": bool(plan.whole_vocab),
@@ -140,7 +139,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             sizes = [f"K{plan.paths}", f"L{plan.depth}"]
             if plan.widths:
                 sizes = ["x".join(map(str, plan.widths))]
-            unusual = [word for word, is_unusual in told.items() if is_unusual]
+            unusual = [word for word, is_unusual in unusual_if.items() if is_unusual]
             parts = [plan.verifier, *sizes, *unusual]
         if self.temperature != 1.0:
             parts.append(f"T{self.temperature:g}")
@@ -286,11 +285,11 @@ def describe_environment(device: str, packages: Sequence[str] = ()) -> Environme
 SHORT = 40  # most characters of a setting that a message shows
 
 
-def changes(found: msgspec.Struct, wanted: msgspec.Struct) -> str:
+def changes(stored: msgspec.Struct, wanted: msgspec.Struct) -> str:
     """Return in words which fields of two structs differ, with their values if those are short."""
     short, long = [], []
     for field in wanted.__struct_fields__:
-        both = getattr(found, field), getattr(wanted, field)
+        both = getattr(stored, field), getattr(wanted, field)
         if both[0] == both[1]:
             continue
         if all(isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in both):
@@ -336,8 +335,8 @@ class Folder(Generic[Told, Entry]):
             raise InvalidArgument("out", str(path), f"a folder for a run ({error})") from error
         head = read_json(header, kind, argument="out", expected="the head of a run")
         if head.settings != settings:
-            told = changes(head.settings, settings)
-            expected = f"a folder for this run, such as --out NEW: this one holds another ({told})"
+            what = changes(head.settings, settings)
+            expected = f"a folder for this run, such as --out NEW: this one holds another ({what})"
             raise InvalidArgument("out", str(path), expected)
         self.environment = head.environment
         self.records = journal.resume()

@@ -41,15 +41,15 @@ def served_table(settings: RunSettings, records: Sequence[Record]) -> list[list[
     counts = ("setting", "conversations", "broken off", "tokens")
     rows = [[*counts, statistics.ACCEPTANCE_LENGTH.name, statistics.BLOCK_EFFICIENCY.name]]
     for setting in settings.settings:
-        own = [record for record in records if record.setting == setting.name]
-        held = statistics.whole(own)
+        records_of_setting = [record for record in records if record.setting == setting.name]
+        held = statistics.whole(records_of_setting)
         tokens = sum(turn.completion_tokens for record in held for turn in record.turns)
         figures = [
             with_interval(f.pooled(held))
             for f in (statistics.ACCEPTANCE_LENGTH, statistics.BLOCK_EFFICIENCY)
         ]
-        if own:
-            broken = len(own) - len(held)
+        if records_of_setting:
+            broken = len(records_of_setting) - len(held)
             rows.append([setting.name, str(len(held)), str(broken), str(tokens), *figures])
     return rows
 
@@ -142,7 +142,7 @@ def facts(results: Results) -> dict[str, str]:
         "Repeats, seed": f"{settings.repeats}, {settings.seed}",
         "Machine": f"{where.processor}, {where.cores} cores, {where.threads} threads; "
         f"{where.device}; {where.platform}",
-        "Versions": ", ".join(f"{package} {own}" for package, own in where.versions.items()),
+        "Versions": ", ".join(f"{package} {v}" for package, v in where.versions.items()),
         "Started": where.started,
     }
 

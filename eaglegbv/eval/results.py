@@ -95,12 +95,12 @@ def read_evidence(folder: Path) -> dict[str, Evidence]:
     Raises:
         InvalidArgument: A file's content is not what its name says.
     """
-    found: dict[str, Evidence] = {}
+    evidence: dict[str, Evidence] = {}
     for path in sorted(folder.glob("*.json")):
         kind = _beginning(path.stem, KINDS)
         if kind is not None:
-            found[path.stem] = _read(path, KINDS[kind])
-    return found
+            evidence[path.stem] = _read(path, KINDS[kind])
+    return evidence
 
 
 def add_evidence(folder: Path, name: str, source: Path) -> Path:
@@ -118,12 +118,12 @@ def add_evidence(folder: Path, name: str, source: Path) -> Path:
     if kind is None:
         raise InvalidArgument("name", name, f"one that begins with {', '.join(sorted(KINDS))}")
     file = FILES.get(KINDS[kind]) if source.is_dir() else None
-    found = _read(source if file is None else source / file, KINDS[kind])
-    if isinstance(found, Results):
-        found = compact(found)
-    if isinstance(found, DrafterResults):
-        found = msgspec.structs.replace(found, origin=Path(found.origin).name)
-    content = msgspec.to_builtins(found)
+    measured = _read(source if file is None else source / file, KINDS[kind])
+    if isinstance(measured, Results):
+        measured = compact(measured)
+    if isinstance(measured, DrafterResults):
+        measured = msgspec.structs.replace(measured, origin=Path(measured.origin).name)
+    content = msgspec.to_builtins(measured)
     for turn in (turn for record in content.get("records", ()) for turn in record["turns"]):
         # Counts of zero are what is read where there is none.
         turn["metrics"] = {name: value for name, value in turn["metrics"].items() if value}
@@ -168,7 +168,7 @@ def _sum(turns: Sequence[Turn]) -> Turn:
         elif isinstance(columns[0], list):
             sums[name] = statistics.added(*columns)
     timed = {phase: [m.seconds[phase] for m in metrics if phase in m.seconds] for phase in Phase}
-    seconds = {phase: round(sum(own), DIGITS) for phase, own in timed.items() if own}
+    seconds = {phase: round(sum(spent), DIGITS) for phase, spent in timed.items() if spent}
     return Turn(
         text="",
         completion_tokens=sum(turn.completion_tokens for turn in turns),
@@ -218,7 +218,7 @@ def _run_section(name: str, results: Results, pictures: str) -> str:
     held = sum(summary.conversations for summary in summaries)
     broken = sum(summary.errors for summary in summaries)
     label = "" if name == settings.suite else f" ({name})"
-    told = "; ".join(f"{heading}: {fact}" for heading, fact in facts(results).items())
+    about = "; ".join(f"{heading}: {fact}" for heading, fact in facts(results).items())
     return _section(
         f"{settings.suite}: {len(settings.question_ids)} questions{label}",
         markdown_table(table(summaries)),
@@ -227,14 +227,14 @@ def _run_section(name: str, results: Results, pictures: str) -> str:
         acceptance_text(summaries),
         "Block efficiency by category:",
         markdown_table(_by_category(results)),
-        f"{held} of {asked} conversations held to their end, {broken} broke off. {told}.",
+        f"{held} of {asked} conversations held to their end, {broken} broke off. {about}.",
     )
 
 
 def _by_category(results: Results) -> list[list[str]]:
     groups = grouped(statistics.whole(results.records), lambda r: (r.setting, r.category))
     figure = statistics.BLOCK_EFFICIENCY
-    return pivot("setting", {key: f"{figure.of(own):.2f}" for key, own in groups.items()})
+    return pivot("setting", {key: f"{figure.of(records):.2f}" for key, records in groups.items()})
 
 
 def _paper_section(name: str, content: PaperResults, pictures: str) -> str:
@@ -250,11 +250,11 @@ def _paper_section(name: str, content: PaperResults, pictures: str) -> str:
     left = len(report.tables) - len(shown)
     more = [f"{left} more tables, long ones or alike, are in `{name}.json`"] if left else []
     notes = [*(note for one in shown for note in one.notes), *report.notes, *more]
-    told = "; ".join(note.removesuffix(".") for note in dict.fromkeys(notes))
+    remarks = "; ".join(note.removesuffix(".") for note in dict.fromkeys(notes))
     return _section(
         content.title or EXPECTED.get(name, name),
         *parts,
-        f"{told}. {_measured(content.environment)}",
+        f"{remarks}. {_measured(content.environment)}",
     )
 
 
@@ -272,9 +272,9 @@ def _verdicts(content: PaperResults) -> str:
 
 def _study_section(_: str, study: Study, pictures: str) -> str:
     """Return the section of a study: its first drafter, with the most paths."""
-    own = [cell for cell in study.sampled if cell.drafter == study.drafters[0]]
-    most = max((cell.paths for cell in own), default=0)
-    shown = [cell for cell in own if cell.paths == most or cell.temperature == 0]
+    cells = [cell for cell in study.sampled if cell.drafter == study.drafters[0]]
+    most = max((cell.paths for cell in cells), default=0)
+    shown = [cell for cell in cells if cell.paths == most or cell.temperature == 0]
     part = msgspec.structs.replace(study, drafters=study.drafters[:1], sampled=tuple(shown))
     others = f" {', '.join(study.drafters[1:])}, and fewer paths, are in `study.json`."
     asked = f"{len(study.questions)} questions of {study.suite}; target {study.model}."
@@ -418,7 +418,7 @@ def _batch_canvas(speeds: Mapping[Cell, Mapping[str, statistics.Estimate]]) -> "
         for cell in cells:
             for way, speed in speeds[cell].items():
                 points.setdefault(way, []).append((cell.batch, speed))
-        lines = [plots.Line(way, sorted(own)) for way, own in points.items()]
+        lines = [plots.Line(way, sorted(points_of_way)) for way, points_of_way in points.items()]
         prompt = f"{context} tokens" if context else "questions as they are"
         title, ticks = f"temperature {t:g}, {prompt}", sorted({float(c.batch) for c in cells})
         panel = plots.Panel(lines=lines, x="batch", title=title, ticks=ticks, doubling=True)

@@ -133,8 +133,8 @@ class Figure:
         """Return the numerators and denominators of questions (all by default) over repeats."""
         held = grouped(whole(records), lambda record: record.question_id)
         asked = held if questions is None else questions
-        own = [[turn for record in held.get(q, ()) for turn in record.turns] for q in asked]
-        return [sum(map(self.above, t)) for t in own], [sum(map(self.below, t)) for t in own]
+        turns = [[turn for record in held.get(q, ()) for turn in record.turns] for q in asked]
+        return [sum(map(self.above, t)) for t in turns], [sum(map(self.below, t)) for t in turns]
 
     def pooled(self, records: Iterable[Record]) -> Estimate:
         """Return the figure with its bootstrap interval over questions."""
@@ -266,9 +266,9 @@ def _acceptance_by_depth(metrics: Sequence[RequestMetrics]) -> list[float]:
 
 
 def _speedup(figure: Figure, records: Sequence[Record], plain: Sequence[Record]) -> Estimate | None:
-    both = [{(r.repeat, r.question_id): r for r in whole(own)} for own in (records, plain)]
+    both = [{(r.repeat, r.question_id): r for r in whole(side)} for side in (records, plain)]
     shared = sorted(both[0].keys() & both[1].keys())
-    paired = ([own[key] for key in shared] for own in both)
+    paired = ([side[key] for key in shared] for side in both)
     return _median_over_repeats(figure, *paired) if shared else None
 
 
@@ -278,13 +278,13 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
     The bootstrap resamples questions and computes the same median. So the value lies within its
     interval, which a median need not do with the interval of pooled repeats.
     """
-    questions = sorted({r.question_id for own in records for r in own})
-    repeats = sorted({r.repeat for own in records for r in own})
+    questions = sorted({r.question_id for side in records for r in side})
+    repeats = sorted({r.repeat for side in records for r in side})
     columns = [
         column
         for repeat in repeats
-        for own in records
-        for column in figure.columns([r for r in own if r.repeat == repeat], questions)
+        for side in records
+        for column in figure.columns([r for r in side if r.repeat == repeat], questions)
     ]
     if not columns:
         return Estimate.exactly(0.0)
@@ -303,8 +303,8 @@ def _median_over_repeats(figure: Figure, *records: Sequence[Record]) -> Estimate
 
 def paired_ratio(figure: Figure, records: Sequence[Record], base: Sequence[Record]) -> Estimate:
     """Return a figure over that of ``base`` on the questions both answered, repeats pooled."""
-    ours, theirs = ({r.question_id for r in whole(own)} for own in (records, base))
-    shared = sorted(ours & theirs)
+    asked, asked_of_base = ({r.question_id for r in whole(side)} for side in (records, base))
+    shared = sorted(asked & asked_of_base)
     return bootstrap_ratio(*figure.columns(records, shared), *figure.columns(base, shared))
 
 
@@ -312,14 +312,14 @@ def _milliseconds_by_phase(turns: Sequence[Turn]) -> dict[str, float]:
     tokens = sum(turn.completion_tokens for turn in turns)
     if not tokens:
         return {}
-    told = {phase for turn in turns for phase in turn.metrics.seconds}
-    found = {
+    timed = {phase for turn in turns for phase in turn.metrics.seconds}
+    milliseconds = {
         str(phase): sum(1000 * turn.metrics.seconds.get(phase, 0.0) for turn in turns) / tokens
         for phase in Phase
-        if phase in told
+        if phase in timed
     }
     wall = sum(1000 * turn.wall_seconds for turn in turns) / tokens
-    return {**found, OTHER: wall - sum(found.values())}
+    return {**milliseconds, OTHER: wall - sum(milliseconds.values())}
 
 
 # The best setting, and those that cannot be told apart from it, judged by intervals.
@@ -346,8 +346,8 @@ def rank_settings(results: Results, figure: Figure) -> dict[float, Rank]:
     by_setting = grouped(whole(results.records), lambda record: record.setting)
     measured = [s for s in results.settings.settings if s.name in by_setting]
     return {
-        temperature: _rank({s.name: by_setting[s.name] for s in own}, figure)
-        for temperature, own in grouped(measured, lambda s: s.temperature).items()
+        temperature: _rank({s.name: by_setting[s.name] for s in settings}, figure)
+        for temperature, settings in grouped(measured, lambda s: s.temperature).items()
     }
 
 
@@ -355,7 +355,7 @@ def _rank(records: dict[str, list[Record]], figure: Figure) -> Rank:
     def is_behind(name: str, leader: str) -> bool:
         return paired_ratio(figure, records[name], records[leader]).high < 1
 
-    return _ranked({name: figure.of(own) for name, own in records.items()}, is_behind)
+    return _ranked({name: figure.of(held) for name, held in records.items()}, is_behind)
 
 
 def _ranked(values: Mapping[str, float], is_behind: Callable[[str, str], bool]) -> Rank:

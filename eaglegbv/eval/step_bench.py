@@ -21,7 +21,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from eaglegbv import cuda_graphs
-from eaglegbv.config import EngineConfig, Plan, plan_name
+from eaglegbv.config import EngineConfig, GraphMode, Plan, plan_name
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
@@ -139,7 +139,7 @@ class Floors:
             return tuple(product(inputs[width]) for width, product in products)
 
         cuda = self._like.is_cuda
-        auto = cuda_graphs.make_recorder(cuda_graphs.GraphMode.AUTO, cuda=cuda, recordable=True)
+        auto = cuda_graphs.make_recorder(GraphMode.AUTO, cuda=cuda, recordable=True)
         run = (auto or cuda_graphs.Recorder()).record(work)
         wait = barrier_of(self._like.device) or (lambda: None)
         times = []
@@ -178,8 +178,8 @@ def _profiled(engine: Engine, device: torch.device) -> tuple[int | None, float |
 def launches_and_busy(events: Any) -> tuple[int, float]:  # noqa: ANN401  the profiler's own list
     """Return how often the host launched anything, and seconds of kernels and copies."""
     launches = sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
-    own = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
-    return launches, sum(e.self_device_time_total for e in own) / 1e6
+    on_device = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+    return launches, sum(e.self_device_time_total for e in on_device) / 1e6
 
 
 class _Decoded(list[StepRecord]):
@@ -225,7 +225,7 @@ def time_steps(pair: Pair, setting: StepSetting, floors: Floors) -> StepReport:
         with _decoding(make(), pair, setting) as engine:
             overlapping = median(record.seconds for record in _timed(engine, setting))
     phases = [seconds_by_phase(record.spans) for record in timed]
-    seconds = {str(p): median(own.get(p, 0.0) for own in phases) for p in PHASES}
+    seconds = {str(p): median(spent.get(p, 0.0) for spent in phases) for p in PHASES}
     return StepReport(
         seconds={**seconds, STEP: median(record.seconds for record in timed)},
         floors=floors.of(setting),

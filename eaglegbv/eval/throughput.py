@@ -95,7 +95,7 @@ def run_engine(
 
     usual = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     seeds = (request_seed(seed, n) for n in range(len(prompts)))
-    params = [msgspec.structs.replace(usual, seed=own) for own in seeds]
+    params = [msgspec.structs.replace(usual, seed=seed_of_prompt) for seed_of_prompt in seeds]
     plans, reasons = counted(FORWARDS), counted(REASONS)  # ways share an engine and its counters
     answers = llm.generate(prompts, params, plan=plan)
     for answer in answers:
@@ -213,21 +213,21 @@ class Speeds:
 
 def speeds_by_cell(timings: Iterable[Timing]) -> dict[Cell, dict[str, Speeds]]:
     """Return the speeds of each way by cell, in order of first appearance."""
-    found: dict[Cell, dict[str, Speeds]] = {}
+    speeds: dict[Cell, dict[str, Speeds]] = {}
     for cell, calls in grouped(timings, lambda t: t.cell).items():
         rates = {
-            way: {n: _rate(own) for n, own in grouped(of_way, lambda t: t.repeat).items()}
+            way: {n: _rate(some) for n, some in grouped(of_way, lambda t: t.repeat).items()}
             for way, of_way in grouped(calls, lambda t: t.way).items()
         }
         plain = rates.get(BASELINE, {})
-        found[cell] = {
+        speeds[cell] = {
             way: Speeds(
                 rates=tuple(own.values()),
                 ratios=tuple(rate / plain[n] for n, rate in own.items() if n in plain),
             )
             for way, own in rates.items()
         }
-    return found
+    return speeds
 
 
 def _rate(calls: Sequence[Timing]) -> float:
@@ -239,15 +239,15 @@ def over_plain(timings: Iterable[Timing]) -> dict[Cell, dict[str, Estimate]]:
 
     Values are medians over repeats; the ends are the lowest and the highest repeat.
     """
-    found = {
+    ratios = {
         cell: {
-            way: Estimate(median(own.ratios), min(own.ratios), max(own.ratios))
-            for way, own in ways.items()
-            if own.ratios
+            way: Estimate(median(one.ratios), min(one.ratios), max(one.ratios))
+            for way, one in ways.items()
+            if one.ratios
         }
         for cell, ways in speeds_by_cell(timings).items()
     }
-    return {cell: found[cell] for cell in sorted(found) if found[cell]}
+    return {cell: ratios[cell] for cell in sorted(ratios) if ratios[cell]}
 
 
 # Tables for a terminal of tokens a second and of the plans chosen.
@@ -261,13 +261,13 @@ def rate_table(timings: Iterable[Timing]) -> list[list[str]]:
 
     The lengths of the prompts are stated if they differ from those of the questions.
     """
-    found = speeds_by_cell(timings)
-    lengths = any(cell.context for cell in found)
+    by_cell = speeds_by_cell(timings)
+    lengths = any(cell.context for cell in by_cell)
     return pivot(
         "tokens/s (of none)",
         {
             (_label(cell, way, lengths=lengths), f"batch {cell.batch}"): str(speeds)
-            for cell, ways in found.items()
+            for cell, ways in by_cell.items()
             for way, speeds in ways.items()
         },
     )

@@ -68,11 +68,11 @@ def target_answers(
     plan = PLAIN if drafter is None else _WITH_LOOKUP if head is None else _WITH_HEAD
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     with LLM(str(target), drafter, plan=plan, dtype=dtype, device=device, engine=config) as llm:
-        found = llm.generate(list(prompts), params, progress=True)
-    for completion in found:
+        completions = llm.generate(list(prompts), params, progress=True)
+    for completion in completions:
         if completion.error is not None:
             raise EagleGBVError(f"a prompt was not answered: {completion.error}")
-    return [completion.token_ids for completion in found]
+    return [completion.token_ids for completion in completions]
 
 
 class HeadValidator:
@@ -101,11 +101,11 @@ class HeadValidator:
         # Training may run its forward in bfloat16, but here the weights' own dtype counts.
         with torch_as_usual():
             metrics = self._answer(head, prompts)
-        plan, found = self._plan, Acceptance.of(metrics, self._plan.depth)
+        plan, acceptance = self._plan, Acceptance.of(metrics, self._plan.depth)
         name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"
-        return {f"acceptance length, {name}": found.length} | {
+        return {f"acceptance length, {name}": acceptance.length} | {
             f"{depth} or more accepted, {name}": share
-            for depth, share in enumerate(found.shares, start=1)
+            for depth, share in enumerate(acceptance.shares, start=1)
         }
 
     def _answer(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:

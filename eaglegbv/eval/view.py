@@ -60,8 +60,8 @@ def view(path: Path) -> str:
         expected = "a trace, or a results.json"
         if start.removeprefix(b"{").lstrip().startswith(b'"timings"'):
             expected += ", not what bench batch wrote, which bench results reads"
-        found = read_results(path, "path", expected=expected)
-        return page(results_content(found))
+        results = read_results(path, "path", expected=expected)
+        return page(results_content(results))
     try:
         content = trace_content(path)
     except (KeyError, TypeError) as error:  # a step or a tree lacks something
@@ -159,13 +159,13 @@ def trace_content(path: Path) -> Content:
 
 def _phases(boxes: Sequence[_Event]) -> list[dict[str, float]]:
     """Return the milliseconds of each step by phase; ``boxes`` has each step before its phases."""
-    found: list[dict[str, float]] = []
+    steps: list[dict[str, float]] = []
     for event in boxes:
         if event.name == "step":
-            found.append({})
-        elif found:
-            found[-1][event.name] = found[-1].get(event.name, 0.0) + event.dur / 1000
-    return found
+            steps.append({})
+        elif steps:
+            steps[-1][event.name] = steps[-1].get(event.name, 0.0) + event.dur / 1000
+    return steps
 
 
 def _facts(committed: int, steps: int, drafted: Sequence[Tree]) -> list[tuple[str, str]]:

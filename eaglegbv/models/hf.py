@@ -9,7 +9,7 @@ argument, so no global state says which request or which pool is meant.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,13 @@ from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool, PoolSize, SlotAllocator, slot_bytes
 from eaglegbv.attention.static import StaticBatch
 from eaglegbv.compiling import compile_graph, making_graphs
-from eaglegbv.config import MIN_SLOTS
+from eaglegbv.config import MIN_SLOTS, GraphMode
 from eaglegbv.cuda_graphs import (
     MAX_ROWS,
-    REPLAYED,
     Bucket,
-    GraphMode,
     NotRecordable,
-    Outcomes,
     Recorder,
+    Recordings,
     Work,
     make_recorder,
     spare_slots,
@@ -277,9 +275,9 @@ class HFTarget(Target):
         self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
     ) -> TargetOutput:
         """See :meth:`Target.forward`."""
-        found = None if self._static is None else self._static.forward(segments)
-        if found is not None:
-            return found if logit_rows is None else found.of_rows(logit_rows)
+        replayed = None if self._static is None else self._static.forward(segments)
+        if replayed is not None:
+            return replayed if logit_rows is None else replayed.of_rows(logit_rows)
         batch = pack(segments, self.device)
         return self.run(batch, partial(self.attention.attend, batch=batch), logit_rows)
 
@@ -337,12 +335,9 @@ class StaticForward:
     """
 
     def __init__(self, target: HFTarget, recorder: Recorder) -> None:
-        self.counts = Outcomes()
+        self._recordings = Recordings[Bucket, StaticBatch]("forwards", recorder, self._work)
+        self.counts = self._recordings.counts
         self._target = target
-        self._recorder = recorder
-        self._recorded: dict[Bucket, StaticBatch] = {}
-        self._replays: dict[Bucket, Work] = {}
-        self._refused: dict[Bucket, str] = {}
         # Results of all buckets, as large as for the largest.
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
@@ -351,14 +346,12 @@ class StaticForward:
         """Score new tokens until the next forward; None if they run without a recording."""
         rows = sum(segment.num_new for segment in segments)
         bucket = Bucket.holding(len(segments), rows)
-        if any(segment.visible is None for segment in segments):
-            self.counts.note("forwards", "prefill")
-        elif bucket is None:
-            self.counts.note("forwards", "too many rows")
-        elif not self._run(bucket, segments):
-            self.counts.note("forwards", self._refused[bucket])
-        else:
-            self.counts.note("forwards", REPLAYED)
+        with self._recordings.counting():
+            if any(segment.visible is None for segment in segments):
+                raise NotRecordable("prefill")
+            if bucket is None:
+                raise NotRecordable("too many rows")
+            self._loaded(bucket, segments)()
             assert self._logits is not None  # made with the first recording
             features = None if self._features is None else self._features[:rows]
             return TargetOutput(self._logits[:rows], features)
@@ -367,36 +360,25 @@ class StaticForward:
     def record(self, requests: int, nodes: int) -> None:
         """Record what batches of up to so many requests with up to so many nodes each will need."""
         for bucket in Bucket.up_to(requests, nodes):
-            if bucket not in self._recorded:
-                self._run(bucket, [], replay=False)
+            if bucket not in self._recordings:
+                with suppress(NotRecordable):
+                    self._loaded(bucket, [])
 
-    def _run(self, bucket: Bucket, segments: Sequence[Segment], *, replay: bool = True) -> bool:
-        """Replay the bucket's forward over these segments, and return whether that is possible."""
-        if bucket in self._refused:
-            return False
-        static = self._recorded.get(bucket)
-        try:
-            if static is None:
-                target = self._target
-                static = StaticBatch(
-                    bucket,
-                    target.attention,
-                    max_context=target.max_context,
-                    scratch_slot=target.allocator.num_slots,
-                )
-                static.load(segments)
-                if self._logits is None:
-                    self._make_room(target.run(static.batch, static.attend))
-                self._replays[bucket] = self._recorder.record(self._work(static))
-                self._recorded[bucket] = static
-            else:
-                static.load(segments)
-            if replay:
-                self._replays[bucket]()
-        except NotRecordable as obstacle:
-            self._refused[bucket] = obstacle.reason
-            return False
-        return True
+    def _loaded(self, bucket: Bucket, segments: Sequence[Segment]) -> Work:
+        def load(static: StaticBatch) -> None:
+            static.load(segments)
+            if self._logits is None:
+                self._make_room(self._target.run(static.batch, static.attend))
+
+        return self._recordings.loaded(bucket, self._make, load)
+
+    def _make(self, bucket: Bucket) -> StaticBatch:
+        return StaticBatch(
+            bucket,
+            self._target.attention,
+            max_context=self._target.max_context,
+            scratch_slot=self._target.allocator.num_slots,
+        )
 
     def _make_room(self, output: TargetOutput) -> None:
         with torch.inference_mode(mode=False):
@@ -405,15 +387,12 @@ class StaticForward:
                 for part in (output.logits, output.features)
             )
 
-    def _work(self, static: StaticBatch) -> Work:
-        def work() -> tuple[Tensor, ...]:
-            output = self._target.run(static.batch, static.attend)
-            for room, part in ((self._logits, output.logits), (self._features, output.features)):
-                if room is not None and part is not None:
-                    room[: len(part)].copy_(part)
-            return ()
-
-        return work
+    def _work(self, static: StaticBatch) -> tuple[Tensor, ...]:
+        output = self._target.run(static.batch, static.attend)
+        for room, part in ((self._logits, output.logits), (self._features, output.features)):
+            if room is not None and part is not None:
+                room[: len(part)].copy_(part)
+        return ()
 
 
 def load_config(

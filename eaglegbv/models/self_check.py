@@ -171,12 +171,12 @@ def _plain_output(
     for sample in _SAMPLES:
         tokens = _tokens(sample, text, vocab)
         prompt, nodes = tokens[: sample.prompt], tokens[sample.prompt :]
-        found: dict[int, tuple[int, int]] = {}
+        place_of_node: dict[int, tuple[int, int]] = {}
         for leaf in set(range(len(nodes))) - set(sample.parents):
             path = sample.path(leaf)
-            found |= {node: (len(paths), len(prompt) + i) for i, node in enumerate(path)}
+            place_of_node |= {node: (len(paths), len(prompt) + i) for i, node in enumerate(path)}
             paths.append(prompt + [nodes[i] for i in path])
-        ends += [found[node] for node in range(len(nodes))]
+        ends += [place_of_node[node] for node in range(len(nodes))]
     width = max(map(len, paths))  # no token sees the padding after it
     padded = [path + [0] * (width - len(path)) for path in paths]
     with torch.no_grad():
@@ -226,11 +226,11 @@ def worst_error(
     start = 0
     for sample in _SAMPLES:
         tokens = torch.tensor(_tokens(sample, text, target.vocab_size))
-        own = slots[start : start + len(tokens)]
+        part = slots[start : start + len(tokens)]
         start += len(tokens)
-        prompt = own[: sample.prompt]
+        prompt = part[: sample.prompt]
         prefills.append(Segment.causal(tokens[: sample.prompt], prompt[:0], prompt))
-        trees.append(_tree_segment(sample, tokens[sample.prompt :], prompt, own[sample.prompt :]))
+        trees.append(_tree_segment(sample, tokens[sample.prompt :], prompt, part[sample.prompt :]))
     last_rows = torch.tensor([s.prompt for s in _SAMPLES]).cumsum(0) - 1
     prefill = target.forward(prefills, logit_rows=last_rows)
     if prefill.logits.shape != (len(_SAMPLES), target.vocab_size):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic
 
-from eaglegbv.tree import DraftSampling
+from eaglegbv.config import DraftSampling
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
@@ -153,7 +153,7 @@ def states_by_step(
 def _step_probs(
     verify: VerifyWithState, problem: Problem, state: ModifiedTarget
 ) -> Iterator[tuple[ModifiedTarget, Number]]:
-    p, q = (After(own, state.context) for own in (problem.target_probs, problem.draft_probs))
+    p, q = (After(each, state.context) for each in (problem.target_probs, problem.draft_probs))
     stop = After(problem.stop, state.context)
     sampling, shape = problem.draft_sampling, problem.shape
     draw, widths = _DRAWS[sampling], shape.widths_of(sampling)
@@ -178,12 +178,12 @@ def completed(
             key = state.context[:total]
             probs[key] = probs.get(key, 0) + mass
             continue
-        own = p(state.context)
-        for token, probability in enumerate(state.probs(own)):
+        target = p(state.context)
+        for token, probability in enumerate(state.probs(target)):
             if probability > 0:
                 todo.extend(
                     (after, mass * probability * share)
-                    for after, share in _emitted(state, own, token).items()
+                    for after, share in _emitted(state, target, token).items()
                 )
     return probs
 

@@ -7,9 +7,10 @@ from itertools import count
 from math import prod
 from typing import TypeAlias
 
+from eaglegbv.config import DraftSampling
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
@@ -77,11 +78,11 @@ class ReferenceTree:
         if self.drawing is not None:
             return self.drawing.drafts(prefix)
         level = self.draws[len(prefix)] if len(prefix) < len(self.draws) else ()
-        found: dict[int, int] = {}
+        children: dict[int, int] = {}
         for number, child in enumerate(level):
             if child is not None and child[:-1] == prefix:
-                found[number] = child[-1]
-        return found
+                children[number] = child[-1]
+        return children
 
     def children(self, prefix: Prefix) -> dict[int, int]:
         """Return the children of a node: token -> number of the first draw that led to it."""
