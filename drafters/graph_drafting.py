@@ -55,7 +55,7 @@ class _Kind:
         candidates = support(plan, draft_sampling, draft_vocab)
         largest = max((k for k in settings.limits if k < candidates), default=None)
         limit = None if largest is None else min(power_of_two(largest), candidates - 1)
-        used = frozenset(settings.columns) - ({"top_k"} if limit is None else set())
+        used = frozenset(settings.tensors) - ({"top_k"} if limit is None else set())
         return cls(requests, plan, draft_sampling, used, limit)
 
 
@@ -214,8 +214,8 @@ class _Drafting:
         _fill(self._contexts, torch.tensor(lengths))
         self._hidden[:real].copy_(hidden)
         if kind.draft_sampling is not DraftSampling.FIXED:
-            for name, buffer in self._settings.columns.items():
-                _fill(buffer, settings.columns[name])
+            for name, buffer in self._settings.tensors.items():
+                _fill(buffer, settings.tensors[name])
             _fill(self._uniforms[:real], draft_numbers(call.requests, kind.plan))
 
     def _take(self, levels: Tensor, slots: Tensor) -> None:

@@ -12,11 +12,12 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -220,6 +221,22 @@ def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
     return fetched
 
 
+@dataclass(frozen=True, slots=True)
+class TensorFields:
+    """A dataclass some of whose fields are tensors."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names, in order."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return it with ``change`` applied to every tensor."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return replace(self, **changed)
+
+
 def _wait_for(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
@@ -243,6 +260,11 @@ def _has_triton() -> bool:
     if not installed:
         _log.warning("Triton is not installed: verification launches one kernel an operation")
     return installed
+
+
+def entry_at(table: Tensor, places: Tensor) -> Tensor:
+    """Return the entries of ``table`` ``[..., entries]`` at ``places`` ``[...]`` int64."""
+    return table.gather(-1, places.unsqueeze(-1)).squeeze(-1)
 
 
 def first_true(flags: Tensor) -> Tensor:

@@ -5,20 +5,19 @@ target over its whole vocabulary and the drafter over its short list of candidat
 may hold any list of tokens.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import PIECE, PIECE_WARPS, runs_kernels, upload
+from eaglegbv.devices import PIECE, PIECE_WARPS, TensorFields, runs_kernels, upload
 from eaglegbv.sampling_params import SamplingParams as SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class WarpSettings:
+class WarpSettings(TensorFields):
     """Per-row settings; ``None`` if no row uses a setting, so that its pass is skipped."""
 
     temperature: Tensor  # [rows] float32; 0 keeps only the most likely token
@@ -28,17 +27,6 @@ class WarpSettings:
     top_p: Tensor | None = None  # [rows] float64, or None
     min_p: Tensor | None = None  # [rows] float64, or None
     tempered: bool = True  # whether some temperature may differ from 1, known on the host
-
-    @property
-    def columns(self) -> dict[str, Tensor]:
-        """Its tensors by their names: the settings that some row uses."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the settings with ``change`` applied to every tensor."""
-        changed: dict[str, Any] = {name: change(column) for name, column in self.columns.items()}
-        return replace(self, **changed)
 
     @staticmethod
     def of(

@@ -15,19 +15,19 @@ and q), but each stays a draw of its own: both draws at the root led to node 1, 
 decide depends on that number. A path leads from the root to a leaf; paths follow from the draws.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling as DraftSampling
-from eaglegbv.devices import send
+from eaglegbv.devices import TensorFields, entry_at, send
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTree:
+class DraftTree(TensorFields):
     """Draft trees of a batch of requests, padded to the largest.
 
     Padding nodes come after the real ones, with parent 0, depth 0 and token id 0.
@@ -58,17 +58,6 @@ class DraftTree:
         if self.token_ids.device == device:
             return self
         return self.mapped(lambda tensor: send(tensor, device))
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the trees with ``change`` applied to every tensor."""
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
-        return replace(self, **changed)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by their names, in order."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @property
     def batch(self) -> int:
@@ -178,7 +167,7 @@ class TargetProbs:
 
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return ``[batch, vocab]`` float64, the distributions at ``nodes`` ``[batch]``."""
-        rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        rows = entry_at(self.rows, nodes)
         return self._normalised(self.logits.index_select(0, rows), rows)
 
     def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:

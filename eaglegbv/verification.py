@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source, plan_name
-from eaglegbv.devices import fetch, send, upload
+from eaglegbv.devices import entry_at, fetch, send, upload
 from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
@@ -606,8 +606,8 @@ def draft_of_tokens(tree: DraftTree) -> Tensor:
 def _next_probs(verdict: Verdict, target: TargetProbs) -> list[float]:
     stops = verdict.accepted.new_zeros(verdict.accepted.shape)
     if verdict.path_nodes.shape[1]:
-        last = (verdict.accepted - 1).clamp(min=0).unsqueeze(1)
-        stops = verdict.path_nodes.gather(1, last).squeeze(1) * (verdict.accepted > 0)
+        last = (verdict.accepted - 1).clamp(min=0)
+        stops = entry_at(verdict.path_nodes, last) * (verdict.accepted > 0)
     rows = target.rows.gather(1, stops.unsqueeze(1))
     probs: list[float] = target.probs_in(rows, verdict.token_ids[:, None, None]).flatten().tolist()
     return probs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling, check_widths
-from eaglegbv.devices import first_true, send
+from eaglegbv.devices import entry_at, first_true, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftTree, TargetProbs
@@ -246,7 +246,7 @@ def descend(
     node = torch.zeros_like(tree.num_nodes)
     accepted, visited = node, []
     for _ in range(tree.length):
-        child = children.gather(1, node.unsqueeze(1)).squeeze(1)
+        child = entry_at(children, node)
         accepted = accepted + (child > 0)
         node = torch.where(child > 0, child, node)
         visited.append(node)

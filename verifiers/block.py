@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats, Verdict, Verifier, VerifyUniforms
@@ -88,7 +89,7 @@ class BlockRule(Verifier):
         weights = prefix_weights(path.ratios())
         chances = acceptance_chances(path, weights)
         accepted = longest_passed(chances, path.lengths, uniforms.acceptance)
-        stop = weights.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        stop = entry_at(weights, accepted)
         residual = path.residual(accepted, stop)
         token_ids = correction_token(residual, target, uniforms.correction)
         return Verdict(path.nodes[:, 1:], accepted, token_ids)

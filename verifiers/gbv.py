@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.block import BlockRule, block_verification
@@ -114,10 +115,9 @@ def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
 
     The quotients depend on ``S / (S + q)`` only, so nothing underflows.
     """
-    at = path.chosen.unsqueeze(2)
     F = path.draft.cumsum(dim=2)
-    draft = path.draft.gather(2, at).squeeze(2)
-    beneath = F.gather(2, at).squeeze(2) - draft
+    draft = entry_at(path.draft, path.chosen)
+    beneath = entry_at(F, path.chosen) - draft
     S, q = torch.zeros_like(draft[:, 0]), torch.ones_like(draft[:, 0])
     below, joint = [], []
     for step in range(draft.shape[1]):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats
@@ -183,7 +184,7 @@ class GreedyBlockVerifier(StatefulVerifier):
             products = torch.cat((rho.unsqueeze(1), products), dim=1)
             chances = _chances(path, products)
             accepted = longest_passed(chances, lengths, plain.acceptance)
-            rho = products.gather(1, accepted.unsqueeze(1)).squeeze(1)
+            rho = entry_at(products, accepted)
             stats = partial(_node_stats, tree, path, products, chances)
         stop: BatchVisit = _pick(visits, accepted)
         bonus = accepted == lengths
@@ -260,8 +261,8 @@ def _select(
     label = labels(one, torch.zeros_like(ranks), ranks, uniforms)
     # The highest label wins, the first drafted among equals.
     first = torch.arange(tree.drafts - 1, -1, -1, device=label.device)
-    winner = torch.where(alive, label * tree.drafts + first, -1).argmax(dim=1, keepdim=True)
-    return children.gather(1, winner).squeeze(1), ranks.gather(1, winner).squeeze(1)
+    winner = torch.where(alive, label * tree.drafts + first, -1).argmax(dim=1)
+    return entry_at(children, winner), entry_at(ranks, winner)
 
 
 def _path(nodes: Tensor, visits: Sequence[BatchVisit], chosen: Sequence[Tensor]) -> DraftedPath:
@@ -326,14 +327,12 @@ def _layers_after(
     most = max(modified.layers.most_drafts, paths)
     old = modified.entered(tokens, uniforms)
     ranks = place_of(tokens, plan.ids, plan.draft)
-    at = ranks.unsqueeze(1)
-    drafted = plan.ids.gather(1, at).squeeze(1) == tokens
-    b = torch.where(drafted, plan.selected.gather(1, at).squeeze(1), 0.0)
-    turn = modified.active.sum(dim=1, keepdim=True)
-    numbers = uniforms.gather(1, turn).squeeze(1)
+    drafted = entry_at(plan.ids, ranks) == tokens
+    b = torch.where(drafted, entry_at(plan.selected, ranks), 0.0)
+    numbers = entry_at(uniforms, modified.active.sum(dim=1))
     drafts = draw_multiplicity(plan, stop.drafts, ranks, numbers, most)
     lasts = (new > 0) & (b > 0)
-    grown = rho_after(rho, plan.target.gather(1, at).squeeze(1), b)
+    grown = rho_after(rho, entry_at(plan.target, ranks), b)
 
     def joined(columns: Tensor, last: Tensor) -> Tensor:
         return torch.cat((columns, last.unsqueeze(1)), dim=1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, numbers_of_children, walk
@@ -18,6 +19,7 @@ from eaglegbv.verifiers.paths import (
     correction_token,
     drafted_nodes,
     first_draws,
+    over_nodes,
 )
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
@@ -87,27 +89,22 @@ class GreedyDraftVerifier(Verifier):
         numbers = numbers_of_children(tree, first, uniforms.acceptance)
         passed = drafted & ~fixed & (numbers < chances)
         index = torch.arange(tree.nodes, device=passed.device)
-        taken = _over_children(tree, torch.where(passed, index, 0), "amax", 0)
-        sampler = _over_children(tree, torch.where(fixed, first, tree.drafts), "amin", tree.drafts)
+        accepted = torch.where(passed, index, 0)
+        taken = over_nodes(tree, tree.parents, accepted, "amax", 0)
+        fixed_first = torch.where(fixed, first, tree.drafts)
+        sampler = over_nodes(tree, tree.parents, fixed_first, "amin", tree.drafts)
         ones = torch.ones_like(numbers)
 
         def next_token(nodes: Tensor, depth: int) -> Tensor:
-            at = nodes.unsqueeze(1)
-            draw = sampler.gather(1, at).squeeze(1)
+            draw = entry_at(sampler, nodes)
             number = uniforms.correction
             if depth < tree.length:
-                column = (depth * tree.drafts + draw.clamp(max=tree.drafts - 1)).unsqueeze(1)
-                acceptance = uniforms.acceptance.gather(1, column).squeeze(1)
+                column = depth * tree.drafts + draw.clamp(max=tree.drafts - 1)
+                acceptance = entry_at(uniforms.acceptance, column)
                 number = torch.where(draw < tree.drafts, acceptance, number)
             residual = Residual.at(nodes, ones, popular.ids, tail)
             sampled = correction_token(residual, target, number)
-            child = taken.gather(1, at)
-            token = tree.token_ids.gather(1, child).squeeze(1)
-            return torch.where(child.squeeze(1) > 0, token, sampled)
+            child = entry_at(taken, nodes)
+            return torch.where(child > 0, entry_at(tree.token_ids, child), sampled)
 
         return walk(tree, next_token)
-
-
-def _over_children(tree: DraftTree, values: Tensor, reduce: str, start: int) -> Tensor:
-    """Reduce ``values`` ``[batch, nodes]`` of the children of every node."""
-    return torch.full_like(tree.parents, start).scatter_reduce(1, tree.parents, values, reduce)

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.devices import first_true
+from eaglegbv.devices import entry_at, first_true
 from eaglegbv.tree import DraftTree, TargetProbs
 
 # Draws from unnormalised distributions by inverse CDF, without reading anything on the host. Large
@@ -93,7 +93,7 @@ class Residual:
         """Take the rows at ``nodes`` of tables ``[batch, nodes]`` and ``[batch, nodes, width]``."""
         at = nodes.unsqueeze(1)
         rows = (rows_at(table, at).squeeze(1) for table in (ids, draft))
-        return cls(nodes, weight.gather(1, at).squeeze(1), *rows)
+        return cls(nodes, entry_at(weight, nodes), *rows)
 
 
 def correction_token(residual: Residual, target: TargetProbs, uniforms: Tensor) -> Tensor:
@@ -246,9 +246,8 @@ class DraftedPath:
 
         Where b rounds to 0 at the selected token, return 1 if p is positive there, else 0.
         """
-        at = self.chosen.unsqueeze(2)
-        draft = self.draft.gather(2, at).squeeze(2)
-        target = self.target.gather(2, at).squeeze(2)
+        draft = entry_at(self.draft, self.chosen)
+        target = entry_at(self.target, self.chosen)
         return torch.where(draft > 0, target / draft, target > 0)
 
     def residual(self, accepted: Tensor, weights: Tensor) -> Residual:
@@ -259,7 +258,7 @@ class DraftedPath:
         bonus = accepted == self.lengths
         step = accepted.clamp(max=self.draft.shape[1] - 1).unsqueeze(1)
         return Residual(
-            nodes=self.nodes.gather(1, accepted.unsqueeze(1)).squeeze(1),
+            nodes=entry_at(self.nodes, accepted),
             weight=torch.where(bonus, 1.0, weights),
             ids=rows_at(self.ids, step).squeeze(1),
             # Past a path's end there may be anything, NaN too.
@@ -278,6 +277,14 @@ def child_counts(tree: DraftTree) -> Tensor:
     return torch.zeros_like(tree.parents).scatter_add_(1, tree.parents, ones)
 
 
+def over_nodes(tree: DraftTree, nodes: Tensor, values: Tensor, reduce: str, start: int) -> Tensor:
+    """Return ``[batch, nodes]`` int64: what ``values`` of each node reduce to, with ``start``.
+
+    ``values`` ``[batch, entries]`` belong to ``nodes``; children do to ``tree.parents``.
+    """
+    return torch.full_like(tree.parents, start).scatter_reduce(1, nodes, values, reduce)
+
+
 def first_draws(tree: DraftTree) -> Tensor:
     """Return ``[batch, nodes]`` int64: the number of the first draw to each node in its level.
 
@@ -285,9 +292,7 @@ def first_draws(tree: DraftTree) -> Tensor:
     """
     numbers = torch.arange(tree.drafts, device=tree.parents.device)
     numbers = torch.where(tree.draws > 0, numbers, tree.drafts)
-    return torch.full_like(tree.parents, tree.drafts).scatter_reduce(
-        1, tree.draws.flatten(1), numbers.flatten(1), "amin"
-    )
+    return over_nodes(tree, tree.draws.flatten(1), numbers.flatten(1), "amin", tree.drafts)
 
 
 def siblings(tree: DraftTree) -> Tensor:

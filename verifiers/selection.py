@@ -24,6 +24,7 @@ from eaglegbv.verifiers.paths import (
     child_counts,
     drafted_nodes,
     first_draws,
+    over_nodes,
     places_of_tokens,
     preferred_path,
     probs_along,
@@ -51,9 +52,7 @@ def select_iid(tree: DraftTree, target: TargetProbs, uniforms: Tensor) -> Drafte
     # wins with any number.
     first = torch.arange(tree.drafts - 1, -1, -1, device=label.device)
     score = torch.add(first, label.view_as(tree.draws), alpha=tree.drafts)
-    keys = torch.zeros_like(tree.parents).scatter_reduce(
-        1, children, (score * (tree.draws > 0)).flatten(1), "amax"
-    )
+    keys = over_nodes(tree, children, (score * (tree.draws > 0)).flatten(1), "amax", 0)
     return forks.path(tree, target, preferred_path(tree, keys))
 
 

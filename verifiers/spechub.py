@@ -10,7 +10,7 @@ import torch
 from eaglegbv.config import DraftSampling
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, descend, numbers_of_children
-from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_draws
+from eaglegbv.verifiers.paths import child_counts, drafted_nodes, first_draws, over_nodes
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Prefix,
@@ -87,9 +87,8 @@ class SpecHubVerifier(Verifier):
 
         # A token drawn before the hub is judged by the pairs (x, a).
         first_draw, is_hub = first_draws(tree), popular.places == 0
-        earliest = torch.full_like(first_draw, tree.drafts).scatter_reduce(
-            1, tree.parents, torch.where(drafted_nodes(tree), first_draw, tree.drafts), "amin"
-        )
+        drawn_at = torch.where(drafted_nodes(tree), first_draw, tree.drafts)
+        earliest = over_nodes(tree, tree.parents, drawn_at, "amin", tree.drafts)
         leads = ~is_hub & (first_draw == earliest.gather(1, tree.parents))
         ratio = popular.at_tokens(popular.target) / popular.at_tokens(popular.draft)
         chances = torch.where(leads, ratio, popular.at_tokens(chances))
@@ -98,7 +97,7 @@ class SpecHubVerifier(Verifier):
         # The accepted child of each node, 0 if none; the hub yields to the other token.
         index = torch.arange(tree.nodes, device=passed.device)
         score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
-        best = torch.zeros_like(tree.parents).scatter_reduce(1, tree.parents, score, "amax")
+        best = over_nodes(tree, tree.parents, score, "amax", 0)
         child, ones = best % tree.nodes, torch.ones_like(numbers)
         draft = torch.where(hub, popular.target, served)
         return descend(tree, target, uniforms, child, ones, popular.ids, draft)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eaglegbv.devices import entry_at
 from eaglegbv.rng import Purpose, RequestRng
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats, Rule, Verdict, VerifyUniforms
@@ -381,12 +382,11 @@ class ModifiedNode:
         if layers.count == 0:
             return layers
         ranks = place_of(tokens.view(-1, 1).expand(-1, layers.count), plan.ids, plan.draft)
-        at = ranks.unsqueeze(2)
-        b = plan.selected.gather(2, at).squeeze(2)
-        b = torch.where(plan.ids.gather(2, at).squeeze(2) == tokens.unsqueeze(1), b, 0.0)
+        drafted = entry_at(plan.ids, ranks) == tokens.unsqueeze(1)
+        b = torch.where(drafted, entry_at(plan.selected, ranks), 0.0)
         # A layer whose distribution cannot produce the token has no further effect.
         lasts = self.active & (layers.remaining > 1) & (b > 0)
-        rho = rho_after(layers.rho, plan.target.gather(2, at).squeeze(2), b)
+        rho = rho_after(layers.rho, entry_at(plan.target, ranks), b)
         turn = (self.active.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
         drafts = draw_multiplicity(
             plan.mapped(lambda tensor: tensor.flatten(0, 1)),
@@ -427,5 +427,5 @@ def _selected_at(plan: Transport, wanted: Tensor) -> Tensor:
 
 
 def _stacked(plans: Sequence[Transport]) -> Transport:
-    columns = ((p.ids, p.draft, p.target, p.selected, p.highest) for p in plans)
-    return Transport(*(torch.stack(column, dim=1) for column in zip(*columns, strict=True)))
+    columns = zip(*(plan.tensors.values() for plan in plans), strict=True)
+    return Transport(*(torch.stack(column, dim=1) for column in columns))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, walk
@@ -46,7 +47,7 @@ class TargetOnlyVerifier(Verifier):
         def sample(nodes: Tensor, depth: int) -> Tensor:
             number = uniforms.correction
             if depth < tree.length:
-                inner = children.gather(1, nodes.unsqueeze(1)).squeeze(1) > 0
+                inner = entry_at(children, nodes) > 0
                 number = torch.where(inner, uniforms.acceptance[:, depth], number)
             return draw(target.probs_of(nodes), number)
 
@@ -69,7 +70,6 @@ class GreedyWalkVerifier(Verifier):
         """Judge any tree; of equal largest logits the first counts."""
 
         def most_likely(nodes: Tensor, depth: int) -> Tensor:  # noqa: ARG001
-            rows = target.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
-            return target.logits[rows].argmax(dim=1)
+            return target.logits[entry_at(target.rows, nodes)].argmax(dim=1)
 
         return walk(tree, most_likely)

@@ -14,7 +14,7 @@ that picks one of the n drafts with distribution exactly b:
    distribution v of the highest draft), and moves exactly d = b - v.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eaglegbv.devices import TensorFields
 from eaglegbv.rng import Purpose
 from eaglegbv.verifiers.paths import draw, rows_at
 from eaglegbv.verifiers.proof.chooser import (
@@ -239,7 +240,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, slots=True)
-class RankedProbs:
+class RankedProbs(TensorFields):
     """q and p over the support of q, lowest p/q first, ties by token id: the order used everywhere.
 
     Entries of draft probability zero come last, with target 0.
@@ -266,11 +267,6 @@ class Transport(RankedProbs):
 
     selected: Tensor  # [..., width] float64, b, the distribution of the selected draft
     highest: Tensor  # [..., width] float64, v, the distribution of the highest-ranked draft
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transport":
-        """Return it with ``change`` applied to every tensor."""
-        tensors = self.ids, self.draft, self.target, self.selected, self.highest
-        return Transport(*map(change, tensors))
 
 
 def transport(ranked: RankedProbs, drafts: Tensor) -> Transport:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import NodeStats, Verdict, Verifier, VerifyUniforms
@@ -103,7 +104,7 @@ class TraversalVerifier(Verifier):
         residual = Residual.at(visit.stop, left.scale, tree.draft_ids, left.taken)
         return Verdict(
             path_nodes=visit.path,
-            accepted=tree.depth.gather(1, visit.stop.unsqueeze(1)).squeeze(1),
+            accepted=entry_at(tree.depth, visit.stop),
             token_ids=correction_token(residual, target, uniforms.correction),
         )
 

@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.chat import Message, plain_message
+from eaglegbv.devices import TensorFields
 from eaglegbv.errors import InvalidArgument, first_line, one_of
 from eaglegbv.utils import decode_json, read_json_lines, replacing, require_integer
 
@@ -170,7 +171,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(TensorFields):
     """Tokenised documents, end to end in one tensor."""
 
     token_ids: Tensor  # [tokens] int32
@@ -183,8 +184,7 @@ class Corpus:
 
     def to(self, device: torch.device) -> "Corpus":
         """Return the corpus on ``device``."""
-        names = [each.name for each in fields(self) if each.name != "sources"]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return self.mapped(lambda tensor: tensor.to(device))
 
     def of(self, documents: Tensor) -> "Corpus":
         """Return the corpus of some ``documents`` ``[number]`` int64 alone."""
