@@ -45,8 +45,6 @@ def switch(patch: pytest.MonkeyPatch, *, on: bool) -> None:
 class Round(NamedTuple):
     """What a round starts from, and its head's logits, which depend on the row alone."""
 
-    paths: int
-    length: int
     buffers: RoundBuffers
     greedy: Tensor  # [batch] bool
     logits: list[Tensor]  # of each depth, [batch * paths, draft_vocab]
@@ -82,18 +80,18 @@ def round_of(
     generator = torch.Generator().manual_seed(17 * paths + length)
     if greedy is None:
         greedy = torch.arange(batch) % 2 == 1
-    numbers = 4 * paths * length + 1
     target_ids = torch.randperm(90, generator=generator)[:VOCAB].to(DEVICE) if mapped else None
     buffers = RoundBuffers(
         batch + 2,
         batch + 2,
-        numbers,
+        paths,
+        length,
         width,
         draft_temperature=draft_temperature,
         target_ids=target_ids,
         device=DEVICE,
     )
-    uniforms = torch.rand(batch, numbers, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(buffers.uniforms[:batch].shape, generator=generator).double()
     uniforms[:, 0] = 0
     uniforms[:, -1 - 3 * paths * length] = 1 - 2**-53  # the last path's last
     temperatures = 0.25 + torch.rand(batch, 1, generator=generator)
@@ -102,7 +100,7 @@ def round_of(
     buffers.keep_roots(slots_of(batch), logits_of(batch, generator).to(DEVICE))
     rows = batch * paths
     logits = [logits_of(rows, generator).to(DEVICE) for _ in range(length - 1)]
-    return Round(paths, length, buffers, greedy.to(DEVICE), logits)
+    return Round(buffers, greedy.to(DEVICE), logits)
 
 
 def slots_of(batch: int) -> Tensor:
@@ -118,9 +116,12 @@ def grown(own: Round) -> Trees:
         branches.append((growth.tokens.clone(), growth.origins.clone()))
         return own.logits[len(branches) - 1]
 
-    tables, packed = own.buffers.grow(slots_of(len(own.greedy)), own.paths, own.length, head)
-    assert len(branches) == own.length - 1
-    return Trees(tables, packed, branches)
+    batch = len(own.greedy)
+    own.buffers.packed.fill_(math.nan)
+    tables = own.buffers.grow(slots_of(batch), head)
+    assert len(branches) == own.buffers.length - 1
+    assert own.buffers.packed[batch:].isnan().all()
+    return Trees(tables, own.buffers.packed[:batch].clone(), branches)
 
 
 def check(own: Round, patch: pytest.MonkeyPatch) -> Trees:
@@ -143,7 +144,9 @@ def check(own: Round, patch: pytest.MonkeyPatch) -> Trees:
     )
     # Of paths at one node, verifiers see the distribution of the first.
     tokens = torch.nn.functional.pad(expected.tables[2], (1, 0))
-    seen, right = (draft_tree(tokens, trees.packed, own.paths).tree for trees in (got, expected))
+    seen, right = (
+        draft_tree(tokens, trees.packed, own.buffers.paths).tree for trees in (got, expected)
+    )
     for name, same in right.tensors.items():
         table = seen.tensors[name]
         if table.is_floating_point():
@@ -175,7 +178,7 @@ def test_lists_of_one_token(monkeypatch):
 
 def test_more_candidates_than_are_ranked_at_once(monkeypatch):
     own = round_of(12, 2, width=13, batch=2)
-    assert own.paths**2 > kernels._RANKED.value
+    assert own.buffers.paths**2 > kernels._RANKED.value
     check(own, monkeypatch)
 
 
@@ -268,7 +271,7 @@ def operations(batch: int, patch: pytest.MonkeyPatch, *, on: bool) -> list[str]:
             positions.add_(1)
             return next(logits)
 
-        own.buffers.grow(slots, 3, 4, head)
+        own.buffers.grow(slots, head)
     return names
 
 

@@ -92,14 +92,14 @@ def judge_of(verifier: str, *, batch: int = 2, length: int = 3, vocab: int = 12)
     plan = Plan(verifier=verifier, paths=paths, depth=length)
     nodes = 1 + paths * length
     generator = torch.Generator().manual_seed(3)
-    buffers = RoundBuffers(batch, batch, 4 * paths * length + 1, WIDTH, device=DEVICE)
+    buffers = RoundBuffers(batch, batch, paths, length, WIDTH, device=DEVICE)
     buffers.uniforms.copy_(torch.rand(buffers.uniforms.shape, generator=generator))
     probs = torch.rand((batch * nodes, vocab), generator=generator)
     judge = GraphJudge(plan, buffers, probs.to(DEVICE))
-    ids = torch.arange(WIDTH).expand(judge._draft_probs[:, :, 0].shape)
+    ids = torch.arange(WIDTH).expand(buffers.packed[:, :, 0].shape)
     q = torch.rand(ids.shape, generator=generator, dtype=torch.float64) + 0.1
-    judge._draft_probs[:, :, 0] = ids.to(DEVICE)
-    judge._draft_probs[:, :, 1] = (q / q.sum(dim=2, keepdim=True)).to(DEVICE)
+    buffers.packed[:, :, 0] = ids.to(DEVICE)
+    buffers.packed[:, :, 1] = (q / q.sum(dim=2, keepdim=True)).to(DEVICE)
     tokens = torch.randint(0, WIDTH, judge._tokens.shape, generator=generator)
     judge._tokens.copy_(tokens)
     return judge
@@ -113,7 +113,7 @@ def test_a_round_is_judged_in_few_launches(verifier, batch, monkeypatch):
     with launches(KERNELS) as names:
         got = judge._judge(batch)
     assert [name for name in names if "." not in name] == ["number_nodes", *JUDGES, "report_paths"]
-    assert len(names) <= 12, "\n".join(names)  # and 12 outside: see test_round_operations.py
+    assert len(names) <= 12, "\n".join(names)  # and 11 outside: see test_round_operations.py
     switch(monkeypatch, on=False)
     for judged, expected in zip(got, judge._judge(batch), strict=True):
         assert torch.equal(judged, expected)

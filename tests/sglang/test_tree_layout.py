@@ -148,14 +148,14 @@ def test_greedy_requests_have_sglangs_own_tree_in_any_company(K, L):
     """Only the most likely tokens are kept, but they are ranked by all of the head's logits."""
     generator = torch.Generator().manual_seed(K * L)
     table = (torch.randn(VOCAB, VOCAB, generator=generator) * 2).softmax(1)
-    buffers = RoundBuffers(4, 4, 4 * K * L + 1, 5)
+    buffers = RoundBuffers(4, 4, K, L, 5)
     uniforms = torch.rand(4, 4 * K * L + 1, generator=generator, dtype=torch.float64)
 
     def tree(greedy: Tensor | None) -> Sequence[Tensor]:
         buffers.load(uniforms, sampling(torch.full((4, 1), 0.7), greedy))
         slots = torch.tensor([1, 3, 0, 2])
         buffers.keep_roots(slots, table[torch.full((4,), LAST)].log())
-        return buffers.grow(slots, K, L, lambda own: table[own.tokens.flatten()].log())[0]
+        return buffers.grow(slots, lambda own: table[own.tokens.flatten()].log())
 
     mixed, sampled = tree(torch.tensor([True, False, True, False])), tree(None)
     parents, numbers, tokens = eagle_tree(table.double(), K, L)

@@ -45,7 +45,6 @@ class Drafts:
     plan: Plan
     target: Tensor
     node_tokens: Tensor  # [batch, nodes] in SGLang's order
-    packed: Tensor
     buffers: RoundBuffers
 
     @property
@@ -69,14 +68,14 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
 def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> Drafts:
     target, draft = tables(seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    buffers = RoundBuffers(batch, batch, 4 * K * L + 1, width)
+    buffers = RoundBuffers(batch, batch, K, L, width)
     uniforms = torch.rand(batch, 4 * K * L + 1, generator=generator, dtype=torch.float64)
     buffers.load(uniforms, sampling(torch.ones(batch, 1), None))
     last, slots = torch.full((batch, 1), LAST), torch.arange(batch)
     buffers.keep_roots(slots, draft.log()[last.flatten()])
-    (*_, tokens), packed = buffers.grow(slots, K, L, lambda own: draft.log()[own.tokens.flatten()])
+    *_, tokens = buffers.grow(slots, lambda own: draft.log()[own.tokens.flatten()])
     tokens = torch.cat((last, tokens), dim=1)
-    return Drafts(Plan(paths=K, depth=L), target, tokens, packed, buffers)
+    return Drafts(Plan(paths=K, depth=L), target, tokens, buffers)
 
 
 def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) -> GraphJudge:
@@ -87,7 +86,7 @@ def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) ->
 
 
 def judge(own: Drafts, verifier: str) -> Acceptance:
-    return graph_judge(own, verifier).accept(own.node_tokens.flatten(), own.packed, own.probs)
+    return graph_judge(own, verifier).accept(own.node_tokens.flatten(), own.probs)
 
 
 def committed(own: Drafts, outcome: Acceptance, tokens: int) -> list[int]:
@@ -132,7 +131,7 @@ def test_three_tokens_follow_the_target(verifier, K, L):
 def test_a_wrong_draft_distribution_is_seen():
     """The test above can fail: the same rounds, with distributions that nothing was drawn from."""
     own = draw_trees(50_000, 2, 2)
-    own.packed[:, :, 1] = 1 / 3
+    own.buffers.packed[:, :, 1] = 1 / 3
     assert g_test(committed(own, judge(own, "otbv"), 3), own.joint).p_value < 1e-6
 
 
@@ -158,13 +157,12 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier):
     """In rows after the batch there is what an earlier round left."""
     own = draw_trees(11, 3, 3)
     judge = graph_judge(own, verifier)
-    whole = judge.accept(own.node_tokens.flatten(), own.packed, own.probs)
+    whole = judge.accept(own.node_tokens.flatten(), own.probs)
     for batch in (1, 2, 3, 5, 8, 10):
-        parts = (x[:batch] for x in (own.node_tokens, own.packed, own.probs))
-        tokens, packed, probs = parts
+        tokens, probs = own.node_tokens[:batch], own.probs[:batch]
         space = judge.space(batch)
         space.copy_(probs.flatten(0, 1))
-        fewer = judge.accept(tokens.flatten(), packed, space.view_as(probs))
+        fewer = judge.accept(tokens.flatten(), space.view_as(probs))
         assert torch.equal(fewer.nodes, whole.nodes[:batch])
         assert torch.equal(fewer.tokens, whole.tokens[:batch])
         assert torch.equal(fewer.accepted, whole.accepted[:batch])
@@ -173,7 +171,7 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier):
 def test_what_cannot_be_recorded_runs_as_it_is():
     own, nothing = draw_trees(6, 2, 2), Mock(**{"record.side_effect": NotRecordable("a test")})
     unrecorded = graph_judge(own, "otbv", nothing)
-    outcome = unrecorded.accept(own.node_tokens.flatten(), own.packed, own.probs)
+    outcome = unrecorded.accept(own.node_tokens.flatten(), own.probs)
     assert torch.equal(outcome.nodes, judge(own, "otbv").nodes)
 
 
@@ -212,7 +210,7 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy):
     assert sample(**given, target_probs=own.probs) == "SGLang's own"
 
     def accept(probs: Tensor) -> Acceptance:
-        return ours.accept(own.node_tokens.flatten(), own.packed, probs)
+        return ours.accept(own.node_tokens.flatten(), probs)
 
     with verifying(Round(accept, ours.space(40), sampling(torch.ones(40, 1), greedy))):
         logits, temperatures = own.probs.flatten(0, 1).log() * 2, torch.full((400, 1), 2.0)

@@ -58,7 +58,6 @@ class RoundStart:
 
     lengths: Tensor  # [batch] int64, number of entries of the head's KV cache up to the root
     hidden: Tensor  # [batch, hidden], the head's state at the root
-    packed: Tensor  # [batch, 2, width], the distributions at the root, packed
 
 
 class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
@@ -112,7 +111,8 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         self.buffers = RoundBuffers(
             slots + 2 * self.server_args.tp_size,
             slots,
-            self._book.numbers,
+            self.topk,
+            self.speculative_num_steps,
             min(max(self._settings.draft_width, self.topk), vocab),
             draft_temperature=self._settings.draft_temperature,
             target_ids=self.hot_token_id,
@@ -120,27 +120,19 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         )
 
     def draft(self, batch: ScheduleBatch, *, with_topology: bool = False) -> EagleVerifyInput:
-        """Draft a tree for each request.
-
-        Its ``draft_probs`` are the distributions, packed; see :meth:`RoundBuffers.grow`. Its
-        ``start`` says where the round started.
-        """
+        """Draft a tree for each request; its ``start`` says where the round started."""
         if batch.forward_mode.is_idle():
             return super().draft(batch, with_topology=with_topology)
         self.buffers.load(self._book.uniforms(batch.reqs), batch.sampling_info)
         lengths, hidden = batch.seq_lens, batch.spec_info.hidden_states
         verify_input = super().draft(batch, with_topology=with_topology)
-        verify_input.start = RoundStart(lengths, hidden, verify_input.draft_probs[:, 0])
+        verify_input.start = RoundStart(lengths, hidden)
         return verify_input
 
     def draft_forward(
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Grow the trees.
-
-        Returns:
-            Those of :meth:`RoundBuffers.grow`, the packed ones in place of SGLang's draft_probs.
-        """
+        """Grow the trees; SGLang need not carry their distributions to the verifier."""
         spec_info: EagleDraftInput = forward_batch.spec_info
         if forward_batch.forward_mode.is_idle():
             return self._draft_forward_idle(forward_batch, spec_info)  # type: ignore[no-any-return]
@@ -163,8 +155,7 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
                 forward_batch.mrope_positions.add_(1)
             return output.next_token_logits  # type: ignore[no-any-return]
 
-        tree, packed = self.buffers.grow(forward_batch.req_pool_indices[:batch], K, L, head)
-        return *tree, packed
+        return *self.buffers.grow(forward_batch.req_pool_indices[:batch], head), None
 
     def _draft_extend_for_prefill(
         self,
@@ -229,14 +220,15 @@ class HeadReplay(DraftReplay):
         if self.start is None:
             raise RuntimeError(f"request {request.number} has drafted nothing to be replayed")
         row, start = self.requests.index(request), self.start
+        buffers = self.worker.buffers
         length = int(start.lengths[row])
         return HeadSnapshot(
             context=length,
             position=length,
             entries={},
             hidden=start.hidden[row].clone(),
-            probs=ShortProbs.unpack(start.packed[row].clone()),
-            temperature=self.worker.buffers.temperatures(len(start.hidden))[row].clone(),
+            probs=ShortProbs.unpack(buffers.packed[row, 0].clone()),
+            temperature=buffers.temperatures(len(start.hidden))[row].clone(),
         )
 
     def advance(

@@ -158,19 +158,16 @@ class LaunchedGrowth(Branches):
     """The same trees, by two kernels a level and one at the end, but for the rounding of sums.
 
     A path that shares its node with earlier ones has the distribution of the first.
-
-    Attributes:
-        packed: ``[batch, 1 + (length - 1) * paths, 2, width]`` float64, the distributions.
     """
 
-    def __init__(self, buffers: "RoundBuffers", slots: Tensor, paths: int, length: int) -> None:
+    def __init__(self, buffers: "RoundBuffers", slots: Tensor) -> None:
         """Choose the tokens of depth 1, from the roots kept for ``slots`` ``[batch]``."""
-        batch = len(slots)
+        batch, paths, length = len(slots), buffers.paths, buffers.length
         found = paths + (length - 1) * paths**2  # nodes that the beam of a greedy request finds
         above = 1 + (length - 1) * paths
         ids, numbers = buffers.root_places.new_empty, buffers.uniforms.new_empty
         self._buffers, self._slots = buffers, slots
-        self._paths, self._length, self._level = paths, length, 0
+        self._level = 0
         # Of each level's branches: tokens, origins, and the first branch at the same node.
         self._branches = ids((3, length, batch, paths))
         self._branch_scores = numbers((length, batch, paths))
@@ -178,7 +175,6 @@ class LaunchedGrowth(Branches):
         self._scores = numbers((batch, found))
         self._parents = ids((batch, above if length > 1 else 0))
         self._nodes = ids((2, batch, paths * length))  # numbers and tokens
-        self.packed = numbers((batch, above, 2, buffers.width))
         self._advance(buffers.root_values, buffers.root_places, buffers.root_values)
 
     def grow(self, logits: Tensor) -> None:
@@ -189,7 +185,7 @@ class LaunchedGrowth(Branches):
     def _advance(self, values: Tensor, places: Tensor, logits: Tensor) -> None:
         from eaglegbv.backends.sglang import kernels  # where Triton is, and only when it is needed
 
-        buffers, paths, width = self._buffers, self._paths, self._buffers.width
+        buffers, paths, width = self._buffers, self._buffers.paths, self._buffers.width
         batch, level = len(self._slots), self._level
         tokens, origins, leaders = self._branches.unbind(0)
         greedy = buffers.greedy.view(torch.int8)
@@ -206,12 +202,12 @@ class LaunchedGrowth(Branches):
             buffers.uniforms,
             leaders,
             self._branch_scores,
-            self.packed,
+            buffers.packed,
             tokens,
             self._candidates,
             self._scores,
             paths,
-            self._length,
+            buffers.length,
             level,
             width,
             logits.shape[1],
@@ -233,7 +229,7 @@ class LaunchedGrowth(Branches):
             self._parents,
             *self._nodes.unbind(0),
             paths,
-            self._length,
+            buffers.length,
             level,
             PATHS=power_of_two(max(2, paths)),
         )
@@ -251,8 +247,8 @@ class LaunchedGrowth(Branches):
             self._scores,
             numbers,
             tokens,
-            self._paths,
-            self._length,
+            self._buffers.paths,
+            self._buffers.length,
         )
         return self._parents, numbers, tokens
 
@@ -262,6 +258,11 @@ def greedy_rows(sampling: Any) -> Tensor | None:
     return sampling.top_ks == 1 if sampling.is_any_greedy else None
 
 
+def numbers_of(paths: int, length: int) -> int:
+    """Return how many random numbers a round takes: of a token one to draft, three to verify."""
+    return 4 * paths * length + 1
+
+
 class RoundBuffers:
     """What changes from round to round, at fixed addresses: CUDA graphs read it there.
 
@@ -269,6 +270,8 @@ class RoundBuffers:
     kept by the request's slot in SGLang's pool, as is what SGLang carries from round to round.
 
     Attributes:
+        paths: K.
+        length: L.
         width: Number of candidates of a draft distribution.
         target_ids: ``[draft_vocab]`` int64, the target's ids of the head's tokens, or None.
         uniforms: ``[rows, numbers]`` float64, a request's random numbers: paths by length for the
@@ -277,13 +280,16 @@ class RoundBuffers:
         greedy: ``[rows, 1]`` bool.
         root_values: ``[slots, width]`` float32, the largest logits at the roots.
         root_places: ``[slots, width]`` int64, the head's tokens that have them.
+        packed: ``[rows, 1 + (length - 1) * paths, 2, width]`` float64, the distributions at the
+            root and after each branch's tokens but the last, packed.
     """
 
     def __init__(
         self,
         rows: int,
         slots: int,
-        numbers: int,
+        paths: int,
+        length: int,
         width: int,
         *,
         draft_temperature: float = 1.0,
@@ -295,9 +301,13 @@ class RoundBuffers:
         There are ``slots`` in SGLang's pool. ``target_ids`` ``[draft_vocab]`` int64 are the
         target's ids of the head's tokens; None if they are the same.
         """
-        self.width, self.target_ids = width, target_ids
+        self.paths, self.length, self.width = paths, length, width
+        self.target_ids = target_ids
         self._draft_temperature = draft_temperature
-        self.uniforms = torch.zeros((rows, numbers), dtype=torch.float64, device=device)
+        numbers = rows, numbers_of(paths, length)
+        lists = rows, 1 + (length - 1) * paths, 2, width
+        self.uniforms = torch.zeros(numbers, dtype=torch.float64, device=device)
+        self.packed = torch.zeros(lists, dtype=torch.float64, device=device)
         self.all_temperatures = torch.ones((rows, 1), device=device)
         self.greedy = torch.zeros((rows, 1), dtype=torch.bool, device=device)
         self.root_values = torch.zeros((slots, width), device=device)
@@ -331,21 +341,20 @@ class RoundBuffers:
         self.root_places[slots] = places
 
     def grow(
-        self, slots: Tensor, paths: int, length: int, head: Callable[[Branches], Tensor]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        self, slots: Tensor, head: Callable[[Branches], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Grow the trees of a round from the roots kept for ``slots`` ``[batch]``.
 
         ``head`` returns the logits ``[batch * paths, draft_vocab]`` after the branches' tokens.
-
-        Returns:
-            What :meth:`RoundGrowth.tree` does, and the distributions at the root and after each
-            branch's tokens but the last, packed: ``[batch, 1 + (length - 1) * paths, 2, width]``.
+        The distributions are written to :attr:`packed`, the trees returned as by
+        :meth:`RoundGrowth.tree`.
         """
         if runs_kernels(self.uniforms.device) and self.width <= WIDEST:
-            launched = LaunchedGrowth(self, slots, paths, length)
-            for _ in range(length - 1):
+            launched = LaunchedGrowth(self, slots)
+            for _ in range(self.length - 1):
                 launched.grow(head(launched))
-            return launched.tree(), launched.packed
+            return launched.tree()
+        paths, length = self.paths, self.length
         batch, temperatures = len(slots), self.temperatures(len(slots))
         roots = self._tempered(self.root_values[slots], self.root_places[slots], temperatures)
         drawn = self.uniforms[:batch, : paths * length].view(batch, paths, length)
@@ -360,4 +369,5 @@ class RoundBuffers:
             probs = self.short_probs(logits, temperatures)
             growth.grow(probs, peaks)
             packed.append(probs.pack().unflatten(0, (batch, paths)))
-        return growth.tree(), torch.cat(packed, dim=1)
+        torch.cat(packed, dim=1, out=self.packed[:batch])
+        return growth.tree()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eaglegbv.backends.sglang.metrics import ours
 from eaglegbv.backends.sglang.numbering import Acceptance, acceptance, draft_tree
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, greedy_rows
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, greedy_rows, numbers_of
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.request import Request
@@ -54,8 +54,6 @@ class RequestBook:
         requests from 0, and copies of one prompt must not get the same numbers.
         """
         self._plan = plan
-        # Of a round: one for each drafted token, and for each of these three to verify, and one.
-        self.numbers = 4 * plan.paths * plan.depth + 1
         self._seed = seed if replica is None else request_seed(seed, replica)
         self._numbers, self._unseeded = count(), count()
         self._records: WeakKeyDictionary[Req, Request] = WeakKeyDictionary()
@@ -83,7 +81,8 @@ class RequestBook:
         One draw yields all of a round, as a draw takes longer than its numbers. For another
         purpose there is one number each.
         """
-        count = self.numbers if purpose is Purpose.DRAFT else 1
+        drafts = purpose is Purpose.DRAFT
+        count = numbers_of(self._plan.paths, self._plan.depth) if drafts else 1
         drawn = [own.rng.draw(own.step, purpose, count) for own in self.of(requests)]
         return torch.from_numpy(np.array(drawn))
 
@@ -118,13 +117,10 @@ class GraphJudge:
     def __init__(self, plan: Plan, buffers: RoundBuffers, probs: Tensor) -> None:
         """Allocate the rest; SGLang writes to ``probs`` ``[rows * nodes, vocab]`` float32."""
         self._verifier, self._plan, self._buffers = make_verifier(plan.verifier), plan, buffers
-        paths, length = plan.paths, plan.depth
-        self._nodes = 1 + paths * length
+        self._nodes = 1 + plan.paths * plan.depth
         self._most = min(len(probs) // self._nodes, len(buffers.uniforms))
         self._probs = probs.view(-1, self._nodes, probs.shape[1])
-        branches = 1 + paths * (length - 1)
         self._tokens = probs.new_zeros((self._most, self._nodes), dtype=torch.int64)
-        self._draft_probs = buffers.uniforms.new_zeros((self._most, branches, 2, buffers.width))
         self._replays: dict[int, Work] = {}
 
     def record(self, recorder: Recorder) -> None:
@@ -142,17 +138,15 @@ class GraphJudge:
         """Return ``[batch * nodes, vocab]``, where to write the distributions of a batch."""
         return self._probs[:batch].flatten(0, 1)
 
-    def accept(self, tokens: Tensor, draft_probs: Tensor, probs: Tensor) -> Acceptance:
-        """Judge a round.
+    def accept(self, tokens: Tensor, probs: Tensor) -> Acceptance:
+        """Judge a round, whose draft distributions are in the buffers.
 
         Args:
             tokens: ``[batch * nodes]``, in SGLang's order.
-            draft_probs: The packed draft distributions; see :func:`draft_tree`.
             probs: ``[batch, nodes, vocab]``, SGLang's distributions.
         """
         batch = len(probs)
         self._tokens[:batch].copy_(tokens.view(batch, -1))
-        self._draft_probs[:batch].copy_(draft_probs)
         if probs.data_ptr() != self._probs.data_ptr():  # top-k, top-p or min-p made others
             self._probs[:batch].copy_(probs)
         rows = min(rows for rows in self._replays if rows >= batch)  # the bucket
@@ -160,7 +154,7 @@ class GraphJudge:
 
     def _judge(self, rows: int) -> tuple[Tensor, ...]:
         paths, length = self._plan.paths, self._plan.depth
-        numbered = draft_tree(self._tokens[:rows], self._draft_probs[:rows], paths)
+        numbered = draft_tree(self._tokens[:rows], self._buffers.packed[:rows], paths)
         drafted = paths * length
         sizes = (drafted, 2 * drafted, drafted, 1)
         _, selection, acceptances, correction = self._buffers.uniforms[:rows].split(sizes, dim=1)

@@ -84,7 +84,7 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
             return super().verify(batch, *arguments, **named)
         drafted = batch.spec_info
         if self._stateful is None:
-            accept = partial(self._graphs.accept, drafted.draft_token, drafted.draft_probs)
+            accept = partial(self._graphs.accept, drafted.draft_token)
             own = Round(accept, self._graphs.space(len(batch.reqs)), batch.sampling_info)
         else:
             own = Round(partial(self._accept, batch, drafted), None, batch.sampling_info)
@@ -96,7 +96,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     def _accept(self, batch: ScheduleBatch, drafted: Any, probs: Tensor) -> Acceptance:
         """Judge a round by a verifier with modified-target state."""
         tokens = drafted.draft_token.view(probs.shape[:2])
-        numbered = draft_tree(tokens, drafted.draft_probs, self.topk)
+        packed = self._draft_worker.buffers.packed[: len(tokens)]
+        numbered = draft_tree(tokens, packed, self.topk)
         target = TargetProbs.of_logits(probs.flatten(0, 1).log(), numbered.rows)
         pool = batch.req_pool_indices
         verdict = self._judge(batch.reqs, pool, numbered.tree, target, drafted.start)
