@@ -50,7 +50,7 @@ class FirstUser(SampledTrees):
         book = RequestBook(plan, 0)
         slots = draft_worker.req_to_token_pool.req_to_token.shape[0]
         vocab = draft_worker.draft_runner.model_config.vocab_size
-        buffers = RoundBuffers(ROWS, slots, book.numbers, vocab)
+        buffers = RoundBuffers(ROWS, slots, plan.paths, plan.depth, vocab)
         probs = torch.zeros(ROWS * (1 + plan.paths * plan.depth), vocab)
         self.judge.graphs = GraphJudge(plan, buffers, probs)
         self.judge.graphs.record(Recorder())
