@@ -164,9 +164,9 @@ def run_settings(
 
 def check_verifier(name: str) -> None:
     """Raise unless a verifier has this name; ``none`` is plain decoding."""
-    from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, VERIFIERS
+    from eaglegbv.verifiers.registry import ALL_VERIFIERS
 
-    known = {"none", *VERIFIERS, *STATEFUL_VERIFIERS}
+    known = {"none", *ALL_VERIFIERS}
     if name not in known:
         raise InvalidArgument("verifier", name, one_of(sorted(known), name))
 

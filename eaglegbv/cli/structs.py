@@ -131,11 +131,6 @@ class Option(NamedTuple):
         noted: Any = Annotated[taken, *notes]
         return cls(Parameter(name, _BY_NAME, default=shown, annotation=noted), read)
 
-    @classmethod
-    def as_it_is(cls, name: str, kind: object) -> Self:
-        """Return what typer itself gives, such as its context."""
-        return cls(Parameter(name, _BY_NAME, annotation=kind), _as_it_is)
-
 
 class Field(NamedTuple):
     """A field of a struct."""
@@ -257,8 +252,8 @@ def with_options(command: Callable[..., object]) -> Callable[..., object]:
         makers[name] = methodcaller("get", name)
         if any(isinstance(note, ParameterInfo) for note in notes):
             options[name] = Option.of(name, kind, argument.default, *notes)
-        else:
-            options[name] = Option.as_it_is(name, kind)
+        else:  # what typer itself gives, such as its context
+            options[name] = Option(Parameter(name, _BY_NAME, annotation=kind), _as_it_is)
 
     @wraps(command)
     def run(**given: object) -> object:
