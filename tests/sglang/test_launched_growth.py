@@ -93,7 +93,7 @@ def round_of(
     )
     uniforms = torch.rand(buffers.uniforms[:batch].shape, generator=generator).double()
     uniforms[:, 0] = 0
-    uniforms[:, -1 - 3 * paths * length] = 1 - 2**-53  # the last path's last
+    uniforms[:, paths * length - 1] = 1 - 2**-53  # the last path's last
     temperatures = 0.25 + torch.rand(batch, 1, generator=generator)
     settings = sampling(temperatures.to(DEVICE), greedy.to(DEVICE))
     buffers.load(uniforms, settings)

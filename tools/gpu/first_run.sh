@@ -8,10 +8,10 @@
 set -u
 # Seconds of each phase, together 530. What a phase does not use, the later ones have.
 declare -A SHARES=(
-  [probe]=60 [smoke]=50 [steps]=80 [kernels]=45 [lossless]=45 [efficiency]=60 [inductor]=70 [tests]=50 [greedy]=30
-  [eager]=20 [tiny]=20
+  [probe]=60 [smoke]=50 [steps]=80 [kernels]=40 [lossless]=45 [efficiency]=60 [inductor]=70 [tests]=50 [sglang]=25
+  [greedy]=20 [eager]=15 [tiny]=15
 )
-PHASES=${*:-probe smoke steps kernels lossless efficiency inductor tests greedy eager tiny}
+PHASES=${*:-probe smoke steps kernels lossless efficiency inductor tests sglang greedy eager tiny}
 LIMIT=${LIMIT:-530} PY=${PY:-python3} DEV=cuda SHAPE=llama-3.1-8b TOK=32 N=${N:-1500} GRAPHS=on
 PLANS=4x6,none,gbv:4x6,block:1x6,1x4,2x4,3x4,2x6 BATCHES=1,4,16 SHORT= LESS=
 if [ -n "${DRY:-}" ]; then
@@ -101,12 +101,12 @@ efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} -
 inductor() { step inductor --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor; }
 checks() { TAIL=40 phase "$1" $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short "${@:2}"; }
 kernels() {                            # compiled there, interpreted elsewhere
-  checks kernels tests/unit/test_fused_layers.py tests/unit/drafters/test_drawn_paths.py tests/unit/test_kernels.py \
-    tests/sglang/test_numbering.py
+  checks kernels tests/unit/test_fused_layers.py tests/unit/drafters/test_drawn_paths.py tests/unit/test_kernels.py
 }
 tests() {                              # attention first, then whole texts with graphs
   checks tests -m gpu tests/unit/attention tests/integration/test_engine_graphs.py
 }
+sglang() { checks sglang tests/sglang/test_numbering.py tests/sglang/test_launched_growth.py; }
 greedy() { step greedy --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
 eager() { step eager --plans 4x6,none --cuda-graphs off; }
 tiny() { batch tiny --model tiny --ways auto,3x4,none,transformers --questions-set builtin --explain; }
