@@ -13,6 +13,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.cli import documented, documented_commands, run
 from support.sglang_engine import missing_sglang
 
@@ -276,6 +278,21 @@ def test_a_head_of_fewer_positions_than_its_target_is_given_as_many(
     assert json.loads((served / "config.json").read_text()) == config
     assert (served / "model.safetensors").resolve() == short / "model.safetensors"
     assert served_head(short, pair.target)[0] == served
+
+
+def test_a_head_without_a_bias_gets_zeros_where_sglang_would_draw_one(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    head = tmp_path / "head"
+    shutil.copytree(pair.eagle1, head)
+    tensors = load_file(head / "model.safetensors")
+    bias = tensors.pop("fc.bias")
+    save_file(tensors, head / "model.safetensors")
+    served, algorithm = served_head(head, pair.target)
+    assert (served != head, algorithm) == (True, "EAGLEGBV")
+    written = load_file(served / "model.safetensors")
+    assert written.keys() == {*tensors, "fc.bias"}
+    assert torch.equal(written["fc.bias"], bias)
+    assert served_head(served, pair.target)[0] == served
 
 
 def test_a_converted_head_has_its_targets_positions(saved_pair, tmp_path, monkeypatch):

@@ -69,7 +69,8 @@ def save_sglang_pair(folder: Path, *, seed: int = 1) -> SGLangPair:
 def _eagle1() -> dict[str, torch.Tensor]:
     # The target's feature passes through, so that the distributions resemble each other.
     feature = torch.cat((_random(HIDDEN, HIDDEN) * 0.3, torch.eye(HIDDEN) * 0.8), dim=1)
-    return {"fc.weight": feature} | _layer("layers.0.", HIDDEN)
+    bias = torch.zeros(HIDDEN)  # SGLang would draw one at random
+    return {"fc.weight": feature, "fc.bias": bias} | _layer("layers.0.", HIDDEN)
 
 
 def _eagle3(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:

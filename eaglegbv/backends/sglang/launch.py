@@ -22,6 +22,7 @@ from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.drafters.checkpoint import CONFIG, Checkpoint, export_head, fit, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.formats.names import FC_BIAS
 from eaglegbv.drafters.formats.read import SAFETENSORS, FormatName, read_json
 from eaglegbv.errors import EagleGBVError, InvalidArgument, ModelNotSupported
 from eaglegbv.loading import drafter_folder
@@ -179,13 +180,14 @@ def target_config(
 def _startable(checkpoint: Checkpoint, context: int) -> Path:
     """Return a folder from which SGLang starts a head beside a target of ``context`` tokens.
 
-    It must be in SGLang's format and have at least as many positions; rotary embeddings do not
-    depend on their number. Another head is written into the temporary folder, unless an earlier
+    It must be in SGLang's format, have the bias that SGLang would draw at random in an EAGLE-1 head
+    that has none, and at least as many positions; rotary embeddings do not depend on their number.
+    Another head is written into the temporary folder, unless an earlier
     server did. Servers that start at once write the same files, each in a folder of its own, and
     put them in their place whole.
     """
     home = checkpoint.folder.resolve()
-    written = checkpoint.format is FormatName.SGLANG
+    written = _written_for_sglang(checkpoint)
     positions = checkpoint.passed_on.get(POSITIONS) or DEFAULT_POSITIONS
     if written and positions >= context:
         return checkpoint.folder
@@ -204,9 +206,18 @@ def _startable(checkpoint: Checkpoint, context: int) -> Path:
     return place
 
 
+def _written_for_sglang(checkpoint: Checkpoint) -> bool:
+    """Return whether SGLang reads a head's weights as they are."""
+    named = checkpoint.named
+    # A bias of zeros that the configuration denies is left aside.
+    has_bias = FC_BIAS in named.tensors or any(name.endswith(FC_BIAS) for name in named.left_aside)
+    complete = has_bias or checkpoint.config.arch is Arch.EAGLE3
+    return complete and checkpoint.format is FormatName.SGLANG
+
+
 def _write_startable(checkpoint: Checkpoint, positions: int, folder: Path) -> None:
     """Write a head into an empty folder as SGLang reads it; weights that it reads are linked."""
-    if checkpoint.format is not FormatName.SGLANG:
+    if not _written_for_sglang(checkpoint):
         longer = {**checkpoint.passed_on, POSITIONS: positions}
         export_head(replace(checkpoint, passed_on=longer), FormatName.SGLANG, folder)
         return
