@@ -46,7 +46,8 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         places: Places per text at which trees are drafted.
         judgements: How many times each tree is judged.
         shapes: Trees to compare instead with paths and fixed trees of as many nodes, at the
-            target's own temperature: widths such as 3x2x2x1, and eagle1; separated by commas.
+            target's own temperature: widths such as 3x2x2x1 or 3x2x2x1 greedy, and eagle1;
+            separated by commas.
         max_tokens: Most tokens of a text.
         seed: Seed of all random numbers.
     """
@@ -118,7 +119,8 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     def shape_plan(self, name: str) -> Plan:
         """Return the plan of a tree with such a name: ``eagle1``, or widths such as 3x2x2x1.
 
-        The tree of ``eagle1`` is a deterministic one, the others are sampled.
+        The tree of ``eagle1`` is a deterministic one, the others are sampled: independently, or as
+        a second word says, as in ``3x2x2x1 greedy``.
 
         Raises:
             InvalidArgument: There is no such tree.
@@ -131,12 +133,18 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
                 draft_width=self.draft_width,
                 shape=EAGLE1_SHAPE,
             )
-        widths = name.split("x")
-        if not all(width.isdecimal() for width in widths):
-            expected = f"widths such as 3x2x2x1, or {EAGLE1}"
+        sizes, _, sampling = name.partition(" ")
+        widths = sizes.split("x")
+        known = sampling in ("", *DraftSampling)
+        if not known or not all(width.isdecimal() for width in widths):
+            expected = f"widths such as 3x2x2x1 or '3x2x2x1 greedy', or {EAGLE1}"
             raise InvalidArgument("shapes", name, expected)
-        drawn = tuple(map(int, widths))
-        return Plan(verifier=SAMPLED, widths=drawn, draft_width=self.draft_width)
+        return Plan(
+            verifier=SAMPLED,
+            widths=tuple(map(int, widths)),
+            draft_sampling=DraftSampling(sampling) if sampling else None,
+            draft_width=self.draft_width,
+        )
 
 
 class FixedCell(msgspec.Struct, frozen=True, kw_only=True):

@@ -446,7 +446,7 @@ def test_cells_of_a_pair_of_tables() -> None:
 def test_shapes_are_compared_with_as_many_nodes() -> None:
     pair, texts = table_pair(WORDS), random_texts(WORDS, count=12, length=9)
     settings = StudySettings(
-        shapes=("4x1", "2x2", "1x3", "eagle1"),
+        shapes=("4x1", "2x2", "1x3", "2x1 greedy", "eagle1"),
         temperatures=(0.8,),
         paths=(1, 2, 4),
         depth=2,
@@ -456,9 +456,10 @@ def test_shapes_are_compared_with_as_many_nodes() -> None:
     )
     cells = {cell.tree: cell for cell in shape_cells("table", pair, texts, 0.8, settings)}
     assert list(cells) == list(settings.shapes)
-    four, two, one, eagle1 = cells.values()
+    four, two, one, greedy, eagle1 = cells.values()
     assert four.over_paths == Estimate.exactly(1.0)  # it is among them
     assert 2 < one.nodes <= two.nodes <= 6
+    assert greedy.nodes == 4  # its drafts of a node all differ
     assert one.over_paths is not None
     assert one.over_paths.value < 1  # of one draft at the root there is only one chance
     assert (eagle1.nodes, eagle1.verifier, eagle1.over_paths) == (25, "target_only", None)
@@ -484,7 +485,7 @@ def test_shapes_are_compared_with_as_many_nodes() -> None:
 def test_shapes_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"temperatures.*above 0"):
         StudySettings(shapes=("2x2",))
-    for name in ("eagle9", "2x", "2x2,"):
+    for name in ("eagle9", "2x", "2x2,", "2x2 gredy"):
         with pytest.raises(InvalidArgument, match="shapes"):
             StudySettings(shapes=(name,), temperatures=(1.0,))
     with pytest.raises(InvalidArgument, match="sizes"):  # 20 nodes
