@@ -1,7 +1,7 @@
 """The interface of drafters: they watch what the target commits, and propose draft trees."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, TypeVar
@@ -13,11 +13,10 @@ from eaglegbv.attention.base import Segment
 from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings
 from eaglegbv.drafters.host_drafting import DraftCall, NewRows, draft_trees
-from eaglegbv.request import DraftSnapshot, DraftState, Request
+from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftTree
 
-StateKind = TypeVar("StateKind", bound=DraftState)
 SnapshotKind = TypeVar("SnapshotKind", bound=DraftSnapshot)
 
 
@@ -223,14 +222,6 @@ class RowDrafter(ReplayingDrafter):
         """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
         own = own_snapshots(snapshots, RowSnapshot)
         return self.probs_after(torch.stack([s.last for s in own]), [s.settings for s in own])
-
-
-def own_state(request: Request, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
-    """Return a drafter's memory of a request; ``begin`` makes it where there is none."""
-    state = request.draft_states.get(kind)
-    if not isinstance(state, kind):
-        request.draft_states[kind] = state = begin()
-    return state
 
 
 def own_snapshots(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import Segment
-from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_state
+from eaglegbv.drafters.base import RowDrafter, RowSnapshot
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
 from eaglegbv.request import DraftState, Request
@@ -149,4 +149,4 @@ class StandaloneDrafter(RowDrafter):
 
 
 def _state(request: Request) -> StandaloneState:
-    return own_state(request, StandaloneState, lambda: StandaloneState(context=request.shared))
+    return request.draft_state(StandaloneState, lambda: StandaloneState(context=request.shared))

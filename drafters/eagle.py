@@ -27,7 +27,7 @@ from eaglegbv.attention.base import PagedAttention, Segment
 from eaglegbv.config import DraftSampling, GraphMode, Plan
 from eaglegbv.cuda_graphs import Recorder, make_recorder
 from eaglegbv.devices import send
-from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots, own_state
+from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.graph_drafting import DeviceDrafting
@@ -262,7 +262,7 @@ class EagleDrafter(RowDrafter):
         return Segment.causal(torch.tensor(tokens), state.rows(request), request.slots[start:])
 
     def _state(self, request: Request) -> EagleState:
-        return own_state(request, EagleState, lambda: EagleState(context=request.shared))
+        return request.draft_state(EagleState, lambda: EagleState(context=request.shared))
 
     def _root_hidden(self, request: Request) -> Tensor:
         hidden = self._state(request).hidden

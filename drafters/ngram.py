@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from typing import ClassVar
 
 from eaglegbv.config import DraftSampling, Plan
-from eaglegbv.drafters.base import Drafter, own_state
+from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.host_drafting import DraftCall, given_trees
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import DraftState, Request
@@ -112,7 +112,7 @@ class NgramDrafter(Drafter):
 
     def _index(self, request: Request) -> NgramState:
         """Note what followed every n-gram of the text; nothing has followed the last one yet."""
-        state = own_state(request, NgramState, NgramState)
+        state = request.draft_state(NgramState, NgramState)
         known, text = len(state.text), state.text
         text += request.tokens_from(known)
         for place in range(known, len(text)):

@@ -1,8 +1,9 @@
 """A request on its way through the engine: the only mutable object."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class FinishReason(StrEnum):
 
 class DraftState:
     """What a drafter remembers about a request between steps; each drafter has its own kind."""
+
+
+StateKind = TypeVar("StateKind", bound=DraftState)
 
 
 class PlanReason(StrEnum):
@@ -155,6 +159,14 @@ class Request:
     def slots_needed(self) -> int:
         """Fewest KV slots of a pool in which the request can end."""
         return len(self.prompt_ids) + self.max_tokens + self.least_slots
+
+    def draft_state(self, kind: type[StateKind], begin: Callable[[], StateKind]) -> StateKind:
+        """Return what a drafter remembers; ``begin`` makes it where there is nothing yet."""
+        state = self.draft_states.get(kind)
+        if not isinstance(state, kind):
+            state = begin()
+            self.draft_states[kind] = state
+        return state
 
     def give(self, token_ids: Sequence[int]) -> None:
         """Go on with given tokens, which the next steps read (teacher forcing).

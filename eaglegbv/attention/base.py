@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.cuda_graphs import Bucket
 from eaglegbv.devices import send
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, ModelNotSupported
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,6 +242,40 @@ class PagedAttention(ABC):
         Returns:
             ``[rows, heads, head_dim]``.
         """
+
+
+def attend_for_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
+    *,
+    eaglegbv_attend: Attend | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend for a layer of transformers, which calls this by its ``AttentionInterface``.
+
+    Takes queries, keys and values ``[1, heads, rows, dim]``, and returns ``[1, rows, heads, dim]``.
+
+    Raises:
+        ModelNotSupported: The layer does not hand on the forward's keywords, or has no number.
+    """
+    name = type(module).__name__
+    if eaglegbv_attend is None:
+        expected = "attention that is handed the forward's keywords"
+        raise ModelNotSupported("model", name, expected)
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ModelNotSupported("model", name, "attention that knows its layer")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(layer, scale, sliding_window, softcap, s_aux)
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    return eaglegbv_attend(call, q, k, v).unsqueeze(0), None
 
 
 # Attention within a compiled graph, as one opaque operation. It plans a batch on the host, which a

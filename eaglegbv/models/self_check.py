@@ -1,4 +1,4 @@
-"""What transformers' layers call for attention, and the check that a model honours it."""
+"""The check that a transformers model honours the attention function it is given."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from eaglegbv.attention.base import Attend, AttentionCall, Segment, attend_opaque
+from eaglegbv.attention.base import (
+    AttentionCall,
+    Segment,
+    attend_for_layer,
+    attend_opaque,
+)
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.target import Target, TargetOutput
@@ -22,36 +27,8 @@ PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled mode
 COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  what a token sees comes with the batch
-    *,
-    eaglegbv_attend: Attend | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attend for transformers: ``[1, heads, rows, dim]`` thrice to ``[1, rows, heads, dim]``."""
-    name = type(module).__name__
-    if eaglegbv_attend is None:
-        expected = "attention that is handed the forward's keywords"
-        raise ModelNotSupported("model", name, expected)
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise ModelNotSupported("model", name, "attention that knows its layer")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(layer, scale, sliding_window, softcap, s_aux)
-    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
-    return eaglegbv_attend(call, q, k, v).unsqueeze(0), None
-
-
-AttentionInterface.register(PLAIN, _attend)
-AttentionInterface.register(COMPILED, partial(_attend, eaglegbv_attend=attend_opaque))
+AttentionInterface.register(PLAIN, attend_for_layer)
+AttentionInterface.register(COMPILED, partial(attend_for_layer, eaglegbv_attend=attend_opaque))
 
 # Check, when a target is built, that a transformers model honours the paged attention.
 #
