@@ -262,8 +262,8 @@ def same_drafts(
             for size, verifiers in drafting.members.items():
                 iid = offer.tree.draft_sampling is DraftSampling.IID
                 part = offer.part(*size) if iid else offer
-                for number, found in bench.judge(requests, part, verifiers).items():
-                    tokens[number, here] += found
+                for number, committed in bench.judge(requests, part, verifiers).items():
+                    tokens[number, here] += committed
                     nodes[number, here] += part.tree.num_nodes.cpu().numpy() - 1
     steps, both = tuple(places.tolist()), zip(tokens.tolist(), nodes.tolist(), strict=True)
     return [
@@ -337,12 +337,12 @@ class Bench:
             members = gathered.setdefault((alike, setting.temperature), {})
             verifier = make_verifier(verifier_name(plan, greedy=greedy))
             members.setdefault((plan.paths, plan.depth), {})[number] = verifier
-        found = []
+        draftings = []
         for (alike, temperature), members in gathered.items():
             paths, depth = map(max, zip(*members, strict=True))
             plan = msgspec.structs.replace(alike, paths=paths, depth=depth)
-            found.append(Drafting(plan, temperature, members))
-        return found
+            draftings.append(Drafting(plan, temperature, members))
+        return draftings
 
     def visit(
         self, texts: Sequence[Text], on_texts: Callable[[int], object] = lambda _: None
@@ -398,8 +398,7 @@ class Bench:
             request.params = params
             request.plan = drafting.plan
         [output] = self._engine.preview(requests)
-        found = output.faults.tolist()
-        for request, faults in zip(requests, found, strict=True):
+        for request, faults in zip(requests, output.faults.tolist(), strict=True):
             if faults:
                 raise fault_error(faults, request.number)
         assert output.target is not None  # previews have it
@@ -412,9 +411,9 @@ class Bench:
         count, tree = self._sampling.judgements, offer.tree
         seeds = [(request.rng.seed, request.step) for request in requests]
         uniforms = latin_hypercube(seeds, count, drafts=tree.drafts, length=tree.length)
-        found = {}
+        tokens = {}
         for number, verifier in verifiers.items():
-            verdicts = [verifier.verify(tree, offer.target, own) for own in uniforms]
+            verdicts = [verifier.verify(tree, offer.target, numbers) for numbers in uniforms]
             accepted = torch.stack([verdict.accepted for verdict in verdicts]).sum(dim=0)
-            found[number] = 1 + 1 / count * accepted.cpu().numpy().astype(np.float64)
-        return found
+            tokens[number] = 1 + 1 / count * accepted.cpu().numpy().astype(np.float64)
+        return tokens

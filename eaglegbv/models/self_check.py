@@ -13,12 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from eaglegbv.attention.base import (
-    AttentionCall,
-    Segment,
-    attend_for_layer,
-    attend_opaque,
-)
+from eaglegbv.attention.base import AttentionCall, Segment, attend_for_layer, attend_opaque
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.target import Target, TargetOutput

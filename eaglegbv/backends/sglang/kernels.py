@@ -23,6 +23,12 @@ _LOWEST = tl.constexpr(-1e300)  # see `tree_growth._LOWEST`
 
 
 @triton.jit
+def _found(levels, paths):
+    """Return how many candidates a greedy request has in so many levels, at least one."""
+    return paths + (levels - 1) * paths * paths
+
+
+@triton.jit
 def _log_peak(row_at, largest, vocab, PIECE: tl.constexpr):
     """Return the log-probability of the most likely token of a row, whose logit is ``largest``."""
     masses = tl.zeros((PIECE,), tl.float64)
@@ -124,8 +130,7 @@ def draw_branches(
             peak = _log_peak(logits + row * row_stride, largest.to(tl.float32), vocab, PIECE)
             gain = tl.log(probs / entry(probs, lanes, 0)) + peak
         score = tl.load(branch_scores + above_at, mask=inner, other=0.0)
-        first = tl.where(inner, paths + (level - 1) * paths * paths, 0)
-        to = request * (paths + above * paths) + first
+        to = request * _found(length, paths) + tl.where(inner, _found(level, paths), 0)
         to += branch * paths + lanes
         child = new & (lanes < paths)
         tl.store(candidates + to, ids, mask=child)
@@ -160,14 +165,13 @@ def join_branches(
     request = tl.program_id(0).to(tl.int64)
     inner = level > 0
     at = (level * tl.num_programs(0) + request) * paths
-    first = tl.where(inner, paths + (level - 1) * paths * paths, 0)  # the number of the level
+    first = tl.where(inner, _found(level, paths), 0)  # the number of the level
     parents_at = parents + request * (1 + (length - 1) * paths)
     goes_on = level < length - 1
     tl.store(parents_at, tl.full((), -1, tl.int64), mask=goes_on)
     parents_at += 1 + level * paths
     if tl.load(greedy_at + request) != 0:
-        found = paths + (length - 1) * paths * paths
-        level_at = request * found + first
+        level_at = request * _found(length, paths) + first
         count = tl.where(inner, paths * paths, paths)
         taken = tl.zeros_like(level)
         for start in range(0, count, _RANKED):
@@ -214,14 +218,15 @@ def choose_nodes(
     """Take the most likely of all candidates of a greedy request, in their order."""
     request = tl.program_id(0).to(tl.int64)
     if tl.load(greedy_at + request) != 0:
-        found = paths + (length - 1) * paths * paths
+        count = _found(length, paths)
+        found_at = request * count
         nodes_at = request * paths * length
         taken = tl.zeros((), tl.int32)
-        for start in range(0, found, _RANKED):
+        for start in range(0, count, _RANKED):
             places = start + tl.arange(0, _RANKED)
-            chosen = _best(scores + request * found, places, found, paths * length)
+            chosen = _best(scores + found_at, places, count, paths * length)
             to = nodes_at + taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-            token = tl.load(candidates + request * found + places, mask=chosen, other=0)
+            token = tl.load(candidates + found_at + places, mask=chosen, other=0)
             tl.store(numbers_out + to, places.to(tl.int64), mask=chosen)
             tl.store(tokens_out + to, token, mask=chosen)
             taken += tl.sum(chosen.to(tl.int32), axis=0)

@@ -182,9 +182,9 @@ def _startable(checkpoint: Checkpoint, context: int) -> Path:
 
     It must be in SGLang's format, have the bias that SGLang would draw at random in an EAGLE-1 head
     that has none, and at least as many positions; rotary embeddings do not depend on their number.
-    Another head is written into the temporary folder, unless an earlier
-    server did. Servers that start at once write the same files, each in a folder of its own, and
-    put them in their place whole.
+    Another head is written into the temporary folder, unless an earlier server did. Servers that
+    start at once write the same files, each in a folder of its own, and put them in their place
+    whole.
     """
     home = checkpoint.folder.resolve()
     written = _written_for_sglang(checkpoint)

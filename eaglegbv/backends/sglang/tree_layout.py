@@ -163,7 +163,7 @@ class LaunchedGrowth(Branches):
     def __init__(self, buffers: "RoundBuffers", slots: Tensor) -> None:
         """Choose the tokens of depth 1, from the roots kept for ``slots`` ``[batch]``."""
         batch, paths, length = len(slots), buffers.paths, buffers.length
-        found = paths + (length - 1) * paths**2  # nodes that the beam of a greedy request finds
+        most = paths + (length - 1) * paths**2  # nodes that the beam of a greedy request finds
         above = 1 + (length - 1) * paths
         ids, numbers = buffers.root_places.new_empty, buffers.uniforms.new_empty
         self._buffers, self._slots = buffers, slots
@@ -171,8 +171,8 @@ class LaunchedGrowth(Branches):
         # Of each level's branches: tokens, origins, and the first branch at the same node.
         self._branches = ids((3, length, batch, paths))
         self._branch_scores = numbers((length, batch, paths))
-        self._candidates = ids((batch, found))
-        self._scores = numbers((batch, found))
+        self._candidates = ids((batch, most))
+        self._scores = numbers((batch, most))
         self._parents = ids((batch, above if length > 1 else 0))
         self._nodes = ids((2, batch, paths * length))  # numbers and tokens
         self._advance(buffers.root_values, buffers.root_places, buffers.root_values)
@@ -251,11 +251,6 @@ class LaunchedGrowth(Branches):
             self._buffers.length,
         )
         return self._parents, numbers, tokens
-
-
-def greedy_rows(sampling: Any) -> Tensor | None:
-    """Return ``[batch]`` bool: who is greedy in a SamplingBatchInfo of SGLang's; None if nobody."""
-    return sampling.top_ks == 1 if sampling.is_any_greedy else None
 
 
 def numbers_of(paths: int, length: int) -> int:

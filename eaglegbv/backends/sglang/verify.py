@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eaglegbv.backends.sglang.metrics import ours
 from eaglegbv.backends.sglang.numbering import Acceptance, acceptance, draft_tree
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers, greedy_rows, numbers_of
+from eaglegbv.backends.sglang.tree_layout import RoundBuffers, numbers_of
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.request import Request
@@ -83,13 +83,14 @@ class RequestBook:
         """
         drafts = purpose is Purpose.DRAFT
         count = numbers_of(self._plan.paths, self._plan.depth) if drafts else 1
-        drawn = [own.rng.draw(own.step, purpose, count) for own in self.of(requests)]
+        records = self.of(requests)
+        drawn = [record.rng.draw(record.step, purpose, count) for record in records]
         return torch.from_numpy(np.array(drawn))
 
     def advance(self, requests: Sequence["Req"]) -> None:
         """Move on to the next step, so that no number of this one is used again."""
-        for own in self.of(requests):
-            own.step += 1
+        for record in self.of(requests):
+            record.step += 1
 
 
 def seed_copies(original: Callable[..., Any], manager: Any, tokenized: Any) -> Any:
@@ -215,9 +216,9 @@ _round: ContextVar[Round | None] = ContextVar("eaglegbv_round", default=None)
 
 
 @contextmanager
-def verifying(own: Round) -> Iterator[None]:
-    """Let ``own`` decide about the trees verified within this context."""
-    token = _round.set(own)
+def verifying(judged: Round) -> Iterator[None]:
+    """Let ``judged`` decide about the trees verified within this context."""
+    token = _round.set(judged)
     try:
         yield
     finally:
@@ -252,23 +253,25 @@ def in_place_softmax(
     original: Callable[..., Tensor], logits: Tensor, temperatures: Tensor | None = None
 ) -> Tensor:
     """SGLang's softmax, but of a round the distributions are written where they are judged."""
-    own = _round.get()
-    if own is None or own.space is None or temperatures is None:
+    current = _round.get()
+    if current is None or current.space is None or temperatures is None:
         return original(logits, temperatures)
-    torch.div(logits, temperatures, out=own.space)
-    return torch.softmax(own.space, dim=-1, out=own.space)
+    torch.div(logits, temperatures, out=current.space)
+    return torch.softmax(current.space, dim=-1, out=current.space)
 
 
 def sample(
     original: Callable[..., Any], *, walk: Callable[..., Any], target_probs: Tensor, **named: Any
 ) -> Any:
     """SGLang's kernel for sampling from trees; ``walk`` is its kernel for greedy trees."""
-    own = _round.get()
-    if own is None:
+    current = _round.get()
+    if current is None:
         return original(target_probs=target_probs, **named)
     outputs = {name: named[name] for name in ("predicts", "accept_index", "accept_token_num")}
-    greedy = greedy_rows(own.sampling)
-    if greedy is not None:
+    sampling = current.sampling
+    greedy: Tensor | None = None
+    if sampling.is_any_greedy:
+        greedy = sampling.top_ks == 1
         walk(
             **outputs,
             candidates=named["candidates"],
@@ -277,11 +280,11 @@ def sample(
             retrieve_next_sibling=named["retrive_next_sibling"],
             target_predict=target_probs.argmax(dim=-1),
         )
-    if own.sampling.need_min_p_sampling:
+    if sampling.need_min_p_sampling:
         # SGLang does not apply it to trees. Judges normalise rows anew.
-        edges = target_probs.amax(dim=2, keepdim=True) * own.sampling.min_ps.view(-1, 1, 1)
+        edges = target_probs.amax(dim=2, keepdim=True) * sampling.min_ps.view(-1, 1, 1)
         target_probs = target_probs.where(target_probs >= edges, 0)
-    for output, table in zip(outputs.values(), own.accept(target_probs), strict=True):
+    for output, table in zip(outputs.values(), current.accept(target_probs), strict=True):
         old, new = output.view(len(table), -1), table.view(len(table), -1)
         old.copy_(new if greedy is None else torch.where(greedy.unsqueeze(1), old, new))
     return None

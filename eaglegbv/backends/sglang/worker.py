@@ -85,10 +85,10 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         drafted = batch.spec_info
         if self._stateful is None:
             accept = partial(self._graphs.accept, drafted.draft_token)
-            own = Round(accept, self._graphs.space(len(batch.reqs)), batch.sampling_info)
+            judged = Round(accept, self._graphs.space(len(batch.reqs)), batch.sampling_info)
         else:
-            own = Round(partial(self._accept, batch, drafted), None, batch.sampling_info)
-        with verifying(own):
+            judged = Round(partial(self._accept, batch, drafted), None, batch.sampling_info)
+        with verifying(judged):
             result = super().verify(batch, *arguments, **named)
         self._book.advance(batch.reqs)
         return result
@@ -113,14 +113,14 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     ) -> Verdict:
         """Judge trees; the verdict on a greedy request is neither used nor kept."""
         assert self._stateful is not None
-        own = self._book.of(requests)
-        for record, request in zip(own, requests, strict=True):
+        records = self._book.of(requests)
+        for record, request in zip(records, requests, strict=True):
             record.token_ids = list(request.output_ids)
-        replay = HeadReplay(self._draft_worker, pool_indices, start, own)
+        replay = HeadReplay(self._draft_worker, pool_indices, start, records)
         # Replayed entries are outside SGLang's pool, so these slots are only counted, never used.
-        slots = SlotAllocator(1 + len(own) * replay_slots(self._plan))
-        verdict, layers, _ = verify_stateful(self._stateful, own, tree, target, replay, slots)
-        for record, left, request in zip(own, layers, requests, strict=True):
+        slots = SlotAllocator(1 + len(records) * replay_slots(self._plan))
+        verdict, layers, _ = verify_stateful(self._stateful, records, tree, target, replay, slots)
+        for record, left, request in zip(records, layers, requests, strict=True):
             record.target_layers = () if request.sampling_params.top_k == 1 else left
         return verdict
 
@@ -143,8 +143,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         """
         rows = [
             row
-            for row, own in enumerate(self._book.of(batch.reqs))
-            if own.target_layers and batch.reqs[row] is not batch.chunked_req
+            for row, record in enumerate(self._book.of(batch.reqs))
+            if record.target_layers and batch.reqs[row] is not batch.chunked_req
         ]
         if not rows or self._first_probs is None:
             return False
