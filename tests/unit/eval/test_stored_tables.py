@@ -81,7 +81,7 @@ def test_the_table_by_batch() -> None:
 
 
 def test_the_study_s_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def judged(pair, texts, settings, sampling, *, on_texts) -> list[Cell]:  # noqa: ARG001
+    def judged(pair, texts, settings, sampling, *, on_texts) -> list[Cell]:
         return [made_study_cell(setting) for setting in settings]
 
     monkeypatch.setattr(studies, "same_drafts", judged)
