@@ -1,9 +1,9 @@
 """An OpenAI endpoint under load: time to the first token and tokens a second, by clients."""
 
 import asyncio
-import json
+import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.utils import require_integer, require_integers
+from eaglegbv.utils import decode_json, require_integer, require_integers
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,19 +23,20 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         each: Questions of a client that are counted; one before them is not.
         max_tokens: Tokens of an answer; an end of sequence does not end it.
         temperature: Sampling temperature; 0 is greedy.
-        seed: Seed of the first answer; others have the next ones.
+        seed: Seed of the first answer; others have the next ones. Without one, none has a seed: a
+            server may answer those that have one by other plans than the rest.
     """
 
     clients: tuple[int, ...] = (1, 8, 32)
     each: int = 4
     max_tokens: int = 64
     temperature: float = 1.0
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for count in self.clients:
             require_integer("clients", count, 1, 1024)
-        require_integers(self, each=(1, None), max_tokens=(2, None), seed=(0, None))
+        require_integers(self, ("seed",), each=(1, None), max_tokens=(2, None), seed=(0, None))
 
 
 class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +129,8 @@ async def _level(
             answers = []
             for _ in range(count):
                 number, asked = next(questions)
-                body = {**shared, "messages": asked, "seed": load.seed + number}
+                seed = {} if load.seed is None else {"seed": load.seed + number}
+                body = {**shared, "messages": asked, **seed}
                 answers.append(await _answer(client, body))
                 on_answer()
             return answers
@@ -148,21 +150,55 @@ async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
         if response.is_error:
             await response.aread()
         _check(response)
-        async for line in response.aiter_lines():
-            data = line.removeprefix("data: ")
-            if data in ("", "[DONE]"):
-                continue
-            event = json.loads(data)
-            if "error" in event:
-                raise StepFailed(0, event["error"]["message"])
+        async for event in _events(response.aiter_text()):
             usage = event.get("usage") or usage
-            if any(choice["delta"].get("content") for choice in event["choices"]):
+            if any(_says(choice.get("delta") or {}) for choice in event.get("choices") or ()):
                 last = perf_counter() - start
                 first = last if first is None else first
     if first is None or last is None or usage.get("completion_tokens", 0) < 2:
         raise StepFailed(0, "an answer without text, or without its usage")
     details = usage.get("completion_tokens_details") or {}
     return Answer(first, last, usage["completion_tokens"], details.get("target_forwards"))
+
+
+def _says(delta: Mapping[str, Any]) -> bool:
+    """Whether a piece of an answer brings tokens: text, thoughts or a call."""
+    return any(
+        delta.get(kind) for kind in ("content", "reasoning_content", "reasoning", "tool_calls")
+    )
+
+
+async def _events(chunks: AsyncIterator[str]) -> AsyncIterator[Mapping[str, Any]]:
+    """Yield what a stream's events say; StepFailed for one that is an error, or no JSON object.
+
+    Fields other than ``data`` and comments are skipped (HTML standard, section 9.2.6).
+    """
+    data: list[str] = []
+    async for line in _lines(chunks):
+        field, _, value = line.partition(":")
+        if field == "data":
+            data.append(value.removeprefix(" "))
+        if line or not data:
+            continue
+        text, data = "\n".join(data), []
+        if text.strip() in ("", "[DONE]"):
+            continue
+        event = decode_json(text.encode(), dict[str, Any], argument="event", place=text[:100])
+        if error := event.get("error"):
+            message = error.get("message", error) if isinstance(error, Mapping) else error
+            raise StepFailed(0, str(message))
+        yield event
+
+
+async def _lines(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield lines that end as those of events do; Python's own also end at U+2028 and its like."""
+    rest = ""
+    async for chunk in chunks:
+        *lines, rest = re.split(r"\r\n|\n|\r(?!\Z)", rest + chunk)
+        for line in lines:
+            yield line
+    for line in (rest.removesuffix("\r"), ""):  # the last event may lack its blank line
+        yield line
 
 
 def _check(response: httpx.Response) -> None:

@@ -25,8 +25,8 @@ from support.soak import soak
 
 from eaglegbv import LLM, EngineConfig, SamplingParams
 from eaglegbv.cli.main import main
-from eaglegbv.cli.serve_local import Server
 from eaglegbv.grammars import Grammars
+from eaglegbv.server import Server
 from eaglegbv.serving import Serving
 from eaglegbv.text import Delta
 
