@@ -34,13 +34,13 @@ class Ceiling(NamedTuple):
 # makes room; a new capability raises those of its own rooms, in the commit that adds it. "Slack"
 # marks a ceiling above what is there now, for capabilities that are being written.
 CEILINGS = {
-    "eaglegbv": Ceiling(57_000, 8.9),  # slack
+    "eaglegbv": Ceiling(60_500, 8.9),  # slack
     "eaglegbv/models": Ceiling(5_700, 9.0),
     "eaglegbv/attention": Ceiling(11_200, 10.3),
     "eaglegbv/backends/sglang": Ceiling(20_400, 8.9),
-    "eaglegbv/cli": Ceiling(20_500, 8.5),
+    "eaglegbv/cli": Ceiling(19_000, 8.5),
     "eaglegbv/native": Ceiling(2_500, 8.5),  # slack
-    "eaglegbv/eval": Ceiling(54_000, 9.3),
+    "eaglegbv/eval": Ceiling(54_200, 9.3),
     "drafters": Ceiling(23_500, 10.4),  # slack
     "drafters/formats": Ceiling(6_000, 8.5),  # slack
     "drafters/training": Ceiling(13_600, 9.9),
