@@ -4,7 +4,7 @@ Token verification of the first drafted path; the other paths are ignored.
 """
 
 from eaglegbv.config import DraftSampling
-from eaglegbv.eval.audit_module import ReferenceVerifier
+from eaglegbv.eval.audit.module import ReferenceVerifier
 from eaglegbv.rng import Purpose
 from eaglegbv.verifiers.proof.chooser import Chooser, residual_or_target
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree

@@ -15,11 +15,12 @@ from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields, entries
 from eaglegbv.config import PLAIN, DraftSampling, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
-from eaglegbv.eval.audit_engine import audit_pair
-from eaglegbv.eval.audit_exact import Result, Sizes, Subject, package_subjects
-from eaglegbv.eval.audit_module import as_subject, load_verifiers
+from eaglegbv.eval.audit.exact import Result, Subject, package_subjects
+from eaglegbv.eval.audit.module import as_subject, load_verifiers
+from eaglegbv.eval.audit.pair import audit_pair
+from eaglegbv.eval.audit.problems import Sizes
+from eaglegbv.eval.audit.sampled import sampled_subject
 from eaglegbv.eval.audit_picture import NOISE, SHARPNESS, SyntheticSettings, draw, measure
-from eaglegbv.eval.audit_sampled import sampled_subject
 from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.verifiers.registry import make_any_verifier

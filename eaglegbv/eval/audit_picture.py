@@ -13,7 +13,7 @@ from torch import Tensor
 from eaglegbv.config import MAX_PATHS, DraftSampling
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import plots
-from eaglegbv.eval.audit_sampled import draw_trees, random_uniforms
+from eaglegbv.eval.audit.sampled import draw_trees, random_uniforms
 from eaglegbv.eval.paired_comparison import Offer
 from eaglegbv.eval.statistics import Estimate
 from eaglegbv.tree import TargetProbs

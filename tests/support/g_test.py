@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eaglegbv.eval import g_test as tests
-from eaglegbv.eval.g_test import LEVEL, SMALLEST_EXPECTED, power
+from eaglegbv.eval.audit import g_test as tests
+from eaglegbv.eval.audit.g_test import LEVEL, SMALLEST_EXPECTED, power
 
 SHIFT = 0.04
 """Total variation at which power is stated; some thousands of samples in fifty cells notice it."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from eaglegbv.eval import audit_exact
+from eaglegbv.eval.audit import problems
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.proof import chooser
@@ -54,7 +54,7 @@ class Model:
             rng = np.random.default_rng([self.seed, len(prefix), *prefix])
             p, q = PAIRS[self.kind](rng, self.vocab)
             q = self.tilt * p + (1 - self.tilt) * q
-            self.cache[prefix] = (audit_exact.as_probs(p), audit_exact.as_probs(q))
+            self.cache[prefix] = (problems.as_probs(p), problems.as_probs(q))
         return self.cache[prefix]
 
 
@@ -63,11 +63,11 @@ def both(weights: Callable[[np.random.Generator, int], np.ndarray]) -> Draw:
     return lambda rng, vocab: (weights(rng, vocab), weights(rng, vocab))
 
 
-_random, _zeros = both(audit_exact.random_weights), both(audit_exact.weights_with_zeros)
+_random, _zeros = both(problems.random_weights), both(problems.weights_with_zeros)
 
 
 def _equal(rng: np.random.Generator, vocab: int) -> Pair:
-    p = audit_exact.random_weights(rng, vocab)
+    p = problems.random_weights(rng, vocab)
     return p, p
 
 
@@ -79,14 +79,14 @@ def _disjoint(rng: np.random.Generator, vocab: int) -> Pair:
 
 def _one_hot(rng: np.random.Generator, vocab: int) -> Pair:
     p, q = _zeros(rng, vocab)
-    hot = audit_exact.point_mass(rng, vocab)
+    hot = problems.point_mass(rng, vocab)
     return (hot, q) if rng.random() < 0.5 else (p, hot)
 
 
 PAIRS = {
     "random": _random,
     "zeros": _zeros,
-    "ties": both(audit_exact.tied_weights),
+    "ties": both(problems.tied_weights),
     "equal": _equal,
     "disjoint": _disjoint,
     "one_hot": _one_hot,

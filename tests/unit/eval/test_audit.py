@@ -11,14 +11,22 @@ from support.saved_pair import save_pair
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval import audit_exact as auditing
 from eaglegbv.eval import audit_picture
-from eaglegbv.eval import g_test as g_tests
-from eaglegbv.eval.audit_engine import PairResult, audit_pair
-from eaglegbv.eval.audit_exact import DRAFTS, Sizes, exact_subject, instance, package_subjects
+from eaglegbv.eval.audit import exact as auditing
+from eaglegbv.eval.audit import g_test as g_tests
+from eaglegbv.eval.audit import problems
+from eaglegbv.eval.audit.exact import exact_subject, package_subjects
+from eaglegbv.eval.audit.g_test import (
+    detectable_shift,
+    g_test,
+    g_test_texts,
+    g_test_two,
+    joint_probs,
+)
+from eaglegbv.eval.audit.pair import PairResult, audit_pair
+from eaglegbv.eval.audit.problems import DRAFTS, Sizes, instance
+from eaglegbv.eval.audit.sampled import batch_of, sampled_subject
 from eaglegbv.eval.audit_picture import SyntheticSettings, draw_batch, measure
-from eaglegbv.eval.audit_sampled import batch_of, sampled_subject
-from eaglegbv.eval.g_test import detectable_shift, g_test, g_test_texts, g_test_two, joint_probs
 from eaglegbv.llm import LLM
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -81,7 +89,7 @@ def test_trees_are_counted_before_they_are_listed(draft_sampling, shape) -> None
 def test_instances_reach_the_corners() -> None:
     shape = Shape(4, 1, 2)
     pairs = []
-    for number in range(len(auditing.ROUND) * len(DRAFTS)):
+    for number in range(len(problems.ROUND) * len(DRAFTS)):
         for problem in instance(DraftSampling.IID, shape, number, steps=2, seed=1):
             p, q = problem.target_probs(()), problem.draft_probs(())
             assert sum(p) == pytest.approx(1, abs=1e-15)

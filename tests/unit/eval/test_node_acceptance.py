@@ -18,7 +18,7 @@ from support.tables import (
 from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_exact import as_probs
+from eaglegbv.eval.audit.problems import as_probs
 from eaglegbv.eval.collect_probs import Harvest, harvest, node_cells
 from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_iid, optimum_wor, rejection_wor
 from eaglegbv.eval.paired_comparison import Sampling, Text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tables import KINDS, PAIRS, alpha_iid
 
-from eaglegbv.eval.audit_exact import as_probs
+from eaglegbv.eval.audit.problems import as_probs
 from eaglegbv.verifiers import transport as transports
 from eaglegbv.verifiers.proof.chooser import Probs, exact_probs, support
 from eaglegbv.verifiers.proof.tree import draw_iid

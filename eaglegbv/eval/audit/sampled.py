@@ -15,8 +15,9 @@ from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit_exact import OnInstance, Result, Sizes, Subject
-from eaglegbv.eval.g_test import LEVEL, detectable_shift, g_test
+from eaglegbv.eval.audit.exact import OnInstance, Result, Subject
+from eaglegbv.eval.audit.g_test import LEVEL, detectable_shift, g_test
+from eaglegbv.eval.audit.problems import Sizes
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt

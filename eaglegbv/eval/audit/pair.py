@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
-from eaglegbv.eval import g_test
-from eaglegbv.eval.audit_exact import Judged
+from eaglegbv.eval.audit import g_test
+from eaglegbv.eval.audit.exact import Judged
 from eaglegbv.llm import LLM
 from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
