@@ -1,0 +1,166 @@
+"""Statistics on simulated servers: exact tails, few false alarms, the power that is printed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+from support import served_laws as made
+
+from eaglegbv.eval.audit.served.copies import copies_of
+from eaglegbv.eval.audit.served.findings import findings
+from eaglegbv.eval.audit.served.places import Places
+from eaglegbv.eval.audit.served.statistics import WEIGHTS, Feature, features
+
+LEVEL = 1e-3
+
+
+@pytest.fixture(scope="module")
+def bank():
+    return made.Bank.made(0)
+
+
+def long(bank, seed, count=40, length=100, **fault):
+    return made.places(bank, *made.answers(bank, count, length, seed, **fault))
+
+
+def short(bank, seed, count=1000, **fault):
+    return made.places(bank, *made.answers(bank, count, 6, seed, starts=[3, 77], **fault))
+
+
+def failing(places, level=LEVEL):
+    return [finding.name for finding in findings(places, level) if finding.fails]
+
+
+def coins(chance, drawn):
+    """Places of one listed token of a chance, drawn (0) or not (1)."""
+    drawn = np.asarray(drawn, int)
+    size = len(drawn)
+    probs = np.tile([chance, 1 - chance], (size, 1))
+    zeros = np.zeros((size, 1))
+    numbers = np.arange(size)
+    counts = zeros.astype(int)
+    return Places(probs, zeros, counts + 5, counts, drawn, numbers, numbers * 0, numbers * 0)
+
+
+@pytest.mark.parametrize(
+    ("chance", "size", "count"),
+    [(0.5, 400, 260), (0.02, 1000, 45), (0.9, 200, 199), (0.01, 800, 24)],
+)
+def test_tails_are_those_of_the_exact_law(chance, size, count):
+    places = coins(chance, np.arange(size) >= count)
+    (column,) = Feature("top", np.array([[1.0, 0.0]] * size)).columns(places)
+    law = stats.binom(size, chance)
+    # Between the tails with and without the count itself: the approximation is continuous.
+    assert law.sf(count) < column.p_value / 2 < law.sf(count - 1) * 1.05
+
+
+def test_rare_events_are_no_evidence_by_themselves():
+    """A column that expects less than a few events is left out, whatever was drawn."""
+    places = coins(0.999, np.arange(1000) >= 997)
+    assert not list(Feature("top", np.array([[1.0, 0.0]] * 1000)).columns(places))
+    assert list(Feature("top", np.array([[1.0, 0.0]] * 1000)).columns(coins(0.99, [0] * 1000)))
+
+
+def test_every_statistic_has_a_share_of_the_level(bank):
+    names = {name for name, _ in features(long(bank, 0, count=2, length=8))}
+    assert names | {"copies"} == set(WEIGHTS)
+    assert sum(WEIGHTS.values()) == pytest.approx(1)
+
+
+def test_features_use_nothing_of_the_token_drawn(bank):
+    """Whatever is drawn at a place, the features there are the same."""
+    places = long(bank, 1, count=3, length=10)
+    other = places.drawn.copy()
+    other[-1] = (other[-1] + 1) % places.rest
+    changed = replace(places, drawn=other)
+    for (_, first), (_, second) in zip(features(places), features(changed), strict=True):
+        for a, b in zip(first, second, strict=True):
+            assert np.array_equal(a.values[-1], b.values[-1])
+            for name in ("weight", "group"):
+                if getattr(a, name) is not None:
+                    assert getattr(a, name)[-1] == getattr(b, name)[-1]
+
+
+def test_pit_overlaps_are_uniform_under_the_law(bank):
+    places = long(bank, 2, count=2, length=10)
+    parts = dict(features(places))["pit"]
+    for feature in parts:
+        assert (places.probs * feature.values).sum(axis=1) == pytest.approx(0.1)
+
+
+def test_rounding_is_not_held_against_a_server(bank):
+    """Numbers in bfloat16 that hide a bias are within the bound, and a larger bias is not."""
+    places = long(bank, 3, count=100)
+    errors = np.zeros_like(places.probs[:, :-1])
+    errors[:, 0] = 0.1  # of a number on a coarse grid
+    lower = places.probs.copy()
+    lower[:, 0] *= np.exp(-0.1)
+    lower[:, -1] = 1 - lower[:, :-1].sum(axis=1)
+    wrong = replace(places, probs=lower)
+    assert "top" in failing(wrong)
+    assert "top" not in failing(replace(wrong, errors=errors))
+    leaking = long(bank, 3, count=100, leak=0.15, speculative=False)
+    assert "top" in failing(replace(leaking, errors=errors))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_honest_servers_pass(bank, seed):
+    assert not failing(long(bank, seed))
+    assert not failing(short(bank, seed))
+
+
+FAULTS = [
+    ({"residual": False}, short, 1500),
+    ({"threshold": 0.5}, short, 1500),
+    ({"leak": 0.05, "speculative": False}, long, 100),
+]
+
+
+@pytest.mark.parametrize(("fault", "of", "count"), FAULTS, ids=lambda value: str(value))
+def test_faults_are_found(bank, fault, of, count):
+    assert failing(of(bank, 7, count, **fault))
+
+
+def test_copies_that_share_random_numbers_or_are_too_even_are_found(bank):
+    tokens, laws = made.answers(bank, 60, 6, 0, starts=[3])
+    same = made.places(bank, np.repeat(tokens, 10, axis=0), np.repeat(laws, 10, axis=0))
+    assert copies_of(same).p_value < 1e-6
+    flat = int(bank.p.max(axis=1).argmin())
+    even = np.repeat(np.arange(120), np.rint(bank.p[flat] * 2000).astype(int))[:, None]
+    told = copies_of(made.places(bank, even, np.full_like(even, flat)))
+    assert told.z < 0
+    assert told.p_value < 0.01
+
+
+def test_texts_that_never_repeat_have_no_copies(bank):
+    assert copies_of(long(bank, 0, count=3, length=30)) is None
+
+
+@pytest.mark.thorough
+def test_false_alarms():
+    """200 honest audits at level 0.01: between 0 and 6, over many laws; half of them of copies."""
+    alarms = []
+    for seed in range(200):
+        bank = made.Bank.made(seed // 10, laws=1024)
+        places = long(bank, seed, length=150) if seed % 2 else short(bank, seed)
+        alarms.append(bool(failing(places, 0.01)))
+    assert 0 <= sum(alarms) <= 6
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["top", "surprise"])
+def test_the_smallest_shift_is_found(bank, name):
+    """With a shift as small as printed, at least 16 of 20 audits fail by that statistic."""
+
+    def finding_of(places):
+        return next(f for f in findings(places, LEVEL) if f.name == name)
+
+    honest = finding_of(long(bank, 0, count=200, speculative=False))
+    places = long(bank, 1, count=1000, leak=0.05, speculative=False)
+    leak = 0.05 * honest.smallest_shift / abs(finding_of(places).shift)
+    failed = 0
+    for seed in range(20):
+        places = long(bank, 100 + seed, count=200, leak=leak, speculative=False)
+        failed += finding_of(places).fails
+    assert 16 <= failed <= 20
