@@ -8,7 +8,6 @@ that are known to be unneeded: a head that loads only in part silently drafts no
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ from eaglegbv.drafters.formats.read import (
     read_weights,
 )
 from eaglegbv.drafters.formats.write import Contents, check_holds, write_head
-from eaglegbv.drafters.tabular import TABULAR
 from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
 from eaglegbv.output_layer import OutputLayer
 
@@ -334,30 +332,19 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
             logger.warning("%s: %s", checkpoint.folder, remark.text)
 
 
-# The kind of drafter in a folder, told by its tensors, as configurations do not name it.
-class Kind(StrEnum):
-    """Kinds of drafters that are stored in folders."""
+def is_head(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether ``folder``, with this config.json, holds a head, broken or not.
 
-    EAGLE = "eagle"  # A head that reads the target's features
-    LANGUAGE_MODEL = "language model"  # A whole transformers model with the target's tokenizer
-    TABLE = "table"  # A table of distributions, looked up by the last tokens
-
-
-def kind_of(folder: Path) -> Kind:
-    """Return what ``folder`` holds.
+    Its tensors tell, as configurations do not.
 
     Raises:
-        DrafterMismatch: There is no configuration or weight file, or one is broken.
+        DrafterMismatch: There is no weight file, one is broken, or the head is of another kind.
     """
-    stored = read_json(folder / CONFIG)
-    if stored.get("model_type") == TABULAR:
-        return Kind.TABLE
-    _refuse_other_kinds(folder, stored)
+    _refuse_other_kinds(folder, config)
     names = read_weights(folder).tensors
     # Nothing but a head fuses features or drops ``model.``.
     fuses = {"fc.weight", "d2t", "t2d"} & {name.removeprefix("model.") for name in names}
-    plain = any(name.startswith(("midlayer.", "layers.0.")) for name in names)
-    return Kind.EAGLE if fuses or plain else Kind.LANGUAGE_MODEL
+    return bool(fuses) or any(name.startswith(("midlayer.", "layers.0.")) for name in names)
 
 
 _KINDS = {Arch.EAGLE1: "EAGLE-1 (the weights of EAGLE-2 are the same)", Arch.EAGLE3: "EAGLE-3"}

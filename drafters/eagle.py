@@ -17,22 +17,30 @@ same positions are run again on true features.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment
+from eaglegbv.attention.flashinfer import paged_attention
+from eaglegbv.attention.kv_cache import KVPool, slot_bytes
 from eaglegbv.config import DraftSampling, GraphMode, Plan
-from eaglegbv.cuda_graphs import Recorder, make_recorder
+from eaglegbv.cuda_graphs import Recorder, make_recorder, spare_slots
 from eaglegbv.devices import send
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots
+from eaglegbv.drafters.checkpoint import fit, is_head, load_head, read_checkpoint
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
+from eaglegbv.drafters.eagle_levels import EagleLevels
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
+from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
 from eaglegbv.drafters.graph_drafting import DeviceDrafting
 from eaglegbv.drafters.graph_reading import DeviceReading
 from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
+from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftState, Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftTree
@@ -102,7 +110,8 @@ class EagleDrafter(RowDrafter):
             most = pool.num_slots if max_context is None else max_context
             self._reading = DeviceReading(head, self._forward, recorder, max_context=most)
             self.read_counts = self._reading.counts
-            self._on_device = DeviceDrafting(head, self._forward, recorder, max_context=most)
+            levels = partial(EagleLevels, head, self._forward, self._root_of, most)
+            self._on_device = DeviceDrafting(levels, head.draft_to_target, recorder)
             self.graph_counts = self._on_device.counts
 
     def record(
@@ -183,12 +192,12 @@ class EagleDrafter(RowDrafter):
         self.catch_up(requests)
         if self._rounds and requests[0].replayed:
             return self._draft_as_replayed(call)
-        contexts = [self._state(request).rows(request) for request in requests]
-        hidden = torch.stack([self._root_hidden(request) for request in requests])
         if self._on_device is not None:
-            tree = self._on_device.draft(call, contexts, hidden)
+            tree = self._on_device.draft(call)
             if tree is not None:
                 return tree
+        contexts, outputs = zip(*map(self._root_of, requests), strict=True)
+        hidden = torch.stack(outputs)
         drafted = DraftedRows(contexts, call.tree_slots)
 
         def follow(rows: NewRows) -> Tensor:
@@ -264,8 +273,67 @@ class EagleDrafter(RowDrafter):
     def _state(self, request: Request) -> EagleState:
         return request.draft_state(EagleState, lambda: EagleState(context=request.shared))
 
+    def _root_of(self, request: Request) -> tuple[Tensor, Tensor]:
+        return self._state(request).rows(request), self._root_hidden(request)
+
     def _root_hidden(self, request: Request) -> Tensor:
         hidden = self._state(request).hidden
         if hidden is None:
             raise RuntimeError(f"request {request.number} drafts before any feature was observed")
         return hidden
+
+
+def head_drafter(
+    head: EagleHead,
+    *,
+    slots: int,
+    graphs: GraphMode = GraphMode.OFF,
+    **how: Any,  # noqa: ANN401  further arguments of EagleDrafter
+) -> EagleDrafter:
+    """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
+    weight, config = next(head.parameters()), head.config
+    # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
+    rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
+    pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+    return EagleDrafter(head, paged_attention(pool), graphs=graphs, **how)
+
+
+class EagleFiles(DrafterFiles):
+    """A head's folder, in any format of :mod:`eaglegbv.drafters.formats`."""
+
+    name = "an EAGLE head"
+    drafter = EagleDrafter
+
+    @classmethod
+    def recognise(cls, folder: Path, config: Mapping[str, Any]) -> bool:
+        """Return whether the tensors are a head's; see :func:`is_head`."""
+        return is_head(folder, config)
+
+    def __init__(self, folder: Path, opening: Opening) -> None:
+        self._folder, self._opening = folder, opening
+        self._target_config = opening.read_config(opening.model)
+        try:
+            head = fit(read_checkpoint(folder), self._target_config).config
+        except DrafterMismatch as error:
+            expected = f"{self.name} for {opening.model} ({error})"
+            raise DrafterMismatch("drafter", opening.drafter, expected) from error
+        self.features = head.features
+        self.slot_bytes = slot_bytes(1, head.num_kv_heads, head.head_dim, opening.dtype)
+
+    def open(self, target: LoadedTarget) -> EagleDrafter:
+        """Load the head; see :meth:`DrafterFiles.open`."""
+        head = load_head(
+            self._folder,
+            target_config=self._target_config,
+            target_embedding=target.input_embeddings,
+            read_output=target.output_layer,
+            dtype=self._opening.dtype,
+            device=self._opening.device,
+        )
+        return head_drafter(
+            head,
+            slots=target.max_slots,
+            graphs=self._opening.graphs,
+            max_context=target.max_context,
+            recorder=target.recorder,
+        )

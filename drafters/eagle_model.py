@@ -30,7 +30,7 @@ from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_layers import fuse_layers, rotated_rows
 from eaglegbv.fused_linears import prepare
-from eaglegbv.output_layer import OutputLayer
+from eaglegbv.output_layer import FINAL, OutputLayer
 
 FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -106,9 +106,14 @@ class EagleHeadConfig:
                 raise DrafterMismatch(name, True, "false for an EAGLE-1 head")
 
     @property
+    def features(self) -> tuple[int, ...]:
+        """The target's hidden states that are features, as targets number them."""
+        return self.feature_layers or (FINAL,)
+
+    @property
     def feature_size(self) -> int:
         """Width F of the target's features of a token."""
-        return max(1, len(self.feature_layers)) * self.target_hidden_size
+        return len(self.features) * self.target_hidden_size
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:

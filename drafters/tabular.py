@@ -5,10 +5,10 @@ the last token. The tensors in its file are called ``ids`` and ``log_probs``.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eaglegbv.drafters.base import ReplayingDrafter, TextDrafter, own_snapshots
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
+from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
 from eaglegbv.drafters.formats.read import SAFETENSORS, read_json, read_weights
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.request import DraftSnapshot, Request
@@ -146,3 +147,24 @@ class TabularDrafter(TextDrafter, ReplayingDrafter):
         logits = self.logits([s.tokens for s in own])
         ids = torch.arange(logits.shape[1], device=logits.device)
         return replayed_probs(logits, [s.settings for s in own], ids)
+
+
+class TabularFiles(DrafterFiles):
+    """A folder with a :class:`Table`."""
+
+    name = "a table"
+    drafter = TabularDrafter
+
+    @classmethod
+    def recognise(cls, folder: Path, config: Mapping[str, Any]) -> bool:
+        """Return whether the configuration names a table."""
+        del folder
+        return config.get("model_type") == TABULAR
+
+    def __init__(self, folder: Path, opening: Opening) -> None:
+        self._folder, self._device = folder, opening.device
+
+    def open(self, target: LoadedTarget) -> TabularDrafter:
+        """Read the table; see :meth:`DrafterFiles.open`."""
+        table = Table.load(self._folder, vocab_size=target.vocab_size, device=self._device)
+        return TabularDrafter(table)

@@ -213,6 +213,11 @@ def upload(
     return send(torch.tensor(values, dtype=dtype), device)
 
 
+def fill(buffer: Tensor, values: Tensor) -> None:
+    """Copy host numbers into a static buffer, without waiting for its device."""
+    buffer.copy_(send(values, buffer.device))
+
+
 def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return any number of tensors on the host, waiting for their device once."""
     fetched = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)

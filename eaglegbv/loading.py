@@ -14,22 +14,19 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import PreTrainedConfig
 
-from eaglegbv.attention.flashinfer import paged_attention
-from eaglegbv.attention.kv_cache import KVPool, PoolSize, slot_bytes
+from eaglegbv.attention.kv_cache import PoolSize, slot_bytes
 from eaglegbv.config import GraphMode
-from eaglegbv.cuda_graphs import make_recorder, spare_slots
+from eaglegbv.cuda_graphs import make_recorder
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafters.checkpoint import Kind, fit, kind_of, load_head, read_checkpoint
 from eaglegbv.drafters.draft_model import StandaloneDrafter
-from eaglegbv.drafters.eagle import EagleDrafter
-from eaglegbv.drafters.eagle_model import EagleHead
-from eaglegbv.drafters.registry import DRAFTERS, make_drafter
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.eagle import EagleFiles
+from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
+from eaglegbv.drafters.registry import DRAFTER_FILES, DRAFTERS, files_in, make_drafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.gguf import SMOLLM2, find_model, smollm2_at_hand
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
-from eaglegbv.models.target import FINAL, Target
+from eaglegbv.models.target import Target
 from eaglegbv.utils import log_once
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -45,12 +42,6 @@ _MODEL_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 _DRAFTER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TIMEOUT = 10.0  # seconds within which the hub must answer
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-_CLASSES: Mapping[Kind, type[Drafter]] = {
-    Kind.EAGLE: EagleDrafter,
-    Kind.LANGUAGE_MODEL: StandaloneDrafter,
-    Kind.TABLE: TabularDrafter,
-}
 
 _log = logging.getLogger(__name__)
 
@@ -149,79 +140,35 @@ def load_pair(
     """
     place, dtype = place_of(device, dtype)
     make_recorder(graphs, cuda=place.type == "cuda", recordable=True)  # before anything is loaded
-    config_of = partial(load_config, trust_remote_code=trust_remote_code)
-
-    def open_model(model: str | Path, slots: int | PoolSize, **how: Any) -> HFTarget:  # noqa: ANN401
-        network = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
-        return HFTarget(network, max_slots=slots, must_pass=self_check, **how)
-
-    folder = None if drafter is None or str(drafter) in DRAFTERS else drafter_folder(drafter)
-    kind = None if folder is None else kind_of(folder)
-    features: tuple[int, ...] = ()
-    beside = 0  # bytes of a slot in the drafter's pool
-    if folder is not None and kind is Kind.EAGLE:
-        config = config_of(model)
-        try:
-            head_config = fit(read_checkpoint(folder), config).config
-        except DrafterMismatch as error:
-            expected = f"an EAGLE head for {model} ({error})"
-            raise DrafterMismatch("drafter", str(drafter), expected) from error
-        features = head_config.feature_layers or (FINAL,)
-        beside = slot_bytes(1, head_config.num_kv_heads, head_config.head_dim, dtype)
-    elif folder is not None and kind is Kind.LANGUAGE_MODEL:
-        check_tokenizers(model, folder, trust_remote_code=trust_remote_code)
-        beside = _slot_bytes(config_of(folder), dtype)
-    size = replace(PoolSize.of(slots), beside=beside)
-    target = open_model(
-        model,
-        size,
-        features=features,
+    files: DrafterFiles | None = None
+    if drafter is not None and str(drafter) not in DRAFTERS:
+        opening = Opening(
+            model=model,
+            drafter=str(drafter),
+            read_config=partial(load_config, trust_remote_code=trust_remote_code),
+            dtype=dtype,
+            device=place,
+            graphs=graphs,
+            trust_remote_code=trust_remote_code,
+            self_check=self_check,
+        )
+        folder = drafter_folder(drafter)
+        files = _files_in(folder)(folder, opening)
+    network = load_model(model, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
+    target = HFTarget(
+        network,
+        max_slots=replace(PoolSize.of(slots), beside=files.slot_bytes if files else 0),
+        features=files.features if files else (),
+        must_pass=self_check,
         graphs=graphs,
         max_context=max_context,
         compile_backend=compile_backend,
     )
     if drafter is None:
         return Pair(target, None)
-    if folder is None:
+    if files is None:
         return Pair(target, make_drafter(str(drafter), target.vocab_size, place))
-    if kind is Kind.EAGLE:
-        head = load_head(
-            folder,
-            target_config=config_of(model),
-            target_embedding=target.input_embeddings,
-            read_output=target.output_layer,
-            dtype=dtype,
-            device=place,
-        )
-        drafting = head_drafter(
-            head,
-            slots=target.max_slots,
-            graphs=graphs,
-            max_context=target.max_context,
-            recorder=target.recorder,
-        )
-        return Pair(target, drafting)
-    if kind is Kind.TABLE:
-        table = Table.load(folder, vocab_size=target.vocab_size, device=place)
-        return Pair(target, TabularDrafter(table))
-    # Its trees grow level by level on the host; only the target's forwards are replayed.
-    small = open_model(folder, target.max_slots)
-    return Pair(target, StandaloneDrafter(small, vocab_size=target.vocab_size))
-
-
-def head_drafter(
-    head: EagleHead,
-    *,
-    slots: int,
-    graphs: GraphMode = GraphMode.OFF,
-    **how: Any,  # noqa: ANN401  further arguments of EagleDrafter
-) -> EagleDrafter:
-    """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
-    weight, config = next(head.parameters()), head.config
-    # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
-    rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
-    pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
-    return EagleDrafter(head, paged_attention(pool), graphs=graphs, **how)
+    return Pair(target, files.open(target))
 
 
 def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
@@ -230,7 +177,45 @@ def drafter_class(drafter: str | Path | None) -> type[Drafter] | None:
         return None
     if str(drafter) in DRAFTERS:
         return DRAFTERS[str(drafter)]
-    return _CLASSES[kind_of(drafter_folder(drafter))]
+    return _files_in(drafter_folder(drafter)).drafter
+
+
+class LanguageModelFiles(DrafterFiles):
+    """A whole transformers model with the target's tokenizer.
+
+    Its trees grow level by level on the host; only the target's forwards are replayed.
+    """
+
+    name = "a language model"
+    drafter = StandaloneDrafter
+
+    @classmethod
+    def recognise(cls, folder: Path, config: Mapping[str, Any]) -> bool:
+        """Return True: what no other files recognise has to be one."""
+        del folder, config
+        return True
+
+    def __init__(self, folder: Path, opening: Opening) -> None:
+        trust = opening.trust_remote_code
+        check_tokenizers(opening.model, folder, trust_remote_code=trust)
+        self._folder, self._opening = folder, opening
+        self.slot_bytes = _slot_bytes(opening.read_config(folder), opening.dtype)
+
+    def open(self, target: LoadedTarget) -> StandaloneDrafter:
+        """Load the model; see :meth:`DrafterFiles.open`."""
+        opening = self._opening
+        network = load_model(
+            self._folder,
+            dtype=opening.dtype,
+            device=opening.device,
+            trust_remote_code=opening.trust_remote_code,
+        )
+        model = HFTarget(network, max_slots=target.max_slots, must_pass=opening.self_check)
+        return StandaloneDrafter(model, vocab_size=target.vocab_size)
+
+
+def _files_in(folder: Path) -> type[DrafterFiles]:
+    return files_in(folder) or LanguageModelFiles
 
 
 def check_tokenizers(model: str | Path, drafter: Path, *, trust_remote_code: bool = False) -> None:
@@ -281,7 +266,10 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
         return folder
     drafters = () if head else tuple(DRAFTERS)
     names = " or ".join(repr(name) for name in (*_HEADS, *drafters))
-    kinds = "an EAGLE head" if head else "an EAGLE head, a language model or a table"
+    kinds = EagleFiles.name
+    if not head:
+        kinds = ", ".join(files.name for files in DRAFTER_FILES)
+        kinds += f" or {LanguageModelFiles.name}"
     expected = f"a folder with {kinds}, or {names}"
     if not _DRAFTER_NAME.fullmatch(str(drafter)):
         raise InvalidArgument("drafter", str(drafter), expected)

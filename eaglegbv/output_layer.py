@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.fused_linears import Product, product_of
 
+FINAL = -1
+"""Number of the hidden state that an output layer reads, after the final norm (EAGLE-1, EAGLE-2);
+other features are inputs of layers (EAGLE-3)."""
 _SMALLEST, _LARGEST = -3, 6  # powers of ten: products below every cap, and beyond it
 _CLOSE = 1e-4  # relative difference between a scale and cap that are read off, and the model's own
 

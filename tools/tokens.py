@@ -42,9 +42,9 @@ CEILINGS = {
     "eaglegbv/native": Ceiling(2_500, 8.5),  # slack
     "eaglegbv/eval": Ceiling(66_000, 9.3),  # slack: the new beside what it replaces
     "eaglegbv/eval/audit/served": Ceiling(8_000, 11.1),  # slack
-    "drafters": Ceiling(23_500, 10.4),  # slack
+    "drafters": Ceiling(26_500, 10.4),  # slack
     "drafters/formats": Ceiling(6_000, 8.5),  # slack
-    "drafters/training": Ceiling(13_600, 9.9),
+    "drafters/training": Ceiling(15_000, 9.9),  # slack
     "verifiers": Ceiling(28_500, 11.2),
     "verifiers/proof + scheduler": Ceiling(14_300, 9.9),
 }

@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import EngineConfig, GraphMode, Plan, Planning
-from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle import EagleDrafter, head_drafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.loading import head_drafter
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FINAL
 from eaglegbv.request import Request

@@ -9,13 +9,13 @@ import torch
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.checkpoint import load_head, save_head
+from eaglegbv.drafters.eagle import head_drafter
 from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError
 from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.llm import LLM
-from eaglegbv.loading import head_drafter
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.models.hf import HFTarget, load_config, load_model
 from eaglegbv.models.target import FINAL

@@ -12,10 +12,7 @@ from torch import Tensor
 from eaglegbv.attention.base import Segment
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.devices import send
-
-FINAL = -1
-"""Number of the hidden state after the final norm, before the output layer (EAGLE-1, EAGLE-2);
-other features are inputs of layers (EAGLE-3)."""
+from eaglegbv.output_layer import FINAL as FINAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.block_drafter import BlockDrafter
 from support.drafting import random_table
 from support.g_test import g_test, joint_probs
 from support.tabular_target import TabularTarget
 from support.tiny_engine import cells_of, served
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
+from eaglegbv.cuda_graphs import Recorder
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
@@ -80,6 +82,10 @@ DRAFTED = {
         Plan(verifier="spectr_gbv", paths=2),
     ),
     "ngram otbv": (NgramDrafter(), Plan(verifier="otbv", paths=2, depth=3)),
+    "all levels from one forward, recorded": (
+        BlockDrafter(VOCAB, recorder=Recorder()),
+        Plan(verifier="gbv", paths=3, depth=3),
+    ),
     "table otbv, EAGLE-1's tree": (
         TabularDrafter(TABLE),
         Plan(draft_sampling=DraftSampling.FIXED, depth=5, shape=EAGLE1_SHAPE),

@@ -11,17 +11,27 @@ from httpx import ConnectError, Request, Response
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
+from support.block_drafter import BlockDrafter, BlockFiles
 from support.drafting import random_table
 from support.tiny_models import random_llama
 from transformers import AutoTokenizer
 
 from eaglegbv import loading
-from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.drafters.checkpoint import Kind, kind_of
-from eaglegbv.drafters.tabular import Table
+from eaglegbv.config import EngineConfig, GraphMode, Plan
+from eaglegbv.drafters import registry
+from eaglegbv.drafters.draft_model import StandaloneDrafter
+from eaglegbv.drafters.eagle import EagleDrafter, EagleFiles
+from eaglegbv.drafters.registry import files_in, register_files
+from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
-from eaglegbv.loading import TINY_TARGET, NamedModels, check_model, named_models
+from eaglegbv.loading import (
+    TINY_TARGET,
+    NamedModels,
+    check_model,
+    drafter_class,
+    named_models,
+)
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import log_once
 
@@ -69,11 +79,11 @@ def test_names_of_models_and_drafters_that_are_given_stay():
 
 
 def test_a_folder_is_known_by_its_tensors(folders):
-    assert {name: kind_of(folder) for name, folder in folders.items()} == {
-        "target": Kind.LANGUAGE_MODEL,
-        "head": Kind.EAGLE,
-        "small": Kind.LANGUAGE_MODEL,
-        "table": Kind.TABLE,
+    assert {name: drafter_class(folder) for name, folder in folders.items()} == {
+        "target": StandaloneDrafter,
+        "head": EagleDrafter,
+        "small": StandaloneDrafter,
+        "table": TabularDrafter,
     }
 
 
@@ -82,7 +92,7 @@ def test_a_broken_head_is_a_head_still(folders, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["fc.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    assert kind_of(tmp_path) is Kind.EAGLE
+    assert files_in(tmp_path) is EagleFiles
     with pytest.raises(DrafterMismatch, match=r"fc\.weight"):
         LLM(folders["target"], tmp_path)
 
@@ -98,6 +108,26 @@ def test_text_at_temperature_0_does_not_depend_on_the_drafter(folders, drafter):
     assert len(sampled.token_ids) == 12 or sampled.finish_reason == "stop"
     if drafter == "target":
         assert found.metrics.block_efficiency > 1.5  # plain steps of the planner included
+
+
+def test_files_that_are_registered_open_a_drafter_of_one_forward(folders, tmp_path, monkeypatch):
+    files = [*registry.DRAFTER_FILES]
+    monkeypatch.setattr(registry, "DRAFTER_FILES", files)
+    assert register_files(BlockFiles) is BlockFiles
+    with pytest.raises(InvalidArgument, match="name='a block drafter': expected a new one, not"):
+        register_files(BlockFiles)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "test-block", "seed": 3}))
+    assert drafter_class(tmp_path) is BlockDrafter
+    plain = LLM(folders["target"], verifier="none", engine=EngineConfig(kv_slots=1024))
+    padded = EngineConfig(kv_slots=1024, cuda_graphs=GraphMode.EAGER)
+    plan = Plan(paths=3, depth=3)
+    llm = LLM(folders["target"], tmp_path, plan=plan, engine=padded)
+    expected, found = (x.generate("Hello, hello, hello", GREEDY) for x in (plain, llm))
+    assert found.token_ids == expected.token_ids
+    assert found.metrics.drafted_nodes > len(found.token_ids)
+    drafter = llm.pair.drafter
+    assert isinstance(drafter, BlockDrafter)
+    assert drafter.forwards == drafter.graph_counts["replayed"] > 0
 
 
 def test_beyond_the_context_of_a_smaller_model_nothing_is_drafted(folders):
@@ -134,7 +164,7 @@ def test_another_vocabulary_is_refused(folders, tmp_path):
 
 
 def test_what_is_no_drafter_is_refused(folders, tmp_path):
-    with pytest.raises(InvalidArgument, match=r"a language model or a table, or .*'ngram'"):
+    with pytest.raises(InvalidArgument, match=r"a table or a language model, or .*'ngram'"):
         LLM(folders["target"], "nowhere")
     with pytest.raises(DrafterMismatch, match=r"config\.json"):
         LLM(folders["target"], tmp_path)

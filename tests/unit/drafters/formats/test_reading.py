@@ -14,13 +14,13 @@ from torch import Tensor
 from eaglegbv.drafters.checkpoint import (
     export_head,
     fit,
-    kind_of,
     load_head,
     read_checkpoint,
     save_head,
 )
 from eaglegbv.drafters.eagle_model import Arch, EagleHead
 from eaglegbv.drafters.formats.read import LAYER_SECTION, VARIANTS, FormatName
+from eaglegbv.drafters.registry import files_in
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.output_layer import OutputLayer
 
@@ -429,6 +429,6 @@ def test_layer_of_speculators_without_a_type_goes_by_its_tensors(tmp_path: Path)
 )
 def test_heads_of_other_kinds_are_called_so(changes, said, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(changes))
-    for read in (kind_of, read_checkpoint):
+    for read in (files_in, read_checkpoint):
         with pytest.raises(DrafterMismatch, match=f"^drafter='.*': expected {said}"):
             read(tmp_path)
