@@ -1,9 +1,8 @@
 """An OpenAI endpoint under load: time to the first token and tokens a second, by clients."""
 
 import asyncio
-import re
 import statistics
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -12,7 +11,8 @@ import httpx
 import msgspec
 
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.utils import decode_json, require_integer, require_integers
+from eaglegbv.eval.events import events
+from eaglegbv.utils import require_integer, require_integers
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +150,7 @@ async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
         if response.is_error:
             await response.aread()
         _check(response)
-        async for event in _events(response.aiter_text()):
+        async for event in events(response.aiter_text()):
             usage = event.get("usage") or usage
             if any(_says(choice.get("delta") or {}) for choice in event.get("choices") or ()):
                 last = perf_counter() - start
@@ -166,39 +166,6 @@ def _says(delta: Mapping[str, Any]) -> bool:
     return any(
         delta.get(kind) for kind in ("content", "reasoning_content", "reasoning", "tool_calls")
     )
-
-
-async def _events(chunks: AsyncIterator[str]) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield what a stream's events say; StepFailed for one that is an error, or no JSON object.
-
-    Fields other than ``data`` and comments are skipped (HTML standard, section 9.2.6).
-    """
-    data: list[str] = []
-    async for line in _lines(chunks):
-        field, _, value = line.partition(":")
-        if field == "data":
-            data.append(value.removeprefix(" "))
-        if line or not data:
-            continue
-        text, data = "\n".join(data), []
-        if text.strip() in ("", "[DONE]"):
-            continue
-        event = decode_json(text.encode(), dict[str, Any], argument="event", place=text[:100])
-        if error := event.get("error"):
-            message = error.get("message", error) if isinstance(error, Mapping) else error
-            raise StepFailed(0, str(message))
-        yield event
-
-
-async def _lines(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield lines that end as those of events do; Python's own also end at U+2028 and its like."""
-    rest = ""
-    async for chunk in chunks:
-        *lines, rest = re.split(r"\r\n|\n|\r(?!\Z)", rest + chunk)
-        for line in lines:
-            yield line
-    for line in (rest.removesuffix("\r"), ""):  # the last event may lack its blank line
-        yield line
 
 
 def _check(response: httpx.Response) -> None:
