@@ -253,10 +253,10 @@ class TextGenerator(ABC):
         """
         return encode_prompt(self.tokenizer, prompt, self.model_name)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return str(text)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens, special ones included unless they are skipped."""
+        how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(token_ids), **how))
 
     @abstractmethod
     def close(self) -> None:

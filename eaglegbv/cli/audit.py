@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import replace as with_fields
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.generate import messages
+from eaglegbv.cli.answers import messages
 from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields, entries
 from eaglegbv.config import PLAIN, DraftSampling, EngineConfig, PlanChoices

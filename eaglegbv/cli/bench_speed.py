@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.generate import messages
+from eaglegbv.cli.answers import messages
 from eaglegbv.cli.options import Models, Questions, opt
 from eaglegbv.cli.structs import Fields, entries
 from eaglegbv.config import AUTO, PLAIN, EngineConfig, GraphMode, Plan, plan_name

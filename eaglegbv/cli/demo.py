@@ -8,7 +8,7 @@ import typer
 from msgspec.structs import replace
 
 from eaglegbv.cli import options as opts
-from eaglegbv.cli.generate import answer, messages
+from eaglegbv.cli.answers import answer, messages, print_text
 from eaglegbv.cli.options import opt
 from eaglegbv.cli.structs import Fields
 from eaglegbv.config import AUTO, PLAIN
@@ -71,7 +71,7 @@ def demo(
         params = SILENT
     typer.echo(f"> {prompt}")
     params = replace(params, max_tokens=2 * max_tokens, seed=seed)
-    answer(llm, messages(prompt), params, printed=True)
+    answer(llm, messages(prompt), params, print_text)
     typer.echo(
         f"\n{models.named.name}, {questions} questions one at a time, {max_tokens} tokens each:"
     )

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,14 @@ import msgspec
 import typer
 
 from eaglegbv.cli import options as opts
+from eaglegbv.cli.answers import (
+    Messages,
+    answer,
+    messages,
+    print_nothing,
+    print_text,
+    request_params,
+)
 from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields
 from eaglegbv.config import EngineConfig, Plan, PlanChoices
@@ -20,10 +28,9 @@ from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from eaglegbv.llm import LLM, Stream
+    from eaglegbv.llm import LLM
     from eaglegbv.text import Completion
 
-Messages = list[dict[str, str]]
 INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
 
 
@@ -43,6 +50,12 @@ class Prompt:
     system: str | None = None
     raw: bool = False
 
+    def joined(self, prompt: str | None) -> "Prompt":
+        """Return it with a prompt that was given without an option, if one was."""
+        if prompt is not None and self.prompt is not None:
+            raise InvalidArgument("prompt", self.prompt, "no second prompt")
+        return self if prompt is None else replace(self, prompt=prompt)
+
     def read(self) -> str | Messages:
         """Return it as an LLM takes it.
 
@@ -51,7 +64,7 @@ class Prompt:
         """
         text = self.prompt
         if self.prompt is None and self.prompt_file is None:
-            raise InvalidArgument("prompt", text, "--prompt TEXT or --prompt-file FILE")
+            raise InvalidArgument("prompt", text, "PROMPT, --prompt TEXT or --prompt-file FILE")
         if self.prompt_file is not None:
             text = self._read_file(self.prompt_file)
         if not text or not text.strip():
@@ -83,12 +96,14 @@ class Output:
         json: Print one JSON object: text, tokens, metrics.
         trace: File for a timeline of the engine's steps, a Chrome trace (Perfetto).
         trace_trees: Add every draft tree to the trace; 'eaglegbv view' draws them.
+        quiet: Print the answer alone: no lines on loading, no footer.
     """
 
     stream: bool = True
     json: bool = False
     trace: Path | None = None
     trace_trees: bool = False
+    quiet: bool = False
 
     def check(self) -> None:
         """Raise InvalidArgument if there is no file for the trace, or none that can be written."""
@@ -121,6 +136,10 @@ Sampling = Annotated[
 
 
 def generate(
+    words: Annotated[
+        str | None, typer.Argument(help="The prompt.", metavar="[PROMPT]", show_default=False)
+    ] = None,
+    *,
     prompt: Prompt,
     models: Models,
     plan: PlanChoices,
@@ -134,12 +153,13 @@ def generate(
     --verifier, --paths, --depth, --widths or --draft-sampling is given: plans that the engine
     chooses depend on timing. Without one, such a text's seed is printed.
     """
-    request = prompt.read()
+    request = prompt.joined(words).read()
     output.check()
     SamplingParams(**sampling)  # what is wrong is found before minutes go by with loading
     planning = opts.fitting(plan).planning()
-    llm = models.load(planning, engine)
-    params = SamplingParams(**(msgspec.structs.asdict(llm.sampling_defaults) | sampling))
+    with opts.quietly(output.quiet):
+        llm = models.load(planning, engine)
+    params = request_params(llm, sampling)
     seeded = isinstance(planning, Plan) and params.seed is None
     if seeded:
         from eaglegbv.rng import request_seed
@@ -148,43 +168,18 @@ def generate(
         params = msgspec.structs.replace(params, seed=request_seed(engine.seed, 0))
     with output.tracing(llm):
         start = time.perf_counter()
-        completion = answer(llm, request, params, printed=output.stream and not output.json)
+        streamed = output.stream and not output.json
+        shown = answer(llm, request, params, print_text if streamed else print_nothing)
+        completion = shown.completion
         if output.json:
             opts.print_json(_facts(llm, completion, time.perf_counter() - start))
         elif not output.stream:
             typer.echo(completion.text)
-        if not output.json:
-            repeats = f", seed {params.seed}" if seeded and not params.greedy else ""
-            typer.echo(_footer(completion, repeats), err=True)
+        if not (output.json or output.quiet):
+            repeats = f", --seed {params.seed} repeats it" if seeded and not params.greedy else ""
+            opts.print_note(f"[{shown.footer(planning)}{repeats}]")
     if completion.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
-
-
-def messages(prompt: str, system: str | None = None) -> Messages:
-    """Return a conversation with one user message."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": prompt}]
-
-
-def answer(
-    llm: "LLM", request: str | Messages, params: "SamplingParams", *, printed: bool
-) -> "Completion":
-    """Return an answer, or as much of it as there is at Ctrl-C; print it as it comes if wanted."""
-    stream = llm.stream(request, params)
-    try:
-        return _printed(stream, printed=printed)
-    except KeyboardInterrupt:
-        stream.cancel()
-        return _printed(stream, printed=printed)
-
-
-def _printed(stream: "Stream", *, printed: bool) -> "Completion":
-    for delta in stream:
-        if printed:
-            typer.echo(delta.text, nl=delta.completion is not None)
-        if delta.completion is not None:
-            return delta.completion
-    raise AssertionError("a stream ends with a completion")
 
 
 def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, object]:
@@ -192,22 +187,6 @@ def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, ob
     for name in ("block_efficiency", "acceptance_length", "acceptance_by_depth", "decode_seconds"):
         facts["metrics"][name] = getattr(metrics, name)
     return {**facts, "plan": llm.plan, "seconds": seconds}
-
-
-def _footer(completion: "Completion", repeats: str) -> str:
-    metrics = completion.metrics
-    seconds, forwards = metrics.decode_seconds, metrics.target_forwards
-    rate = f", {metrics.committed_tokens / seconds:.0f} tokens/s" if seconds else ""
-    # Reading the prompt yields a token that is not counted in any decoding forward.
-    first = max(0, len(completion.token_ids) - metrics.committed_tokens)
-    steps = (
-        f": {first} from the prompt, {metrics.committed_tokens} in {forwards} target "
-        f"forward{'' if forwards == 1 else 's'} ({metrics.block_efficiency:.2f} each)"
-    )
-    counts = steps if forwards else ""
-    return (
-        f"[{len(completion.token_ids)} tokens{counts}{rate}, {completion.finish_reason}{repeats}]"
-    )
 
 
 _DRAFTING = ("verifier", "paths", "depth", "draft_width", "draft_temperature", "widths")

@@ -14,17 +14,23 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import generate, heads
+from eaglegbv.cli import chat, generate, heads
 from eaglegbv.cli.options import PASSED_ON, make_app
 from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
 ESCAPES = "eaglegbv.escapes"  # name of a way to encode, for Python's codecs
-LOGS = ("devices", "gguf", "loading")  # modules whose log is printed too, on standard error
+LOGS = (
+    "cli.options",
+    "devices",
+    "gguf",
+    "loading",
+)  # modules whose log is printed too, on standard error
 
 app = make_app("Lossless tree speculation for large language models.")
 # Commands with a long first sentence have a short help, or the list would cut the sentence off.
 app.command(short_help="Answer a prompt.")(generate.generate)
+app.command(short_help="Talk with a model.")(chat.chat)
 app.command(short_help="Print what a head's files say, and check them.")(heads.inspect)
 app.command()(heads.export)
 app.command(short_help="Write the model in a GGUF file as a transformers folder.")(heads.convert)

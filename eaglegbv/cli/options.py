@@ -3,6 +3,7 @@
 Only functions import torch here, and only when they are called: help is printed without it.
 """
 
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import typer
 from tqdm import tqdm
 from typer.models import OptionInfo
 
-from eaglegbv.cli.structs import App, entries
+from eaglegbv.cli.structs import NAMES, App, entries
 from eaglegbv.config import AutoPlan, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, one_of
 
@@ -32,6 +33,7 @@ LOOKUP = "ngram"  # the drafter of a model for which none is named
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 UNCACHED = EngineConfig(prefix_cache=False)
 """For measurements: every way answers the same prompts, and must read them itself."""
+_log = logging.getLogger(__name__)
 LINE_SECONDS = 10.0  # seconds between two lines of progress where there is no terminal for a bar
 
 
@@ -54,7 +56,7 @@ def make_app(text: str | None = None) -> App:
 
 
 Verifier = Annotated[str, opt("Verifier, as in generate.")]
-Temperatures = Annotated[tuple[float, ...], opt("Sampling temperatures.")]
+Temperatures = Annotated[tuple[float, ...], opt("Sampling temperatures.", *NAMES["temperature"])]
 Seed = Annotated[int, opt("Seed of all random numbers.")]
 AsJson = Annotated[bool, opt("Print JSON.", "--json")]
 
@@ -100,7 +102,7 @@ class Models:
         drafts = isinstance(plan, AutoPlan) or plan.speculative
         if not drafts or self.named.drafter is not None:
             return self
-        typer.echo(f"no --drafter: drafts are looked up in the text itself ({LOOKUP})", err=True)
+        _log.warning("no --drafter: drafts are looked up in the text itself (%s)", LOOKUP)
         return replace(self, drafter=LOOKUP)
 
     def load(self, plan: "Planning", engine: EngineConfig | None = None) -> "LLM":
@@ -201,6 +203,32 @@ def check_out(path: Path | None, option: str = "out") -> None:
 
 
 # How commands report.
+
+
+def has_colours(*, err: bool = False) -> bool:
+    """Whether standard output, or standard error, is a terminal whose user wants colours."""
+    stream = sys.stderr if err else sys.stdout
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def styled(text: str, *, err: bool = False, **how: Any) -> str:  # noqa: ANN401
+    """Return ``text`` in a style (see :func:`click.style`) where there are colours."""
+    return typer.style(text, **how) if text and has_colours(err=err) else text
+
+
+def print_note(text: str) -> None:
+    """Print a line beside the results, dim in a terminal, on standard error."""
+    typer.echo(styled(text, err=True, dim=True), err=True)
+
+
+@contextmanager
+def quietly(quiet: bool) -> Iterator[None]:
+    """Log nothing but errors within this context, if ``quiet``."""
+    logging.disable(logging.WARNING if quiet else logging.NOTSET)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def print_json(content: object) -> None:

@@ -39,8 +39,16 @@ Member = TypeVar("Member", bound=StrEnum)
 Reading = Callable[[str, Any], object]  # makes a field's value of its name and what typer read
 Making = Callable[[Mapping[str, Any]], object]  # makes a command's argument of all that typer read
 
-NAMES = {"compile_backend": "--compile", "validation_prompts": "--validate"}
-"""Options that are not called like their fields."""
+NAMES: Mapping[str, Sequence[str]] = {
+    "compile_backend": ["--compile"],
+    "validation_prompts": ["--validate"],
+    "model": ["--model", "-m"],
+    "prompt": ["--prompt", "-p"],
+    "max_tokens": ["--max-tokens", "-n"],
+    "temperature": ["--temperature", "-t"],
+    "quiet": ["--quiet", "-q"],
+}
+"""Options that are not called like their fields, or have a letter too."""
 
 _BY_NAME = Parameter.KEYWORD_ONLY
 
@@ -96,10 +104,8 @@ class Fields:
             usual = _text(field.default)
             shown = False if usual is None else self._shown.format(usual)
             default = None
-        names = []
-        if field.name in NAMES:
-            names = [NAMES[field.name]]
-        elif field.default is False:  # there is no --no-NAME
+        names = [*NAMES.get(field.name, ())]
+        if not names and field.default is False:  # there is no --no-NAME
             names = [f"--{field.name.replace('_', '-')}"]
         note = typer.Option(*names, help=field.text, show_default=shown)
         return Option.of(field.name, field.kind, default, note)

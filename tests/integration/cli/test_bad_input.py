@@ -38,7 +38,7 @@ BAD = {
         ("picture --temperatures 0", "temperatures=0"),
     ],
     "generate": [
-        ("", "no --prompt: expected --prompt"),
+        ("", "no --prompt: expected PROMPT"),
         (
             "--prompt a --prompt-file b",
             "prompt-file='b': expected --prompt or --prompt-file, not both",

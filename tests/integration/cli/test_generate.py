@@ -34,9 +34,9 @@ def test_stream_and_no_stream_print_the_json_text(cli, pair):
     for stream in ("--stream", "--no-stream"):
         result = generate(cli, pair, *options, stream)
         assert result.out == text + "\n"
-        assert re.match(
-            r"\[12 tokens: 1 from the prompt, 11 in (\d+) target forwards? \(\d\.\d\d each\), \d+ "
-            r"tokens/s, length\]\n$",
+        assert re.fullmatch(
+            r"\[(\d+) forwards? wrote 11 tokens \(\d\.\d each\), \d+ tokens/s, plan otbv 3x4, "
+            r"cut off at 12 tokens \(-n, --max-tokens\)\]\n",
             result.err,
         )
 
@@ -45,7 +45,7 @@ def test_a_seed_that_was_not_given_is_told_where_it_repeats_the_text(cli, pair):
     options = ("--prompt", "Hello", "--max-tokens", "12", "--ignore-eos")
     fixed = ("generate", *pair, *options, "--verifier", "gbv")
     first = cli(*fixed)
-    found = re.search(r"length, seed (\d+)\]$", first.err.strip())
+    found = re.search(r", --seed (\d+) repeats it\]$", first.err.strip())
     again = cli(*fixed, "--seed", found[1])
     assert again.out == first.out
     assert "seed" not in again.err
@@ -86,6 +86,21 @@ def test_prompt_comes_from_a_file_or_standard_input(cli, pair, tmp_path, monkeyp
     file.write_bytes("café".encode("latin-1"))
     refused = generate(cli, pair, "--prompt-file", str(file), status=2)
     assert "expected a readable file" in refused.err
+
+
+def test_the_prompt_needs_no_option_and_others_have_a_letter(cli, pair):
+    spelt = generate(cli, pair, "--prompt", "Hello", "--verifier", "otbv", "--temperature", "0.5")
+    short = ("-n", "12", "-t", "0.5", "--seed", "3", "--verifier", "otbv", "-m", *pair[1:])
+    for words in (["Hello"], ["-p", "Hello"]):
+        assert cli("generate", *words, *short).out == spelt.out
+    twice = cli("generate", "Hello", "-p", "Hello", *short, status=2)
+    assert "expected no second prompt" in twice.err
+    assert "expected PROMPT" in cli("generate", *short, status=2).err
+
+
+def test_quiet_prints_the_answer_alone(cli, pair):
+    without_drafter = pair[:2]
+    assert generate(cli, without_drafter, "Hello", "--quiet").err == ""
 
 
 def test_system_and_raw_change_what_the_model_reads(cli, pair):
@@ -197,13 +212,13 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_figures(cli, pair, monkeypatch, ho
         text = told["text"]
     else:
         footer = re.match(
-            r"\[(\d+) tokens: 1 from the prompt, (\d+) in (\d+) target forwards \(1.00 each\), "
-            r"\d+ tokens/s, cancelled\]\n$",
+            r"\[(\d+) forwards wrote (\d+) tokens \(1.0 each\), \d+ tokens/s, plain decoding "
+            r"\(as asked\), interrupted after (\d+) tokens\]\n$",
             cut.err,
         )
         assert footer is not None
-        tokens = int(footer[1])
-        assert tokens - 1 == int(footer[2]) == int(footer[3])
+        tokens = int(footer[3])
+        assert tokens - 1 == int(footer[1]) == int(footer[2])
         text = cut.out.removesuffix("\n")
     assert 5 <= tokens < 200
     assert 0 < len(text) < len(whole)
@@ -216,7 +231,7 @@ def test_a_full_disk_is_one_line(cli, pair, tmp_path):
     result = generate(cli, pair, *fixed, "--trace", str(FULL), status=2)
     assert result.out.strip()  # the answer is not lost
     footer, error = result.err.splitlines()
-    assert footer.startswith("[12 tokens")
+    assert " wrote 11 tokens" in footer
     why = "([Errno 28] No space left on device)"
     assert error == f"eaglegbv: --trace='/dev/full': expected a file to write {why}"
     trace = tmp_path / "trace.json"
