@@ -1,19 +1,18 @@
 """Settings that a user makes once: how to speculate, and how large the engine is."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import prod
 from operator import mul
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
+from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.utils import (
     DRAFT_WIDTH,
     make_numbers_plain,
@@ -66,49 +65,6 @@ EAGLE1_SHAPE: Shape = (
 )
 # fmt: on
 """EAGLE-1's tree of 25 nodes and depth 5 (arXiv 2401.15077, its public code's ``mc_sim_7b_63``)."""
-
-
-_IID, _WOR, _GREEDY = DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY
-
-WIDTHS: Mapping[str, frozenset[DraftSampling]] = MappingProxyType(
-    {
-        "token": frozenset(),
-        "block": frozenset(),
-        "greedy_block": frozenset(),
-        "gbv": frozenset(),
-        "spectr_gbv": frozenset(),
-        "otbv": frozenset({_IID, _GREEDY}),
-        "specinfer": frozenset({_IID, _WOR}),
-        "spectr": frozenset({_IID}),
-        "global_resolution": frozenset({_IID}),
-        "global_resolution_convex": frozenset({_IID}),
-        "global_resolution_max_flow": frozenset({_IID}),
-        "global_resolution_lp": frozenset({_IID}),
-        "traversal": frozenset({_IID, _WOR}),
-        "greedy_draft": frozenset({_GREEDY}),
-        "spechub": frozenset(),
-        "target_only": frozenset({_IID, _WOR, _GREEDY}),
-    }
-)
-"""By rule, the draft samplings of which it takes trees of any widths (:attr:`Plan.widths`).
-
-With its other samplings a rule takes K paths, which fork at the root alone; trees of ``hub`` and
-``fixed`` have shapes of their own, which every rule for them takes. A rule that is not named here
-is somebody's own, and what it takes is for an audit to find out.
-"""
-
-
-def check_widths(verifier: str, draft_sampling: DraftSampling) -> None:
-    """Raise :class:`SamplingMismatch` unless a rule takes sampled trees of any widths."""
-    taken = WIDTHS.get(verifier)
-    if taken is None or draft_sampling in taken:
-        return
-    drawn = str(draft_sampling)
-    able = [name for name, samplings in WIDTHS.items() if draft_sampling in samplings]
-    expected = f"one that takes widths drawn {drawn!r}, not K paths alone: {', '.join(able)}"
-    if taken:
-        expected += f"; {verifier!r} takes those drawn {', '.join(sorted(taken))}"
-    raise SamplingMismatch("verifier", verifier, expected)
 
 
 class Source(StrEnum):
@@ -167,7 +123,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Raises:
         InvalidArgument: A value is out of range; the message says which and what is accepted.
-        SamplingMismatch: The verifier is not lossless on trees of such widths (:data:`WIDTHS`).
     """
 
     verifier: str = "otbv"
@@ -241,10 +196,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if sum(self.level_draws) > MAX_NODES:
             expected = f"at most {MAX_NODES} nodes; here {sum(self.level_draws)}"
             raise InvalidArgument("widths", self.widths, expected)
-        if sampling is not None:
-            check_widths(self.verifier, sampling)
-        elif not WIDTHS.get(self.verifier, True):  # whatever it draws
-            check_widths(self.verifier, DraftSampling.IID)
 
     @classmethod
     def parse(cls, name: str) -> "Plan":

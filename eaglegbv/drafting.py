@@ -1,6 +1,7 @@
-"""The drafters of an engine: its own, if it has one, and lookups in the text itself."""
+"""The drafters of an engine: its own, if it has one, and lookups in the sequence itself."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Drafting:
     """The drafters of an engine, which passes on here all that they must see."""
 
     def __init__(self, drafter: Drafter | None) -> None:
-        """Take the engine's drafter, or None; another one does all lookups."""
+        """``drafter`` may be None; lookups have a drafter of their own."""
         self.drafter = drafter
         # Whether it may begin after positions that it has not run.
         self.skips = drafter is not None and drafter.skips
@@ -73,33 +74,51 @@ class Drafting:
         """
         if self.drafter is None or features is None:
             return
-        shown = [b for b, one in enumerate(outputs) if one.request.drafted and not one.fault]
+        shown = [
+            b for b, output in enumerate(outputs) if output.request.drafted and not output.fault
+        ]
         if not shown:
             return
         if len(features) == len(shown):  # one row for each request, as when none drafted
             parts = features.clone().split(1)
         else:
             firsts = offsets_of(segment.num_new for segment in group.segments)
-            kept = [group.committed(b, outputs[b].nodes) for b in shown]
-            rows = [
-                group.first_token + firsts[b] + place
-                for b, own in zip(shown, kept, strict=True)
-                for place in own
-            ]
+            rows: list[int] = []
+            counts: list[int] = []
+            for b in shown:
+                committed = group.committed(b, outputs[b].nodes)
+                rows += [group.first_token + firsts[b] + row for row in committed]
+                counts.append(len(committed))
             places = upload(rows, dtype=torch.int64, device=features.device)
-            parts = features.index_select(0, places).split([len(own) for own in kept])
+            parts = features.index_select(0, places).split(counts)
         for b, part in zip(shown, parts, strict=True):
             self.drafter.observe(outputs[b].request, part)
 
-    def index(self, requests: Iterable[Request]) -> None:
-        """Index the sequences in which drafts may be looked up."""
+    def end_prefill(
+        self, requests: Sequence[Request], *, can_wait: Callable[[Request], bool]
+    ) -> tuple[int, float]:
+        """Run the drafters over what was prefilled of requests, but for those who ``can_wait``.
+
+        Returns how many positions the drafter had missed, and the seconds that it took to read
+        them. Features that it has not run are copied, so that those of the forward can be freed.
+        """
         self._lookup.catch_up([request for request in requests if request.looks_up])
+        start = time.perf_counter()
+        missed = self._catch_up(
+            [request for request in requests if request.drafted and not can_wait(request)]
+        )
+        seconds = time.perf_counter() - start
+        self.skip(requests)
+        for request in requests:
+            if self.drafter is not None and request.skips:
+                self.drafter.skip(request, keep=_MOST_KEPT)
+        return missed, seconds
 
     def matched(self, request: Request) -> int:
         """Return how many of the last tokens occurred before; see :class:`NgramDrafter`."""
         return self._lookup.matched(request)
 
-    def catch_up(self, requests: Sequence[Request]) -> int:
+    def _catch_up(self, requests: Sequence[Request]) -> int:
         """Run the drafter over the positions it has not run yet, and return their number."""
         if self.drafter is None:
             return 0
@@ -118,12 +137,6 @@ class Drafting:
         for request in requests:
             if self.drafter is not None and request.skips and self.behind(request) > _MOST_KEPT:
                 self.drafter.skip(request, keep=_KEPT)
-
-    def set_aside(self, requests: Iterable[Request]) -> None:
-        """Copy features that are not yet run, so that those of the forward can be freed."""
-        for request in requests:
-            if self.drafter is not None and request.skips:
-                self.drafter.skip(request, keep=_MOST_KEPT)
 
     def shareable(self, request: Request) -> int | None:
         """Return how many leading positions are final in the drafter; None if it has none."""

@@ -381,8 +381,12 @@ class Engine:
         slots = self._target.allocator.num_slots - request.context
         # This follows from the sequence's length alone. Layers of earlier steps end before the last
         # token of the context, the only one for which nothing is drafted.
-        depths = range(min(plan.depth, context - request.length - 1), 0, -1)
-        return next((own for own in map(plan.up_to, depths) if own.tree_slots <= slots), PLAIN)
+        deepest = min(plan.depth, context - request.length - 1)
+        for depth in range(deepest, 0, -1):
+            shorter = plan.up_to(depth)
+            if shorter.tree_slots <= slots:
+                return shorter
+        return PLAIN
 
     def _draft(self, requests: Sequence[Request]) -> list[Group]:
         """Draft a tree for each request, those of one plan together; plain decoding has a root."""
@@ -469,17 +473,11 @@ class Engine:
         """Run the drafters over what was prefilled, where that pays at present, and share it."""
         running = [chunk.request for chunk in batch.prefilling if not chunk.request.finished]
         with watch.phase(Phase.PREFILL):
-            self._drafting.index(running)
-        with watch.phase(Phase.PREFILL):
-            missed = self._drafting.catch_up(
-                [request for request in running if request.drafted and not self._can_wait(request)]
-            )
-            self._drafting.skip(running)
-            self._drafting.set_aside(running)
+            missed, seconds = self._drafting.end_prefill(running, can_wait=self._can_wait)
             for request in running:
                 if not request.to_prefill:
                     _share(self._cache, self._drafting, request)
-        self._planner.observe_reading(missed, watch.spans[-1].seconds)
+        self._planner.observe_reading(missed, seconds)
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the drafter may run over a prefill when somebody drafts."""

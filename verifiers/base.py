@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.config import DraftSampling, check_widths
+from eaglegbv.config import DraftSampling
 from eaglegbv.devices import entry_at, first_true, send
 from eaglegbv.errors import InvalidProbabilities, SamplingMismatch, one_of
 from eaglegbv.rng import Purpose, RequestRng
@@ -89,6 +89,10 @@ class Rule(ABC):
     draft_samplings: ClassVar[frozenset[DraftSampling]]  # draft samplings the rule is lossless for
     default_sampling: ClassVar[DraftSampling] = DraftSampling.IID
     """How to draft when the user does not say."""
+    any_widths: ClassVar[frozenset[DraftSampling] | None] = None
+    """Of these, those of which it takes trees of any widths (:attr:`Plan.widths`), where others are
+    K paths that fork at the root alone. None says nothing: an audit finds out. Trees of ``hub`` and
+    ``fixed`` have shapes of their own, which every rule for them takes."""
     max_paths: ClassVar[int | None] = None  # most paths the rule can use; `None` for any number
 
     def fitting_paths(self, paths: int) -> int:
@@ -105,10 +109,13 @@ class Rule(ABC):
         if draft_sampling not in self.draft_samplings:
             expected = f"{one_of(sorted(self.draft_samplings))} for verifier {self.name!r}"
             raise SamplingMismatch("draft_sampling", str(draft_sampling), expected)
+        shaped = draft_sampling in (DraftSampling.FIXED, DraftSampling.HUB)
+        taken = self.any_widths
+        if not columns and not shaped and taken is not None and draft_sampling not in taken:
+            expected = f"one that takes widths drawn {str(draft_sampling)!r}, not K paths alone"
+            raise SamplingMismatch("verifier", self.name, expected)
         if self.max_paths is not None and paths > self.max_paths:
             raise SamplingMismatch("paths", paths, f"at most {self.max_paths} for {self.name!r}")
-        if not columns and draft_sampling not in (DraftSampling.FIXED, DraftSampling.HUB):
-            check_widths(self.name, draft_sampling)
 
 
 class Verifier(Rule):
@@ -192,9 +199,9 @@ def find_faults(tree: DraftTree, target: TargetProbs) -> Tensor:
     sound = ((probs.sum(dim=2) - 1).abs() <= TOLERANCE) & (probs.amin(dim=2) >= 0)
     possible_ids = rows_at(torch.where(probs > 0, tree.draft_ids, -1), tree.parents)
     possible = (possible_ids == tree.token_ids.unsqueeze(2)).any(dim=2)
-    needed = torch.stack((sound.gather(1, tree.parents), possible), dim=1)
-    # Greater than, of truth values: drafted but not sound, drafted but not possible.
-    broken, impossible = (drafted_nodes(tree).unsqueeze(1) > needed).any(dim=2).unbind(1)
+    drafted = drafted_nodes(tree)
+    broken = (drafted & ~sound.gather(1, tree.parents)).any(dim=1)
+    impossible = (drafted & ~possible).any(dim=1)
     faults = torch.add(faults, broken, alpha=int(Fault.DRAFT_NOT_NORMALISED))
     return torch.add(faults, impossible, alpha=int(Fault.IMPOSSIBLE_DRAFT))
 

@@ -110,6 +110,7 @@ class BlockVerifier(BlockRule):
 
     name = "block"
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset()
     max_paths = 1
 
     def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002

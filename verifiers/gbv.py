@@ -86,6 +86,7 @@ class GbvVerifier(BlockRule):
 
     name = "gbv"
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset()
 
     def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:  # noqa: ARG002
         """Return the best path, with the distributions that being the best gives it."""

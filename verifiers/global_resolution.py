@@ -144,6 +144,7 @@ class GlobalResolutionVerifier(Verifier):
 
     name = "global_resolution"
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset({DraftSampling.IID})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge independent drafts; a child is tested by the number of its first draw."""
@@ -157,6 +158,7 @@ class HostSolver(Verifier):
     """Global resolution by a solver that runs on the host, for comparison only: O(W^n) a node."""
 
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset({DraftSampling.IID})
     solver: ClassVar[Solver]
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:

@@ -153,6 +153,7 @@ class GreedyBlockVerifier(StatefulVerifier):
 
     name = "greedy_block"
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset()
     max_paths: ClassVar[int | None] = 1
 
     def verify(

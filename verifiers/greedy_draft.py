@@ -74,6 +74,7 @@ class GreedyDraftVerifier(Verifier):
 
     name = "greedy_draft"
     draft_samplings = frozenset({DraftSampling.GREEDY})
+    any_widths = frozenset({DraftSampling.GREEDY})
     default_sampling = DraftSampling.GREEDY
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:

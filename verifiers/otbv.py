@@ -112,6 +112,7 @@ class OtbvVerifier(BlockRule):
 
     name = "otbv"
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.GREEDY, DraftSampling.FIXED})
+    any_widths = frozenset({DraftSampling.IID, DraftSampling.GREEDY})
 
     def path(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> DraftedPath:
         """Return the selected path, with the distributions of the selections."""

@@ -66,6 +66,7 @@ class SpecHubVerifier(Verifier):
 
     name = "spechub"
     draft_samplings = frozenset({DraftSampling.HUB})
+    any_widths = frozenset()
     default_sampling = DraftSampling.HUB
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:

@@ -49,6 +49,7 @@ class SpecInferVerifier(Verifier):
 
     name = "specinfer"
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.WOR})
+    any_widths = frozenset({DraftSampling.IID, DraftSampling.WOR})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with (``iid``) or without (``wor``) replacement."""

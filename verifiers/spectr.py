@@ -72,6 +72,7 @@ class SpecTrVerifier(Verifier):
 
     name = "spectr"
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset({DraftSampling.IID})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of independent paths."""

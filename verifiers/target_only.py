@@ -38,6 +38,7 @@ class TargetOnlyVerifier(Verifier):
 
     name = "target_only"
     draft_samplings = frozenset(DraftSampling)
+    any_widths = frozenset({DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY})
     default_sampling = DraftSampling.FIXED
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:

@@ -29,6 +29,7 @@ class TokenVerifier(Verifier):
 
     name = "token"
     draft_samplings = frozenset({DraftSampling.IID})
+    any_widths = frozenset()
     max_paths = 1
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:

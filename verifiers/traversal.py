@@ -96,6 +96,7 @@ class TraversalVerifier(Verifier):
 
     name = "traversal"
     draft_samplings = frozenset({DraftSampling.IID, DraftSampling.WOR})
+    any_widths = frozenset({DraftSampling.IID, DraftSampling.WOR})
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with or without replacement; node i uses acceptance number i - 1."""

@@ -294,11 +294,6 @@ def test_widths_say_how_large_a_tree_is() -> None:
         ({"widths": (3, 2), "draft_sampling": "fixed"}, "'fixed' says what is drawn"),
         ({"widths": (3, 2), "source": "lookup"}, "where drafts are looked up"),
         ({"widths": (3, 2), "verifier": "none"}, "widths=.*'none', which drafts nothing"),
-        ({"widths": (3, 2), "verifier": "gbv"}, "verifier='gbv'.*K paths alone: otbv, specinfer"),
-        (
-            {"widths": (3, 2), "verifier": "traversal", "draft_sampling": "greedy"},
-            "verifier='traversal'.*drawn 'greedy'.*otbv.*'traversal' takes those drawn iid, wor",
-        ),
     ],
 )
 def test_widths_that_do_not_fit_are_refused_with_the_reason(settings, message) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eaglegbv.config import WIDTHS
-from eaglegbv.verifiers.registry import ALL_VERIFIERS
+from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
 QUICK = ("--vocab", "2", "--instances", "3")
@@ -40,8 +39,9 @@ def test_widths_are_audited_for_the_rules_that_take_them(cli):
     result = cli("audit", *options)
     found = [json.loads(line) for line in result.out.splitlines()]
     rules = {(one["verifier"], one["draft_sampling"]) for one in found}
-    assert rules >= {(name, str(own)) for name, samplings in WIDTHS.items() for own in samplings}
-    assert rules.isdisjoint((name, "iid") for name, samplings in WIDTHS.items() if not samplings)
+    widths = {name: ALL_VERIFIERS[name].any_widths or () for name in REFERENCES}
+    assert rules >= {(name, str(own)) for name, samplings in widths.items() for own in samplings}
+    assert rules.isdisjoint((name, "iid") for name, samplings in widths.items() if not samplings)
     assert "gbv on iid is left out" in result.err
     assert all(one["max_abs_error"] <= 1e-12 and one["widths"] == "1x2" for one in found)
     readable = cli("audit", "--verifier", "otbv", "--widths", "1x2", *QUICK)

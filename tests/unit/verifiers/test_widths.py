@@ -11,10 +11,12 @@ from support.batched_trees import build_batch, outcomes, random_trees, reference
 from support.grown_trees import grown, prefixes
 from support.tables import Model, Shape, max_error, problem
 
-from eaglegbv.config import WIDTHS, Plan
+from eaglegbv.config import Plan
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
+from eaglegbv.verification import check_plan
 from eaglegbv.verifiers.otbv import otbv
 from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs, inverse_cdf
 from eaglegbv.verifiers.proof.enumeration import completed, draft, stateless, target_joint
@@ -26,6 +28,7 @@ from eaglegbv.verifiers.stateful import ModifiedTarget
 
 IID, WOR, GREEDY = DraftSampling.IID, DraftSampling.WOR, DraftSampling.GREEDY
 TOLERANCE, CAUGHT = 1e-12, 1e-3
+WIDTHS = {name: ALL_VERIFIERS[name].any_widths or frozenset() for name in REFERENCES}
 TAKEN = [(name, own) for name, samplings in WIDTHS.items() for own in sorted(samplings)]
 REFUSED = sorted(name for name, samplings in WIDTHS.items() if not samplings)
 
@@ -52,10 +55,11 @@ def test_widths_by_depth_are_lossless(name: str, draft_sampling: DraftSampling) 
             assert max_error(REFERENCES[name], [stopping], total) < TOLERANCE, (shape, kind)
 
 
-def test_the_table_of_widths_has_every_rule_and_no_sampling_that_a_rule_refuses() -> None:
-    assert set(WIDTHS) == set(ALL_VERIFIERS)
-    for name, samplings in WIDTHS.items():
-        assert samplings <= ALL_VERIFIERS[name].draft_samplings
+def test_every_rule_says_which_widths_it_takes_and_none_of_a_sampling_that_it_refuses() -> None:
+    for rule in map(ALL_VERIFIERS.__getitem__, REFERENCES):
+        assert rule.any_widths is not None
+        assert rule.any_widths <= rule.draft_samplings
+    assert dict(TAKEN).keys() >= {"otbv", "specinfer", "traversal", "target_only"}
 
 
 def test_rules_of_paths_would_be_wrong_on_widths() -> None:
@@ -69,8 +73,9 @@ def test_rules_of_paths_would_be_wrong_on_widths() -> None:
 def test_rules_of_paths_refuse_widths(name: str) -> None:
     sampling = ALL_VERIFIERS[name].default_sampling
     if sampling is IID:
+        plan = Plan(verifier=name, widths=(1, 2))
         with pytest.raises(SamplingMismatch, match=f"verifier='{name}'.*widths.*K paths"):
-            Plan(verifier=name, widths=(1, 2))
+            check_plan(plan, TabularDrafter)
     rng = np.random.default_rng(0)
     batch = build_batch(random_trees(IID, rng, 4, shaped(3, 1, 2)), 3, rng)
     if name in {"gbv", "block", "token"}:
