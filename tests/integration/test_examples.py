@@ -6,13 +6,20 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from support.cli import process
 from support.cli import run as cli
+from support.drafting import random_table
+from support.g_test import g_test, joint_probs
+from torch import Tensor
 from typer.main import get_command
 
 from eaglegbv.cli.train import app
+from eaglegbv.rng import RequestRng
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -67,9 +74,50 @@ def test_my_drafter():
     assert (ROOT / "examples" / "my_drafter.py").read_text("utf-8") in page
 
 
+def test_one_screen(saved_pair, capsys, monkeypatch):
+    target, _ = saved_pair
+    arguments = ["--model", str(target), "--layers", "1", "--steps", "3"]
+    monkeypatch.setattr("sys.argv", ["one_screen.py", *arguments])
+    runpy.run_path(str(ROOT / "examples" / "one_screen.py"), run_name="__main__")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"-- \d\.\d\d tokens a target forward", last)
+
+
+class Bigrams:
+    """A model of transformers as far as the loop looks at one: logits by the last token."""
+
+    def __init__(self, seed: int) -> None:
+        self.table = random_table(3, seed=seed)
+
+    def __call__(self, tokens: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table[tokens])
+
+
+@pytest.mark.parametrize("drafter", [Bigrams(2), Bigrams(1)], ids=["another", "the target"])
+def test_the_loop_on_one_screen_follows_the_target(drafter):
+    """Of three tokens; at least one step each, so that corrections and bonus tokens both occur."""
+    step = runpy.run_path(str(ROOT / "examples" / "one_screen.py"))["step"]
+    target, prompt = Bigrams(1), [2, 0]
+    cells: list[int] = []
+    for seed in range(1_500):
+        sequence, number = torch.tensor(prompt), 0
+        while len(sequence) < len(prompt) + 3:
+            sequence = step(target, drafter, sequence, RequestRng(seed), number)
+            number += 1
+        first, second, third = sequence[len(prompt) : len(prompt) + 3].tolist()
+        cells.append(9 * first + 3 * second + third)
+
+    def next_probs(prefixes: list[list[int]]) -> np.ndarray:
+        logits = torch.stack([target.table[prefix[-1]] for prefix in prefixes])
+        return logits.double().softmax(dim=1).numpy()
+
+    assert g_test(cells, joint_probs(next_probs, prompt, 3)).p_value > 1e-4
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 40
+    longest = 75 if path.name == "one_screen.py" else 40
+    assert len(path.read_text(encoding="utf-8").splitlines()) < longest
     assert path.name in Path(__file__).read_text(encoding="utf-8")
 
 
