@@ -394,6 +394,7 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     Every choice gives the text the same distribution; speed differs. As the choice depends on
     measured times, the same seed need not give the same text twice (at temperature 0 it does).
+    Where nobody names a plan, :class:`DefaultPlan` takes care of that.
 
     Attributes:
         verifier: Verifier of all plans; a stateless one that takes sampled paths.
@@ -455,6 +456,27 @@ class AutoPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         depths = _up_to(_LOOKUP_DEPTHS, self.lookup_depth) if self.lookup_depth else ()
         look = partial(Plan, verifier=self.verifier, paths=1, source=Source.LOOKUP)
         return tuple(look(depth=depth) for depth in depths)
+
+
+class DefaultPlan(AutoPlan, frozen=True, kw_only=True, dict=True):
+    """The engine's own choice where nobody names a plan: a seed reproduces its text.
+
+    Requests with a seed follow one plan, which neither load nor measured times change.
+    """
+
+    @cached_property
+    def seeded(self) -> Plan:
+        """The plan of sampled requests with a seed: one path of four tokens, judged as a block.
+
+        That is what the default verifier makes of one path; it judges drafts of any kind.
+        """
+        return Plan(
+            verifier=self.verifier,
+            paths=1,
+            depth=4,
+            draft_width=self.draft_width,
+            draft_temperature=self.draft_temperature,
+        )
 
 
 def _up_to(grid: tuple[int, ...], largest: int) -> list[int]:
@@ -522,7 +544,7 @@ class PlanChoices:
         tree = (self.verifier, self.paths, self.depth, self.draft_sampling, self.widths)
         if tree != (None,) * 5:
             return self.plan()
-        return AutoPlan(draft_width=self.draft_width, draft_temperature=self.draft_temperature)
+        return DefaultPlan(draft_width=self.draft_width, draft_temperature=self.draft_temperature)
 
     def give_way_to(self, plan: Planning | str) -> Planning:
         """Return the planning that a user's ``plan`` stands for; InvalidArgument beside others."""

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, Plan, Planning, plan_name, plans_of
+from eaglegbv.config import (
+    PLAIN,
+    AutoPlan,
+    DefaultPlan,
+    EngineConfig,
+    Plan,
+    Planning,
+    plan_name,
+    plans_of,
+)
 from eaglegbv.devices import torch_as_usual
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
@@ -46,7 +55,7 @@ from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.token_rules import TokenRules
 from eaglegbv.tree import DraftTree
-from eaglegbv.utils import plain_numbers, require_integer
+from eaglegbv.utils import log_once, plain_numbers, require_integer
 from eaglegbv.verification import (
     Verification,
     VerifyOutput,
@@ -57,6 +66,8 @@ from eaglegbv.verification import (
 from eaglegbv.verifiers.base import fault_error
 
 _log = logging.getLogger(__name__)
+
+_UNREPEATABLE = "automatic plans were asked for: a seed need not give the same text twice"
 
 
 class Engine:
@@ -87,9 +98,7 @@ class Engine:
         """
         self._target = target
         self._tokenizer = tokenizer
-        self._grammars = Grammars(
-            tokenizer, vocab=target.vocab_size, eos_token_ids=target.eos_token_ids
-        )
+        self._grammars = Grammars(tokenizer, vocab=target.vocab_size, eos_token_ids=self._ends)
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._kv = KVSlots(target.allocator, self._cache)
@@ -111,6 +120,11 @@ class Engine:
         self._leaving: list[Request] = []
         self.metrics = EngineMetrics()
         self._observers: list[tuple[StepObserver, bool]] = []
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """Tokens that end texts; those of the tokenizer where the model names none."""
+        return self._target.eos_token_ids or _ends_of(self._tokenizer)
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +156,8 @@ class Engine:
             plan: How it speculates, or limits within which the engine chooses step by step. In the
                 latter case its random numbers derive from its running number too: the choice of a
                 plan looks at what became of other requests' drafts, and these must be independent
-                of its own even if the user gives both the same seed.
+                of its own even if the user gives both the same seed. A :class:`DefaultPlan` gives
+                sampled requests with a seed a fixed plan.
             priority: Lower numbers are served first; equal ones in order of arrival.
 
         Raises:
@@ -151,6 +166,12 @@ class Engine:
             SamplingMismatch: The plan's verifier is not lossless for its draft sampling.
         """
         self.check_plan(plan)
+        if isinstance(plan, AutoPlan) and params.seed is not None and not params.greedy:
+            if isinstance(plan, DefaultPlan):
+                plan = plan.seeded
+                self.check_plan(plan)
+            else:
+                log_once(_log, logging.WARNING, _UNREPEATABLE)
         check_priority(priority)
         if params.n != 1:
             raise InvalidArgument("n", params.n, "1: a request is one answer, see params.copies()")
@@ -161,7 +182,7 @@ class Engine:
         rules = TokenRules.of(
             params,
             vocab=self._target.vocab_size,
-            eos_token_ids=self._target.eos_token_ids,
+            eos_token_ids=self._ends,
             tokenizer=self._tokenizer,
             grammar=self._grammars.of(params),
         )
@@ -174,7 +195,7 @@ class Engine:
         drafted = any(p.asks_drafter for p in plans)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            ends |= self._target.eos_token_ids
+            ends |= self._ends
         request = Request(
             number=number,
             prompt_ids=tuple(prompt_ids),
@@ -585,6 +606,8 @@ class Engine:
             if not 0 <= token < vocab:
                 raise InvalidArgument("prompt", token, f"token ids in [0, {vocab})")
         room = self._target.max_context - len(prompt_ids)
+        if params.prompt_logprobs is not None and room == 0:
+            room = 1  # a text may fill the context that is scored: what follows it is never read
         if room < 1:
             expected = f"at most {self._target.max_context - 1} tokens, by the model's context"
             raise InvalidArgument("prompt", f"{len(prompt_ids)} tokens", expected)
@@ -593,6 +616,12 @@ class Engine:
         # At least 1: a prompt that the pool has no room for is refused by the scheduler.
         slots = self._target.allocator.num_slots
         return min(room, max(1, slots - len(prompt_ids) - least_slots))
+
+
+def _ends_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Return what ends the texts of a model that names no end itself: the tokenizer's end."""
+    end = None if tokenizer is None else tokenizer.eos_token_id
+    return frozenset() if end is None else frozenset((end,))
 
 
 def check_priority(priority: int) -> None:

@@ -4,6 +4,7 @@ A place in a text has a state of its own, so drafted paths need no rollback. Sta
 the text: those that drafting met are found again when its tree is verified.
 """
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
@@ -24,6 +25,10 @@ Text: TypeAlias = tuple[int, ...]  # the tokens generated before a place, on its
 Mask: TypeAlias = NDArray[np.int32]  # a bit for each token of the vocabulary, the lowest first
 
 _PACKAGE = "llguidance"
+
+_WHITESPACE = r"( |\r?\n( {0,16}|\t{0,4}))?"
+"""Between two parts of JSON: a space, or a line's end and an indentation. llguidance's own pattern
+has no bound, and some models write whitespace until their tokens are used up."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +68,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         readers: Mapping[str, Callable[[str], str]] = {
-            "json_schema": LLMatcher.grammar_from_json_schema,
+            "json_schema": _read_json_schema,
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
@@ -87,6 +92,22 @@ class Grammars:
                 self._tokenizer, n_vocab=self._vocab, eos_token=self._ends or None
             )
         return self._spellings
+
+
+def _read_json_schema(source: str) -> str:
+    """Return the grammar of JSON by a schema; its own ``x-guidance`` may ask for other whitespace.
+
+    Raises:
+        ValueError: It is no JSON, or no schema.
+    """
+    from llguidance import LLMatcher
+
+    schema = json.loads(source)
+    if schema is True:  # any JSON; llguidance takes no options beside it
+        source = "{}"
+    elif isinstance(schema, dict) and "whitespace" in str(schema.get("x-guidance")):
+        return LLMatcher.grammar_from_json_schema(source)
+    return LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _WHITESPACE})
 
 
 class Grammar:

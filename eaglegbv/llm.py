@@ -624,6 +624,11 @@ class LLM(TextGenerator):
         """Forget the texts that were read so far: the next prompt is read from its beginning."""
         self._serving.call(Engine.reset_prefix_cache)
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.pair.target.max_context
+
     def check_health(self) -> None:
         """Raise EagleGBVError if it takes no requests any more: it was closed, or has broken."""
         self._serving.check()
@@ -646,7 +651,7 @@ class LLM(TextGenerator):
         cache = CostCache.of(
             shape_of(self.model_name),
             shape_of(self.drafter_name),
-            self.plan,
+            AutoPlan(**msgspec.structs.asdict(self.plan)),  # whoever named it, or nobody
             compile_backend,
             config.cuda_graphs,
             device=self.device,

@@ -17,7 +17,8 @@ class Logprob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         logprob: Natural logarithm of its probability; -inf where that is 0.
         rank: Its place among all tokens, the most likely first, from 1.
-        decoded_token: Its text alone.
+        decoded_token: The text that it adds to the text before it. The last of the tokens that a
+            character takes adds it; a part of another shows as U+FFFD.
     """
 
     logprob: float

@@ -4,6 +4,7 @@ An engine's counters and gauges follow the conventions of Prometheus.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ class RequestMetrics(msgspec.Struct):
     # Tokens served from the prefix cache instead of being prefilled; after a pre-emption, also
     # tokens of the answer.
     cached_tokens: int = 0
+    queue_seconds: float = 0.0  # from its arrival to the beginning of its first step
     preemptions: int = 0  # how often the request was pre-empted
     target_forwards: int = 0  # decoding forwards of the target this request took part in
     committed_tokens: int = 0  # tokens those forwards committed (accepted, corrections and bonuses)
@@ -228,6 +230,9 @@ class RequestMetrics(msgspec.Struct):
     offered_by_depth: list[int] = msgspec.field(default_factory=list)
     # Entry d - 1 is the number of forwards that accepted a node at depth d.
     accepted_by_depth: list[int] = msgspec.field(default_factory=list)
+    # Of each verification of drafts in turn: accepted tokens, and nodes of the tree.
+    accepted_by_step: list[int] = msgspec.field(default_factory=list)
+    drafted_by_step: list[int] = msgspec.field(default_factory=list)
     # Decoding forwards by plan, such as `{"otbv 3x4": 20, "none": 2}`.
     plans: dict[str, int] = msgspec.field(default_factory=dict)
     # Wall time by phase. A batch's time is shared among its requests: that of forwards that also
@@ -244,6 +249,17 @@ class RequestMetrics(msgspec.Struct):
     def block_efficiency(self) -> float:
         """Committed tokens per target forward: acceptance length + 1, except for cut texts."""
         return self.committed_tokens / max(1, self.target_forwards)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a verification, as load generators count: 1 + accepted drafts / verifications."""
+        return 1 + sum(self.accepted_by_step) / max(1, len(self.accepted_by_step))
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Entry n is the number of verifications that accepted n drafts, up to the depth."""
+        counts = Counter(self.accepted_by_step)
+        return [counts[accepted] for accepted in range(len(self.offered_by_depth) + 1)]
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -265,6 +281,9 @@ class RequestMetrics(msgspec.Struct):
         self.committed_tokens += committed
         self.accepted_tokens += accepted
         self.drafted_nodes += nodes
+        if offered:
+            self.accepted_by_step.append(accepted)
+            self.drafted_by_step.append(nodes)
         grow = offered - len(self.offered_by_depth)
         self.offered_by_depth += [0] * grow
         self.accepted_by_depth += [0] * grow

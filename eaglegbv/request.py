@@ -146,6 +146,11 @@ class Request:
         return bool(self.token_ids)
 
     @property
+    def begun(self) -> bool:
+        """Whether a step has read some of it."""
+        return self.prefilled or self.context > 0
+
+    @property
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.finish_reason is not None

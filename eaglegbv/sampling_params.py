@@ -52,10 +52,12 @@ class SamplingParams(
         stop: Strings that end the text; the text is cut before the first of them.
         stop_token_ids: Token ids that end the text, besides the model's end-of-sequence tokens. The
             one that does is the last of ``token_ids``, and its text is left out.
-        seed: Seed of this request. Under a fixed plan the same seed gives the same tokens whatever
-            else runs. Where the engine chooses plans, as ``LLM()`` does, each request mixes in its
-            running number, and a seed need not reproduce a text; its distribution is the same.
-            ``None`` derives one from the engine's seed and the request's number.
+        seed: Seed of this request. The same seed gives the same tokens, whatever else runs and
+            after a restart, up to rounding (docs/engine.md): under a fixed plan, and where no plan
+            is named, as such a request then follows a fixed one (one path of four tokens, judged as
+            a block). ``plan="auto"`` by name mixes in the request's running number, and a seed need
+            not reproduce a text; its distribution is the same. ``None`` derives one from the
+            engine's seed and the request's number.
         n: Number of answers to the prompt. The first has the ``seed``, others derive theirs of it.
         ignore_eos: Go on past end-of-sequence tokens.
         repetition_penalty: Divides positive and multiplies negative logits of every token that

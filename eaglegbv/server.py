@@ -2,28 +2,60 @@
 
 import asyncio
 import hmac
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
+from eaglegbv import __version__
 from eaglegbv import openai_api as api
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 from eaglegbv.llm import LLM
-from eaglegbv.text import Completion, is_one
+from eaglegbv.request import FinishReason
+from eaglegbv.text import Completion, Delta, TokenTexts, is_one
 
 try:
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+
+    from eaglegbv.server_metrics import ServerMetrics, Timing
 except ImportError as missing:
-    raise NotInstalled("starlette", "serve") from missing
+    raise NotInstalled("starlette, or prometheus_client,", "serve") from missing
 
 Value = TypeVar("Value")
+
+WARNING = "X-Eaglegbv-Warning"
+"""Header of a response that says what of a request was not heeded."""
+
+_log = logging.getLogger(__name__)
+
+
+class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to ``/tokenize``: text, or messages as of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool = False
+
+
+class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
 
 
 @dataclass(slots=True)
@@ -34,23 +66,51 @@ class Server:
     name: str  # what clients call the model
     key: str | None  # what clients must know, or None
     limit: int  # most answers that are computed or wait at once
+    origins: Sequence[str] = ("*",)  # pages of which a browser may ask
+    spec_metrics: str | None = None  # vLLM's record of speculation: summary, detailed or None
     unfinished: int = 0  # answers that are computed or wait
+    started: float = field(default_factory=time.time)  # seconds of the clock
+    texts: TokenTexts = field(init=False)
+    metrics: ServerMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.llm.tokenizer)
+        self.metrics = ServerMetrics(self.name, self.llm.metrics)
 
     def app(self) -> Starlette:
         """Return the application."""
+        calls = {
+            "POST /v1/completions": self.complete,
+            "POST /v1/chat/completions": self.chat,
+            "GET /v1/models": self.models,
+            "GET /v1/models/{name:path}": self.model,
+            "POST /tokenize": self.tokenize,
+            "POST /detokenize": self.detokenize,
+            "GET /version": self.version,
+            "GET /health": self.health,
+            "GET /metrics": self.exposition,
+        }
         routes = [
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
+            Route(name.partition(" ")[2], call, methods=[name.partition(" ")[0]])
+            for name, call in calls.items()
         ]
-        errors = {Refused: _refused, EagleGBVError: _refused}
-        return Starlette(routes=routes, exception_handlers=errors, lifespan=self._lifespan)
+        errors = {HTTPException: _refused, EagleGBVError: _refused, Exception: _refused}
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[WARNING],
+        )
+        return Starlette(
+            routes=routes, exception_handlers=errors, lifespan=self._lifespan, middleware=[cors]
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        reporting = asyncio.create_task(self.metrics.report())
         yield
+        reporting.cancel()
         await asyncio.to_thread(self.llm.close)
 
     async def complete(self, request: Request) -> Response:
@@ -64,8 +124,55 @@ class Server:
     async def models(self, request: Request) -> Response:
         """Answer ``/v1/models``."""
         self._check_key(request)
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "eaglegbv"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Answer ``/v1/models/NAME``."""
+        self._check_key(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": int(self.started),
+            "owned_by": "eaglegbv",
+            "root": self.llm.model_name,
+            "max_model_len": self.llm.max_model_len,
+        }
+
+    async def tokenize(self, http: Request) -> Response:
+        """Answer ``/tokenize``."""
+        asked = await self._read(http, Tokenize)
+        tokenizer = self.llm.tokenizer
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidArgument("prompt", asked.prompt, "text, or messages instead")
+        if asked.prompt is not None:
+            ids = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        else:
+            names = ("messages", "tools", "add_generation_prompt")
+            ids = self.llm.encode({name: getattr(asked, name) for name in names})
+        pieces = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        told = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
+        return JSONResponse({**told, "token_strs": pieces})
+
+    async def detokenize(self, http: Request) -> Response:
+        """Answer ``/detokenize``."""
+        asked = await self._read(http, Detokenize)
+        return JSONResponse({"prompt": self.llm.decode(asked.tokens)})
+
+    async def _read(self, http: Request, kind: type[Value]) -> Value:
+        self._check_key(http)
+        fields = api.read_json(await http.body())
+        self._check_model(fields.get("model"))
+        return api.convert(
+            {name: value for name, value in fields.items() if value is not None}, kind
+        )
+
+    async def version(self, _: Request) -> Response:
+        """Answer ``/version``."""
+        return JSONResponse({"version": __version__})
 
     async def health(self, _: Request) -> Response:
         """Answer ``/health``: whether the engine takes requests."""
@@ -75,61 +182,82 @@ class Server:
             raise Refused(503, str(error), kind="server_error") from error
         return JSONResponse({"status": "ok", "unfinished": self.unfinished})
 
-    async def metrics(self, _: Request) -> Response:
+    async def exposition(self, _: Request) -> Response:
         """Answer ``/metrics``, in Prometheus' format."""
-        return PlainTextResponse(self.llm.metrics.exposition(), media_type=_METRICS)
+        return Response(*self.metrics.exposition())
 
     async def _answer(self, http: Request, kind: type[api.Request]) -> Response:
         self._check_key(http)
-        request = kind.of(await http.body(), self.llm.sampling_defaults)
-        if request.model not in (None, self.name):
-            raise Refused(404, f"no model {request.model!r}, only {self.name!r}", "model")
-        name = f"{request.KIND.partition('.')[0]}-{uuid.uuid4().hex}"
+        asked = api.read_request(kind, await http.body(), self.llm.sampling_defaults)
+        request = asked.request
+        self._check_model(request.model)
+        headers = {WARNING: "; ".join(asked.warnings)} if asked.warnings else None
+        if headers is not None:
+            _log.warning("%s", headers[WARNING])
+        fingerprint = f"eaglegbv-{__version__}"
+        answers = api.Answers.new(request, self.name, self.texts, fingerprint, self.spec_metrics)
         if request.stream:
             # The first piece comes before the head of the response: what is refused has a status.
-            events = self._events(request, name)
+            events = self._events(asked, answers)
             first = await _unless_gone(http, anext(events))
-            return StreamingResponse(_resumed(first, events), media_type="text/event-stream")
-        with self._counted(request):
-            answers = self.llm.generate_async(request.prompts, request.sampling)
-            answered = await _unless_gone(http, answers)
-        prompts = answered if isinstance(answered, list) else [answered]
-        for prompt in prompts:
-            for choice in prompt.choices:
-                _check_end(choice)
-        return JSONResponse(api.answer(request, prompts, name, self.name, self.llm.decode))
+            return StreamingResponse(
+                _resumed(first, events), headers=headers, media_type="text/event-stream"
+            )
+        prompts = await _unless_gone(http, self._completions(asked))
+        return JSONResponse(answers.whole(prompts), headers=headers)
 
-    async def _events(self, request: api.Request, name: str) -> AsyncGenerator[bytes, None]:
+    async def _completions(self, asked: api.Asked) -> list[Completion]:
+        """Return each prompt's first answer with its others."""
+        ended: dict[int, Completion] = {}
+        async with aclosing(self._pieces(asked)) as pieces:
+            async for piece in pieces:
+                if piece.completion is not None:
+                    ended[piece.index] = piece.completion
+        return _by_prompt(ended, asked)
+
+    async def _pieces(self, asked: api.Asked) -> AsyncGenerator[Delta, None]:
+        """Yield pieces of all answers, counted and timed; raise if one has not ended well."""
+        timings: dict[int, Timing] = {}
+        begin = time.perf_counter()
+        answers = self.llm.stream_async(asked.request.prompts, asked.sampling)
+        with self._counted(asked):
+            async with aclosing(answers) as pieces:
+                async for piece in pieces:
+                    timing = timings.setdefault(piece.index, self.metrics.timing(begin))
+                    timing.observe(len(piece.token_ids), piece.completion)
+                    if piece.completion is not None:
+                        _check_end(piece.completion)
+                    yield piece
+
+    async def _events(self, asked: api.Asked, answers: api.Answers) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed answer; one that breaks off ends by an error event."""
-        begun: set[int] = set()
+        choices: dict[int, api.StreamedChoice] = {}
         ended: dict[int, Completion] = {}
         try:
-            answers = self.llm.stream_async(request.prompts, request.sampling)
-            with self._counted(request):
-                async with aclosing(answers) as pieces:
-                    async for piece in pieces:
-                        if piece.completion is not None:
-                            _check_end(piece.completion)
-                            ended[piece.index] = piece.completion
-                        if piece.index not in begun:
-                            begun.add(piece.index)
-                            yield _events_of(api.first_chunk(request, piece.index, name, self.name))
-                        yield _events_of(api.chunk(request, piece, name, self.name))
-        except EagleGBVError as error:
-            if not begun:
+            async with aclosing(self._pieces(asked)) as pieces:
+                async for piece in pieces:
+                    if piece.completion is not None:
+                        ended[piece.index] = piece.completion
+                    if piece.index not in choices:
+                        choices[piece.index] = api.StreamedChoice(answers, piece.index)
+                    for chunk in choices[piece.index].chunks(piece):
+                        yield _event(chunk)
+        except Exception as error:
+            if not choices:
                 raise
-            yield _events_of(_error(error)[1])
+            if not isinstance(error, EagleGBVError):
+                _log.exception("an answer broke off")
+            yield b"event: error\n" + _event(_error(error)[1])
             return
-        if request.usage_streamed:
-            prompts = _by_prompt(ended, request.sampling.n)
-            yield _events_of(api.usage_chunk(request, prompts, name, self.name))
+        if asked.request.usage_streamed:
+            yield _event(answers.usage_chunk(_by_prompt(ended, asked)))
         yield b"data: [DONE]\n\n"
 
     @contextmanager
-    def _counted(self, request: api.Request) -> Iterator[None]:
+    def _counted(self, asked: api.Asked) -> Iterator[None]:
         """Count the answers of a request while they are unfinished; refuse too many."""
-        prompts = request.prompts
-        count = request.sampling.n * (1 if is_one(prompts) else len(prompts))
+        prompts = asked.request.prompts
+        count = asked.sampling.n * (1 if is_one(prompts) else len(prompts))
         if count > self.limit:
             raise Refused(400, f"{count} answers: expected at most {self.limit} in one request")
         if self.unfinished + count > self.limit:
@@ -141,15 +269,17 @@ class Server:
         finally:
             self.unfinished -= count
 
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.name):
+            raise Refused(404, f"no model {name!r}, only {self.name!r}", "model")
+
     def _check_key(self, request: Request) -> None:
         if self.key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), self.key.encode())
+        if scheme.lower() != "bearer" or not right:
             raise Refused(401, "the API key is missing or wrong", kind="invalid_api_key")
-
-
-_METRICS = "text/plain; version=0.0.4"
 
 
 class Refused(EagleGBVError):
@@ -168,42 +298,45 @@ class Refused(EagleGBVError):
         self.kind = kind
 
 
-def _error(error: EagleGBVError) -> tuple[int, Mapping[str, Any]]:
+def _error(error: Exception) -> tuple[int, Mapping[str, Any]]:
     """Return the status and the body of an error."""
     if isinstance(error, Refused):
         return error.status, api.error_body(str(error), error.kind, error.parameter)
     if isinstance(error, InvalidArgument):
         return 400, api.error_body(str(error), "invalid_request_error", error.argument)
-    return 500, api.error_body(str(error), "server_error")
+    if isinstance(error, HTTPException):
+        return error.status_code, api.error_body(error.detail, "invalid_request_error")
+    return 500, api.error_body(f"{type(error).__name__}: {error}", "server_error")
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, EagleGBVError)
     status, body = _error(error)
-    return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 429 else None)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if status == 429:
+        headers["Retry-After"] = "1"
+    return JSONResponse(body, status, headers=headers)
 
 
 def _check_end(completion: Completion) -> None:
     """Raise unless a client may take the answer for whole."""
-    if completion.error is not None:
-        read = bool(completion.prompt_token_ids)  # if it was read, the client is not to blame
-        raise Refused(500 if read else 400, completion.error)
-    if not api.ended_well(completion):
+    if completion.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise Refused(503, f"the answer was {completion.finish_reason}", kind="server_error")
 
 
-def _by_prompt(ended: Mapping[int, Completion], n: int) -> list[Completion]:
+def _by_prompt(ended: Mapping[int, Completion], asked: api.Asked) -> list[Completion]:
     """Return each prompt's first answer with its others, of the answers by their index."""
     choices = [ended[index] for index in sorted(ended)]
+    if asked.scored:
+        choices = [choice.without_answer() for choice in choices]
+    count = asked.sampling.n
     return [
-        msgspec.structs.replace(choices[first], others=choices[first + 1 : first + n])
-        for first in range(0, len(choices), n)
+        msgspec.structs.replace(choices[first], others=choices[first + 1 : first + count])
+        for first in range(0, len(choices), count)
     ]
 
 
-def _events_of(content: Mapping[str, Any] | None) -> bytes:
-    """Return the event of a chunk, or nothing."""
-    return b"" if content is None else b"data: " + msgspec.json.encode(content) + b"\n\n"
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, EngineBusy, StepFailed
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Answer, Delta, Result, TextStream
+from eaglegbv.text import Answer, Delta, Result, TextStream, TokenTexts
 
 Value = TypeVar("Value")
 
@@ -92,6 +93,7 @@ class _Open(NamedTuple):
     answer: Answer
     place: int
     caller: Caller
+    arrived: float  # by `time.perf_counter`
 
 
 class Serving:
@@ -103,7 +105,7 @@ class Serving:
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine = engine
-        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._open: list[_Open] = []
         self._commands: deque[tuple[Future[object], Callable[[Engine], object]]] = deque()
         self._lock = threading.Lock()
@@ -251,8 +253,9 @@ class Serving:
         except EagleGBVError as error:
             caller.outbox.put(Piece.last(ask.place, Result.of_error(error)))
             return
-        text = TextStream.of(self._tokenizer, params, request.ends)
-        self._open.append(_Open(Answer(request, text), ask.place, caller))
+        text = TextStream.of(self._texts.tokenizer, params, request.ends, request.prompt_ids)
+        answer = Answer(request, text, self._texts)
+        self._open.append(_Open(answer, ask.place, caller, perf_counter()))
 
     def _cancel_left(self) -> None:
         for opened in self._open:
@@ -262,6 +265,8 @@ class Serving:
     def _step(self) -> None:
         if not self.engine.has_work:
             return
+        started = perf_counter()
+        waiting = [opened for opened in self._open if not opened.answer.request.begun]
         try:
             self.engine.step()
         except BaseException as error:  # noqa: BLE001  whoever waits, on other threads, is told
@@ -269,6 +274,8 @@ class Serving:
             for opened in self._open:
                 if not opened.answer.request.finished:
                     self._fail(opened.answer.request, error)
+        for opened in waiting:
+            opened.answer.request.metrics.queue_seconds = started - opened.arrived
 
     def _follow_all(self) -> None:
         """Turn new tokens into text, and give callers what is new."""

@@ -1,14 +1,18 @@
 """Text in, text out: prompts to token ids, token ids to text as they come, and the answer."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Integral
 from typing import Any, Self, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eaglegbv.chat import Message as Message
 from eaglegbv.chat import plain_message
@@ -66,6 +70,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     def choices(self) -> list["Completion"]:
         """All ``n`` answers to the prompt, this one first."""
         return [self, *self.others]
+
+    def without_answer(self) -> Self:
+        """Return it as if nothing had been written after the prompt."""
+        logprobs: list[TokenLogprobs] | None = None if self.logprobs is None else []
+        nothing = {"text": "", "token_ids": [], "logprobs": logprobs}
+        ended = {"finish_reason": FinishReason.LENGTH, "stop_reason": None}
+        return msgspec.structs.replace(self, **nothing, **ended)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain dictionaries, lists, strings and numbers, as JSON has them."""
@@ -236,6 +247,8 @@ def _apply_chat_template(
     plain = [_plain_message(message) for message in chat.messages]
     if not plain:
         raise InvalidArgument("prompt", plain, "at least one chat message")
+    if "developer" not in str(tokenizer.chat_template):  # OpenAI's newer name for the same
+        plain = [m | {"role": "system"} if m["role"] == "developer" else m for m in plain]
     generating = chat.add_generation_prompt
     if generating is None:
         generating = not chat.continue_final_message
@@ -244,7 +257,7 @@ def _apply_chat_template(
     try:
         encoded = tokenizer.apply_chat_template(
             plain,
-            tools=cast("Any", chat.tools),
+            tools=cast("Any", chat.tools or None),
             add_generation_prompt=generating,
             continue_final_message=chat.continue_final_message,
             tokenize=True,
@@ -278,6 +291,116 @@ def _sound(text: str) -> str:
     return text
 
 
+class TextDecoder:
+    """What each token adds to the text before it.
+
+    A token's text may depend on its predecessors: words of some tokenizers carry a space, which is
+    left out where a text begins; and a character may take several tokens, the last of which adds
+    it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        before: Sequence[int] = (),
+        *,
+        skips_special: bool = True,
+    ) -> None:
+        """Begin after the tokens ``before``."""
+        self._tokenizer = tokenizer
+        self._skips_special = skips_special
+        self._anchor = self._end_of(before)  # tokens of final text, before those that are pending
+        self._pending: list[int] = []
+        self._stream = self._begun()
+
+    def add(self, token: int) -> str:
+        """Return the text that is complete with one more token."""
+        self._pending.append(token)
+        text = self._added(token)
+        if text:
+            self._anchor, self._pending = self._pending, []
+        return text
+
+    def rest(self) -> str:
+        """Return what the tokens since the last complete text show as: part of a character."""
+        before = self._decode(self._anchor)
+        return self._decode(self._anchor + self._pending)[len(before) :]
+
+    def _added(self, token: int) -> str:
+        if self._stream is None:
+            text = self.rest()
+            return "" if text.endswith(REPLACEMENT) else text
+        try:
+            return self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        except Exception:  # noqa: BLE001  bytes after this text made it another: it has no class
+            text = self.rest()
+            self._anchor, self._pending = self._pending, []
+            self._stream = self._begun()
+            return text
+
+    def _begun(self) -> DecodeStream | None:
+        """Return a stream after the anchor; None for tokenizers without one."""
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            return None
+        return DecodeStream(ids=self._anchor, skip_special_tokens=self._skips_special)
+
+    def _end_of(self, token_ids: Sequence[int]) -> list[int]:
+        """Return some last tokens that have a text and do not end within a character."""
+        for count in range(_LEAST_CONTEXT, _MOST_CONTEXT):
+            end = list(token_ids[-count:])
+            text = self._decode(end)
+            if text and not text.endswith(REPLACEMENT):
+                return end
+            if count >= len(token_ids):
+                break
+        return []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        how = {"skip_special_tokens": self._skips_special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(token_ids, **how))
+
+
+_LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that are decoded with it
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens within a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._before = TextDecoder(tokenizer)._end_of(tokenizer.encode("a"))
+        self.special = frozenset(tokenizer.all_special_ids)
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        """Return a token's text; it holds U+FFFD where it is a part of a character."""
+        if token not in self._known:
+            decoder = TextDecoder(self.tokenizer, self._before, skips_special=False)
+            self._known[token] = decoder.add(token) or decoder.rest()
+        return self._known[token]
+
+    def bytes_of(self, token: int, text: str) -> bytes:
+        """Return a token's bytes, given the text that it adds at its place."""
+        if REPLACEMENT not in self.of(token):
+            return text.encode()
+        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        if fallback := _BYTE.fullmatch(piece):
+            return bytes.fromhex(fallback[1])
+        alphabet = _byte_alphabet()
+        if alphabet.keys() >= set(piece):
+            return bytes(alphabet[letter] for letter in piece)
+        return text.encode()
+
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+@cache
+def _byte_alphabet() -> Mapping[str, int]:
+    """Return which byte each letter of byte-level vocabularies stands for."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
 @dataclass(slots=True)
 class TextStream:
     """The growing text of one request.
@@ -286,24 +409,18 @@ class TextStream:
     and while it may be the beginning of a stop string.
     """
 
-    tokenizer: PreTrainedTokenizerBase  # turns ids into text
+    decoder: TextDecoder
     stop: Sequence[str] = ()  # strings that end the text
     ends: Collection[int] = ()  # tokens that end the text without being part of it
     includes_stop: bool = False  # whether the stop string that ends the text is part of it
-    skips_special: bool = True  # whether special tokens are left out of the text
     min_tokens: int = 0  # number of tokens within which no stop string counts
     # Ids fed so far; those behind the one that completed a stop string are dropped.
     token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # what each of them added, in whole characters
     text: str = ""  # the text of `token_ids`, cut before the first stop string
     stopped_by: str | None = None  # the stop string that was found, or None
     _shown: int = 0
-    # The text of the first `_fixed` tokens is final. Only what follows is decoded again, together
-    # with the tokens from `_anchor` on, because a token's text may depend on its predecessor
-    # (leading spaces). Neither lies within a character: a tokenizer that falls back to bytes shows
-    # a run of bytes as garbage if it begins within one.
-    _anchor: int = 0
-    _fixed: int = 0
-    _fixed_text: str = ""
+    _flushed: bool = False
 
     @classmethod
     def of(
@@ -311,15 +428,15 @@ class TextStream:
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         ends: Collection[int] = (),
+        prompt_ids: Sequence[int] = (),
     ) -> Self:
-        """Return the empty text of a request with such settings, which ``ends`` end."""
+        """Return the empty text, after a prompt, of a request with such settings and ``ends``."""
         included = params.include_stop_str_in_output
         return cls(
-            tokenizer,
+            TextDecoder(tokenizer, prompt_ids, skips_special=params.skip_special_tokens),
             stop=params.stop,
             ends=() if included else ends,
             includes_stop=included,
-            skips_special=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
 
@@ -332,27 +449,23 @@ class TextStream:
         """Add tokens; return text that is now certain and was not returned before."""
         for token in token_ids:
             self.token_ids.append(token)
-            if token not in self.ends:
-                self._decode()
+            self.pieces.append("" if token in self.ends else self.decoder.add(token))
+            searched = len(self.text)
+            self.text += self.pieces[-1]
+            if len(self.token_ids) > self.min_tokens:
+                self._search(searched)
             if self.stopped:
                 break
         return self._show(len(self.text) if self.stopped else self._certain())
 
     def flush(self) -> str:
         """Return the rest: nothing more will come."""
+        if not self.stopped and self.pieces and not self._flushed:
+            rest = self.decoder.rest()
+            self.text += rest
+            self.pieces[-1] += rest
+        self._flushed = True
         return self._show(len(self.text))
-
-    def _decode(self) -> None:
-        searched = len(self._fixed_text)
-        before = self._text_of(self.token_ids[self._anchor : self._fixed])
-        after = self._text_of(self.token_ids[self._anchor :])
-        self.text = self._fixed_text + after[len(before) :]
-        if not after.endswith(REPLACEMENT):
-            if len(after) > len(before):  # a token without text, a special one say, is no anchor
-                self._anchor = self._fixed
-            self._fixed, self._fixed_text = len(self.token_ids), self.text
-        if len(self.token_ids) > self.min_tokens:
-            self._search(searched)
 
     def _search(self, searched: int) -> None:
         """Look for stop strings; those that end in the first ``searched`` characters do not count.
@@ -368,17 +481,13 @@ class TextStream:
             end = first + len(self.stopped_by) if self.includes_stop else first
             self.text = self.text[:end]
 
-    def _text_of(self, token_ids: list[int]) -> str:
-        how = {"skip_special_tokens": self.skips_special, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.decode(token_ids, **how))
-
     def _certain(self) -> int:
-        """Return the length of the text that no later token can change or cut."""
-        length = len(self._fixed_text)
+        """Return the length of the text that no later token can cut."""
+        length = len(self.text)
         held = 0
         for stop in self.stop:
             overlaps = range(min(len(stop) - 1, length), held, -1)
-            held = next((n for n in overlaps if self._fixed_text.endswith(stop[:n])), held)
+            held = next((n for n in overlaps if self.text.endswith(stop[:n])), held)
         return length - held
 
     def _show(self, length: int) -> str:
@@ -393,6 +502,7 @@ class Answer:
 
     request: Request
     text: TextStream
+    texts: TokenTexts
 
     def follow(self) -> Delta | None:
         """Turn tokens that the request was given since into text; return them, if there are any."""
@@ -402,18 +512,24 @@ class Answer:
             return None
         text = self.text.feed(new)
         tokens = self.text.token_ids[before:]
-        logprobs = self._logprobs(self.request.logprobs[before : self.kept])
-        return Delta(text=text, token_ids=tokens, logprobs=logprobs)
+        return Delta(text=text, token_ids=tokens, logprobs=self._logprobs(before, self.kept))
 
-    def _logprobs(self, places: Sequence[TokenLogprobs]) -> list[TokenLogprobs] | None:
+    def _logprobs(self, start: int, end: int) -> list[TokenLogprobs] | None:
         """Return log-probabilities with their tokens' texts, or None if nobody asked."""
         if self.request.params.logprobs is None:
             return None
-        return [self._decoded(place) for place in places]
+        known = self.request.logprobs[start:end]
+        pieces = self.text.pieces[start:end]
+        return [self._told(*each) for each in zip(known, pieces, strict=True)]
 
-    def _decoded(self, place: TokenLogprobs) -> TokenLogprobs:
+    def _told(self, place: TokenLogprobs, piece: str) -> TokenLogprobs:
+        """Return log-probabilities at a place with texts; the chosen token's is what it added."""
+        chosen, *others = place
+        special = chosen in self.texts.special
+        texts = {token: self.texts.of(token) for token in others}
+        texts[chosen] = piece if piece or not special else self.texts.of(chosen)
         return {
-            token: msgspec.structs.replace(known, decoded_token=self.text.tokenizer.decode([token]))
+            token: msgspec.structs.replace(known, decoded_token=texts[token])
             for token, known in place.items()
         }
 
@@ -439,7 +555,7 @@ class Answer:
             finish_reason=request.finish_reason,
             error=None if request.error is None else str(request.error),
             stop_reason=self._stop_reason(),
-            logprobs=self._logprobs(request.logprobs),
+            logprobs=self._logprobs(0, self.kept),
             prompt_logprobs=self._prompt_logprobs(),
             metrics=request.metrics,
         )
@@ -448,8 +564,10 @@ class Answer:
     def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         if self.request.params.prompt_logprobs is None:
             return None
-        known = self.request.prompt_logprobs
-        return [None if place is None else self._decoded(place) for place in known]
+        decoder = TextDecoder(self.texts.tokenizer)
+        pieces = [decoder.add(token) for token in self.request.prompt_ids]
+        places = zip(self.request.prompt_logprobs, pieces, strict=True)
+        return [None if place is None else self._told(place, piece) for place, piece in places]
 
     def _stop_reason(self) -> int | str | None:
         request = self.request

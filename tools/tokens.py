@@ -34,7 +34,7 @@ class Ceiling(NamedTuple):
 # makes room; a new capability raises those of its own rooms, in the commit that adds it. "Slack"
 # marks a ceiling above what is there now, for capabilities that are being written.
 CEILINGS = {
-    "eaglegbv": Ceiling(60_500, 8.9),  # slack
+    "eaglegbv": Ceiling(64_500, 9.0),  # slack
     "eaglegbv/models": Ceiling(5_700, 9.0),
     "eaglegbv/attention": Ceiling(11_200, 10.3),
     "eaglegbv/backends/sglang": Ceiling(20_400, 8.9),

@@ -149,9 +149,9 @@ def generate(
 ) -> None:
     """Answer a prompt; the text follows the target's distribution, whatever drafts and verifies.
 
-    Ctrl-C ends the answer: the text so far stays, with its figures. A seed reproduces a text where
-    --verifier, --paths, --depth, --widths or --draft-sampling is given: plans that the engine
-    chooses depend on timing. Without one, such a text's seed is printed.
+    Ctrl-C ends the answer: the text so far stays, with its figures. A seed reproduces a text.
+    Where --verifier, --paths, --depth, --widths or --draft-sampling is given, the seed of a text
+    without one is printed.
     """
     request = prompt.joined(words).read()
     output.check()

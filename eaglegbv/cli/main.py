@@ -20,12 +20,8 @@ from eaglegbv.errors import EagleGBVError
 
 USAGE_ERROR = 2
 ESCAPES = "eaglegbv.escapes"  # name of a way to encode, for Python's codecs
-LOGS = (
-    "cli.options",
-    "devices",
-    "gguf",
-    "loading",
-)  # modules whose log is printed too, on standard error
+# Modules whose log is printed too, on standard error.
+LOGS = ("cli.options", "devices", "gguf", "loading", "server", "server_metrics")
 
 app = make_app("Lossless tree speculation for large language models.")
 # Commands with a long first sentence have a short help, or the list would cut the sentence off.

@@ -105,7 +105,12 @@ class Models:
         _log.warning("no --drafter: drafts are looked up in the text itself (%s)", LOOKUP)
         return replace(self, drafter=LOOKUP)
 
-    def load(self, plan: "Planning", engine: EngineConfig | None = None) -> "LLM":
+    def load(
+        self,
+        plan: "Planning",
+        engine: EngineConfig | None = None,
+        **more: Any,  # noqa: ANN401  further arguments of LLM
+    ) -> "LLM":
         """Load them into an engine."""
         from transformers.utils.logging import disable_progress_bar
 
@@ -113,7 +118,7 @@ class Models:
 
         models = self.or_lookup(plan)
         disable_progress_bar()
-        return LLM(**asdict(models), plan=plan, engine=engine)
+        return LLM(**asdict(models), plan=plan, engine=engine, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ from support.soak import soak
 from eaglegbv import LLM, EngineConfig, SamplingParams
 from eaglegbv.cli.main import main
 from eaglegbv.grammars import Grammars
-from eaglegbv.server import Server
+from eaglegbv.server import WARNING, Server
 from eaglegbv.serving import Serving
 from eaglegbv.text import Delta
 
@@ -136,8 +137,8 @@ def test_what_else_is_served(client, served, llm):
     assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
     llm.generate("a", SamplingParams(max_tokens=1))
     metrics = httpx.get(f"{served.url}/metrics")
-    assert "eaglegbv_steps_total " in metrics.text
-    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'eaglegbv_steps_total{model_name="pair"} ' in metrics.text
+    assert metrics.headers["content-type"].startswith("text/plain; version=")
 
 
 @pytest.mark.parametrize(
@@ -147,14 +148,16 @@ def test_what_else_is_served(client, served, llm):
         ({"prompt": []}, "prompt", "expected at least one prompt"),
         ({"n": 41}, None, "41 answers: expected at most 40 in one request"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
-        ({"temperature": "hot"}, "body", r"Expected `float`, got `str`"),
-        ({"max_new_tokens": 5}, "max_new_tokens", "SamplingParams(max_tokens=...)"),
-        ({"temprature": 1}, "temprature", "temperature, perhaps"),
-        ({"sampling": {}}, "sampling", "no such argument"),
-        ({"suffix": "b"}, "suffix", "there is no suffix here"),
-        ({"functions": []}, "functions", "this server does not offer it"),
+        ({"temperature": "hot"}, "temperature", "temperature='hot': expected a number in [0, 100]"),
+        ({"suffix": "b"}, "suffix", "this server does not offer it"),
+        ({"best_of": 3}, "best_of", "expected 1, as n"),
+        ({"functions": [{}]}, "functions", "this server does not offer it"),
+        ({"logprobs": -5}, "logprobs", "logprobs=-5: expected an integer of at least -1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0: expected an integer of at least 1"),
+        ({"stop": 3}, "stop", "stop=3: expected non-empty strings"),
         ({"response_format": {"type": "xml"}}, "response_format", "a type of text, json_object"),
-        ({"prompt": 5}, "body", "got `int` - at `$.prompt`"),
+        ({"prompt": 5}, "prompt", "prompt=5: expected `str | array`, got `int` at prompt"),
+        ({"prompt": [["a"]]}, "prompt", "got `str` at prompt[0][0]"),
         ({"model": "gpt"}, "model", "no model 'gpt', only 'pair'"),
     ],
 )
@@ -167,6 +170,24 @@ def test_bad_requests_are_named(served, asked, parameter, message, stream):
     error = refused.json()["error"]
     assert error["param"] == parameter
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "warning"),
+    [
+        ({"max_new_tokens": 5}, "SamplingParams(max_tokens=...)"),
+        ({"temprature": 1}, "temperature, perhaps"),
+        ({"sampling": {}}, "sampling is not known and was ignored"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_unknown_fields_are_ignored_and_named(served, asked, warning, stream, caplog):
+    body = {"prompt": "abc", "max_tokens": 3, "stream": stream} | asked
+    headers = {"Authorization": "bearer  secret"}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    assert warning in answer.headers[WARNING]
+    assert warning in caplog.text
 
 
 def test_a_key_is_needed_and_the_queue_is_bounded(client, served, llm):
@@ -243,6 +264,10 @@ def test_prompts_are_echoed_with_their_logprobs(client, llm):
             assert first is None
             assert sum(read) == pytest.approx(score.total, abs=1e-4)
             assert "".join(choice.logprobs.tokens[: len(tokens)]) == text
+            assert (
+                choice.logprobs.text_offset
+                == [0, *accumulate(map(len, choice.logprobs.tokens))][:-1]
+            )
             for name in ("tokens", "token_logprobs", "top_logprobs"):
                 rest = getattr(choice.logprobs, name)[len(tokens) :]
                 assert rest == getattr(answer.logprobs, name)
@@ -375,7 +400,7 @@ def test_the_page_s_commands_run(capsys, free_port):
             assert "target_forwards" in capsys.readouterr().out
         finally:
             process_.send_signal(signal.SIGINT)
-    assert process_.returncode == 0
+    assert process_.returncode == 130  # as a shell says of Ctrl-C
 
 
 def wait_for(url: str, server: "subprocess.Popen[str]") -> None:

@@ -13,10 +13,12 @@ from llguidance import LLMatcher, LLParserLimits
 from support.exact_engine import VOCAB, ExactEngine, exact_engine, piece_tokenizer
 from support.g_test import g_test
 from support.ruled import LANGUAGE, MATCHES, ruled_joint, ruled_probs, spelled
+from support.tabular_target import TabularTarget
 from support.tiny_engine import cells_of
 
 from eaglegbv import token_rules, verification
-from eaglegbv.config import Plan
+from eaglegbv.config import PLAIN, EngineConfig, Plan
+from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.grammars import Grammars
 from eaglegbv.request import FinishReason, Request
@@ -237,6 +239,21 @@ def test_structured_text_ends_when_it_is_complete():
             *text, end = request.token_ids
             assert (end, request.finish_reason) == (0, FinishReason.STOP)
             assert spelled(text) in MATCHES
+
+
+@pytest.mark.parametrize("settings", [{"regex": LANGUAGE}, {}], ids=["structured", "any text"])
+def test_a_text_ends_where_only_the_tokenizer_names_its_end(settings):
+    target = TabularTarget(vocab_size=VOCAB, order=2, seed=1, scale=1.5, max_slots=4096)
+    assert not target.eos_token_ids
+    engine = Engine(target, None, EngineConfig(kv_slots=4096), tokenizer=piece_tokenizer())
+    params = [SamplingParams(max_tokens=200, seed=seed, **settings) for seed in range(9)]
+    requests = [engine.add(PROMPT, each, PLAIN) for each in params]
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        assert request.finish_reason is FinishReason.STOP
+        assert request.token_ids.index(0) == len(request.token_ids) - 1
+        assert not settings or spelled(request.token_ids[:-1]) in MATCHES
 
 
 def test_a_structure_that_outgrows_its_parser_does_not_end_as_if_complete(monkeypatch, caplog):

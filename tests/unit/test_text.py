@@ -4,14 +4,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE, Unigram
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import TextStream, encode_prompt, is_one
+from eaglegbv.text import (
+    REPLACEMENT,
+    TextDecoder,
+    TextStream,
+    TokenTexts,
+    encode_prompt,
+    is_one,
+)
 
 # Two kinds of tokenizers, because characters split across tokens are treated differently: those of
 # bytes (GPT-2, Llama 3, Qwen) join them whatever they are; byte fallback (Llama 2, Gemma) would
@@ -83,7 +90,7 @@ def chunks_of(ids, sizes):
 
 def run(tokenizer, chunks, stop=()):
     """Feed all chunks, to the stop at most; return the stream and what it showed at each."""
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(TextDecoder(tokenizer), stop)
     shown = []
     for chunk in chunks:
         shown.append(stream.feed(chunk))
@@ -126,7 +133,7 @@ def test_characters_of_several_tokens_come_whole():
         tokenizer = make()
         # Not in the training text, and too rare to be a token: three bytes each, three in a row.
         ids = tokenizer("a€€€b", add_special_tokens=False)["input_ids"]
-        stream = TextStream(tokenizer)
+        stream = TextStream(TextDecoder(tokenizer))
         shown = [stream.feed([token]) for token in ids]
         assert [piece for piece in shown if piece] == ["a", "€", "€", "€", "b"]
 
@@ -161,7 +168,7 @@ def byte_ids(text):
 
 
 def test_a_possible_stop_is_held_back_until_it_is_none():
-    stream = TextStream(byte_level(), ("\nUser:",))
+    stream = TextStream(TextDecoder(byte_level()), ("\nUser:",))
     shown = [stream.feed([token]) for token in byte_ids("x\nUsual")]
     assert shown == ["x", "", "", "", "\nUsu", "a", "l"]
     assert not stream.stopped
@@ -201,7 +208,7 @@ def test_special_tokens_are_shown_where_asked_for():
 
 
 def test_flush_returns_an_unfinished_character_as_decoding_does():
-    stream = TextStream(byte_level())
+    stream = TextStream(TextDecoder(byte_level()))
     assert "".join(stream.feed([token]) for token in byte_ids("a🎲")[:-1]) == "a"
     assert stream.flush() == "\ufffd"
 
@@ -229,18 +236,6 @@ def test_text_and_messages_are_read_and_tokens_stay(tokenizer):
         assert is_one(prompt)
 
 
-@pytest.mark.parametrize("more", [{"content": None}, {}])
-def test_messages_that_call_tools_reach_the_template_as_they_are(tokenizer, more):
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.tool_calls[0].name if m.tool_calls }}"
-        "{{ 'none' if m.content is none else m.content }}{% endfor %}"
-    )
-    calls = [{"role": "assistant", "tool_calls": [{"name": "weather", "arguments": {}}], **more}]
-    chat = [*CHAT, *calls, {"role": "tool", "content": "sunny"}]
-    expected = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-    assert encode_prompt(tokenizer, chat, "tiny") == expected
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -253,3 +248,74 @@ def test_messages_need_a_chat_template_that_takes_them(tokenizer, template, mess
     tokenizer.chat_template = template
     with pytest.raises(InvalidArgument, match=message):
         encode_prompt(tokenizer, CHAT, "bare")
+
+
+# --- what stands before a text
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Words carry their space, which a decoder strips where a text begins, as Llama 2's does."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁cat", "cat", "▁sat", "▁on", "▁", *"acstno"]
+    core = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+class Slow:
+    """The calls of a tokenizer that is not one of Rust's."""
+
+    def __init__(self, fast: PreTrainedTokenizerFast) -> None:
+        self.decode, self.encode = fast.decode, fast.encode
+        self.convert_ids_to_tokens = fast.convert_ids_to_tokens
+        self.all_special_ids = fast.all_special_ids
+
+
+@pytest.mark.parametrize("kind", [lambda fast: fast, Slow], ids=["fast", "slow"])
+@pytest.mark.parametrize("before", ["cat", "cat sat", "cat on cat on cat on", "cat é"])
+@pytest.mark.parametrize("after", [" sat", "cat", "sat on", " é cat"])
+def test_a_text_goes_on_as_its_prompt_and_it_decode_together(kind, before, after):
+    fast = sentencepiece()
+    prompt = fast.encode(before)
+    ids = fast.encode(after.lstrip())
+    if not after.startswith(" "):
+        ids = fast.convert_tokens_to_ids(list(after.replace(" ", "▁")))
+    stream = TextStream.of(kind(fast), SamplingParams(), prompt_ids=prompt)
+    shown = "".join(stream.feed([token]) for token in ids) + stream.flush()
+    assert shown == stream.text == "".join(stream.pieces) == after
+    assert before + shown == fast.decode(prompt + ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", [lambda fast: fast, Slow], ids=["fast", "slow"])
+def test_bytes_that_make_another_character_of_earlier_ones_are_shown_once(kind):
+    """Byte fallback turns a run of bytes that is no text into garbage, its valid beginning too."""
+    fast = sentencepiece()
+    ids = fast.convert_tokens_to_ids(["<0x61>", "<0xC3>", "<0x61>", "▁sat", "▁cat"])
+    stream = TextStream.of(kind(fast), SamplingParams())
+    shown = "".join(stream.feed([token]) for token in ids) + stream.flush()
+    assert shown.startswith("a")
+    assert shown.endswith(" sat cat")
+
+
+@pytest.mark.parametrize("kind", [lambda fast: fast, Slow], ids=["fast", "slow"])
+def test_tokens_have_their_own_texts_and_bytes(kind):
+    fast = sentencepiece()
+    texts = TokenTexts(kind(fast))
+    names = ["▁cat", "cat", "▁", "<0xC3>", "<0x61>", "</s>"]
+    ids = fast.convert_tokens_to_ids(names)
+    assert [texts.of(token) for token in ids] == [" cat", "cat", " ", REPLACEMENT, "a", "</s>"]
+    assert texts.bytes_of(ids[0], " cat") == b" cat"
+    assert texts.bytes_of(ids[3], "") == b"\xc3"
+
+
+def test_parts_of_characters_have_the_bytes_of_byte_level_tokens():
+    texts = TokenTexts(byte_level())
+    pieces = TextDecoder(byte_level())
+    ids = byte_ids("a€é🎲")
+    told = [texts.bytes_of(token, pieces.add(token)) for token in ids]
+    assert b"".join(told) == "a€é🎲".encode()
+    assert told[:3] == [b"a", b"\xe2", b"\x82"]

@@ -18,7 +18,7 @@ from eaglegbv.engine import Engine
 from eaglegbv.eval.records import Journal
 from eaglegbv.llm import Stream
 from eaglegbv.request import RequestOutput
-from eaglegbv.text import Delta, TextStream
+from eaglegbv.text import Delta, TextDecoder
 
 FULL = Path("/dev/full")
 
@@ -258,7 +258,7 @@ def test_an_error_of_the_disk_is_one_line(cli, pair, tmp_path, monkeypatch):
 )
 def test_a_console_of_any_encoding_loses_nothing(pair, monkeypatch, command, encoding):
     odd = "é€\u2028語🙂"
-    monkeypatch.setattr(TextStream, "_text_of", lambda self, token_ids: odd * len(token_ids))
+    monkeypatch.setattr(TextDecoder, "add", lambda self, token: odd)
     words = ["generate", "--verifier", "otbv", "--ignore-eos", command, *pair]
     if command == "demo":
         words = ["demo", "--questions", "1", "--model", pair[1]]
