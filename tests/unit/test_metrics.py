@@ -7,6 +7,7 @@ from support.tree_traces import step
 from eaglegbv import metrics as measures
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import FORWARDS, KV_USED, EngineMetrics, Phase, RequestMetrics, Span
+from eaglegbv.openai_api import sglang_record, vllm_record
 
 
 # --- counts of a request and the figures made of them, by hand
@@ -20,6 +21,7 @@ def test_counts_of_forwards_that_offer_trees_of_different_depth():
     assert metrics == RequestMetrics(
         target_forwards=4, committed_tokens=9, accepted_tokens=5, drafted_nodes=20,
         offered_by_depth=[3, 3, 2, 1], accepted_by_depth=[2, 1, 1, 1], plans={"none": 4},
+        accepted_by_step=[1, 4, 0], drafted_by_step=[5, 9, 6],
     )  # fmt: skip
     assert metrics.acceptance_by_depth == [2 / 3, 1 / 3, 1 / 2, 1.0]
     assert metrics.acceptance_length == 5 / 4
@@ -74,6 +76,30 @@ def test_counters_add_up_over_steps_and_gauges_show_the_latest():
     assert metrics.value("eaglegbv_phase_seconds_total", "forward") == 0.5
     with pytest.raises(InvalidArgument, match="metric='steps': expected one of eaglegbv_acc"):
         metrics.value("steps")
+
+
+def test_records_of_speculation_are_those_that_load_generators_read():
+    metrics = RequestMetrics()
+    for accepted, nodes in ((1, 5), (4, 12), (0, 12), (4, 12)):
+        metrics.count_forward(
+            offered=4, accepted=accepted, committed=accepted + 1, nodes=nodes, plan="otbv 3x4"
+        )
+    metrics.count_forward(offered=0, accepted=0, committed=1, nodes=0, plan="none")
+    record = vllm_record(metrics, steps=True)
+    assert record["mean_acceptance_length"] == 1 + 9 / 4
+    assert record["draft_acceptance_rate"] == 9 / 41
+    assert record["acceptance_histogram"] == [1, 1, 0, 0, 2]
+    assert len(record["acceptance_histogram"]) == record["num_spec_tokens"] + 1
+    assert record["num_spec_steps"] == sum(record["acceptance_histogram"]) == 4
+    assert (record["per_step_accepted"], record["per_step_drafted"]) == (
+        [1, 4, 0, 4],
+        [5, 12, 12, 12],
+    )
+    assert "per_step_accepted" not in vllm_record(metrics, steps=False)
+    other = sglang_record(metrics)
+    assert other["spec_accept_length"] == record["mean_acceptance_length"]
+    assert other["spec_verify_ct"] == 4
+    assert vllm_record(RequestMetrics(), steps=False)["mean_acceptance_length"] == 1
 
 
 def test_exposition_is_prometheus_text():
