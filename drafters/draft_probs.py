@@ -49,6 +49,16 @@ def draft_probs(
     return DraftProbs(draft_to_target.take(likely), probs)
 
 
+def certain_where_broken(probs: Tensor) -> None:
+    """Let a distribution that is none, as of a head's NaN, have its first token with certainty.
+
+    That is what is drawn from ``probs`` ``[..., width]``, which are written to, and lossless.
+    """
+    broken = probs.sum(dim=-1, keepdim=True).isnan()
+    probs.masked_fill_(broken, 0.0)
+    probs[..., :1] += broken
+
+
 def _most_likely(logits: Tensor, width: int) -> Tensor:
     """Return the places ``[rows, width]`` of each row's largest logits; NaN counts as largest.
 

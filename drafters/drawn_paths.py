@@ -1,15 +1,18 @@
 """Independent paths drawn by two kernels a level, on a GPU.
 
 :class:`eaglegbv.drafters.tree_growth.TreeGrowth` is the reference: the trees are the same, but for
-the rounding of sums.
+the rounding of sums. :func:`growing_paths` takes the one that the device runs.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import WIDEST, runs_kernels
-from eaglegbv.drafters.tree_growth import in_columns
+from eaglegbv.drafters.draft_probs import draft_probs
+from eaglegbv.drafters.tree_growth import TreeGrowth, in_columns, level_table
 from eaglegbv.sampling import WarpSettings, warped_rows
 from eaglegbv.tree import DraftTree
 from eaglegbv.utils import power_of_two
@@ -19,6 +22,46 @@ def takes(plan: Plan, draft_sampling: DraftSampling, width: int, device: torch.d
     """Return whether kernels draw such trees, of lists of ``width`` tokens, on a device."""
     independent = draft_sampling is DraftSampling.IID and in_columns(plan, draft_sampling)
     return independent and width <= WIDEST and runs_kernels(device)
+
+
+class PathGrowth(Protocol):
+    """Trees of independent paths in the making."""
+
+    def grow(self, logits: Tensor, settings: WarpSettings) -> Tensor:
+        """Draw a level; see :meth:`DrawnPaths.grow`."""
+
+    def finish(self) -> DraftTree:
+        """Return the trees, padded to the most nodes they can have."""
+
+
+def growing_paths(
+    plan: Plan, roots: Tensor, uniforms: Tensor, *, width: int, draft_to_target: Tensor
+) -> PathGrowth:
+    """Start trees of independent paths; see :class:`DrawnPaths` for the arguments."""
+    growth = DrawnPaths if takes(plan, DraftSampling.IID, width, roots.device) else TensorPaths
+    return growth(plan, roots, uniforms, width=width, draft_to_target=draft_to_target)
+
+
+class TensorPaths:
+    """The trees of a batch in the making, by tensor operations."""
+
+    def __init__(
+        self, plan: Plan, roots: Tensor, uniforms: Tensor, *, width: int, draft_to_target: Tensor
+    ) -> None:
+        """Start trees; see :class:`DrawnPaths`."""
+        table = level_table(plan, DraftSampling.IID, roots.device)
+        self._growth = TreeGrowth(table, roots, uniforms)
+        self._width, self._draft_to_target = width, draft_to_target
+
+    def grow(self, logits: Tensor, settings: WarpSettings) -> Tensor:
+        """Draw a level; see :meth:`DrawnPaths.grow`."""
+        ids = self._draft_to_target
+        probs = draft_probs(logits, settings, width=self._width, draft_to_target=ids)
+        return self._growth.grow(probs).token_ids
+
+    def finish(self) -> DraftTree:
+        """Return the trees, padded to the most nodes they can have."""
+        return self._growth.finish()
 
 
 class DrawnPaths:

@@ -199,7 +199,12 @@ def serve(
     ],
     models: Annotated[Models, Fields("drafter")],
     choices: Annotated[PlanChoices, Fields(*_DRAFTING)],
-    seed: Annotated[int, opt("Seed from which requests without a seed derive theirs.")] = 0,
+    seed: Annotated[
+        int | None,
+        opt(
+            "Seed from which requests without one derive theirs; by default another at each start."
+        ),
+    ] = None,
     backend: Annotated[
         str, opt("sglang; or local, this package's engine: see 'serve --backend local --help'.")
     ] = "sglang",

@@ -9,25 +9,26 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.launches import Operations
-from support.sglang_batch import Req, kernel_arguments, sampling
-from torch import Tensor
+from support.sglang_batch import Req, sampling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from eaglegbv.backends.sglang import verify
-from eaglegbv.backends.sglang.numbering import Acceptance
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers
-from eaglegbv.backends.sglang.verify import GraphJudge, RequestBook, Round, verifying
+from eaglegbv.backends.sglang.book import RequestBook
+from eaglegbv.backends.sglang.penalties import TokenCounts
+from eaglegbv.backends.sglang.rounds import RoundBuffers, numbers_of
+from eaglegbv.backends.sglang.verify import GraphJudge, verifying
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import Recorder, Work
 
-MOST = 17  # in a round with greedy requests
-MOST_TO_JUDGE = 11  # of these; a graph launches 12 more at most: see test_numbering.py
-# A graph launches what drafts: see test_launched_growth.py.
+MOST = 18  # in a round with greedy requests, with all that turns logits into a verdict
+MOST_TO_JUDGE = 11  # of these; a graph launches 12 more at most: see test_round_launches.py
+# A graph launches what drafts: see test_round_launches.py.
 VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
 
 
@@ -55,32 +56,33 @@ def round_operations(
     verifier: str, paths: int, length: int, *, greedy: bool = False, batch: int = 5
 ) -> list[tuple[str, str]]:
     """Return part and name of each operation of a round."""
-    plan = Plan(verifier=verifier, paths=paths, depth=length)
+    plan = Plan(verifier=verifier, paths=paths, depth=length, draft_width=WIDTH)
     operations = EagerOperations()
     nodes = paths * length + 1
     book, requests = RequestBook(plan, 0), [Req() for _ in range(batch)]
     target_ids = torch.arange(DRAFT_VOCAB) + VOCAB - DRAFT_VOCAB
-    buffers = RoundBuffers(8, 8, paths, length, WIDTH, target_ids=target_ids)
-    judge = GraphJudge(plan, buffers, torch.zeros(8 * nodes, VOCAB))
+    buffers = RoundBuffers(plan, 8, torch.zeros(8, DRAFT_VOCAB), target_ids)
+    judge = GraphJudge(buffers, torch.zeros(8 * nodes, VOCAB), 8)
     judge.record(operations)
     settings = sampling(torch.ones(batch, 1), torch.arange(batch) < 2 if greedy else None)
     slots, head = torch.arange(batch), torch.randn(batch * paths, DRAFT_VOCAB)
-    given = kernel_arguments(torch.zeros(batch, nodes).long(), length)
-    logits, temperatures = torch.randn(batch * nodes, VOCAB), torch.ones(batch * nodes, 1)
-    sample = partial(verify.sample, lambda **_: None, walk=lambda **_: None)
+    drafted = SimpleNamespace(
+        draft_token=torch.zeros(batch * nodes),
+        draft_token_num=nodes,
+        max_tree_depth=length + 1,
+        **{f"retrieve_{name}": None for name in ("index", "next_token", "next_sibling")},
+    )
+    mode = SimpleNamespace(is_idle=lambda: False)
+    round_ = SimpleNamespace(sampling_info=settings, forward_mode=mode)
+    output = SimpleNamespace(next_token_logits=torch.randn(batch * nodes, VOCAB))
     with operations.part("drafting"):
-        buffers.load(book.uniforms(requests), settings)
-    *_, tokens = buffers.grow(slots, lambda _: head)  # in a graph
-    tokens = torch.cat((torch.ones(batch, 1).long(), tokens), dim=1)
-
-    def accept(probs: Tensor) -> Acceptance:
-        return judge.accept(tokens, probs)
-
-    own = Round(accept, judge.space(batch), settings)
-    with operations.part("verification"), verifying(own):
-        target = verify.in_place_softmax(lambda *_: logits, logits, temperatures)
-        sample(**given, target_probs=target.view(batch, nodes, -1))
-        book.advance(requests)
+        buffers.load(book.uniforms(requests, numbers_of(plan)), settings)
+    buffers.grow(slots, lambda *_: head)  # in a graph
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_share", lambda *_: None)
+        with operations.part("verification"), verifying(judge, TokenCounts(8, VOCAB, "cpu")):
+            verify.sample(Mock(), drafted, round_, output, walk=lambda **_: None)
+            book.advance(requests)
     with operations.part("the next round's roots"):
         buffers.keep_roots(slots, head[:batch])
     return operations.found
@@ -103,13 +105,14 @@ def test_a_round_launches_few_operations(verifier, K, greedy, batch):
 def test_random_numbers_and_bookkeeping_take_a_millisecond_of_the_host():
     batch = 48
     book, requests = RequestBook(Plan(paths=3, depth=4), 0), [Req() for _ in range(batch)]
-    buffers = RoundBuffers(batch, batch, 3, 4, 4)
+    plan = Plan(paths=3, depth=4, draft_width=4)
+    buffers = RoundBuffers(plan, batch, torch.zeros(batch, 9), torch.arange(9))
     settings = sampling(torch.ones(batch, 1), None)
     book.of(requests)
     took = []
     for _ in range(50):
         start = time.thread_time()
-        buffers.load(book.uniforms(requests), settings)
+        buffers.load(book.uniforms(requests, 49), settings)
         book.advance(requests)
         took.append(time.thread_time() - start)
     assert min(took) < 1e-3, min(took)

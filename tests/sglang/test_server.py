@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from support.cli import documented_commands
-from support.sglang_engine import NEEDS_SGLANG, serving
+from support.sglang_engine import NEEDS_SGLANG, serving, serving_as_documented
 
 from eaglegbv.backends.sglang.launch import ServerFailed, running
 from eaglegbv.backends.sglang.llm import Endpoint
@@ -92,3 +92,12 @@ def test_a_server_that_cannot_honour_an_option_says_so_and_ends(url, saved_pair,
     said = "does not apply custom processors to draft trees; use logit_bias or a grammar"
     with pytest.raises(ServerFailed, match=said), running(serve, tmp_path / "log"):
         pass
+
+
+def test_the_documented_arguments_are_enough(url, saved_pair, tmp_path):
+    del url
+    serve = serving_as_documented(*saved_pair, "--backend", "sglang")
+    with running(serve, tmp_path / "log") as address:
+        body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 8}
+        answer = json.loads(ask(address, "/v1/completions", body))
+        assert answer["usage"]["completion_tokens"] >= 1

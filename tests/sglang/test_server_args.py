@@ -82,7 +82,6 @@ def test_on_a_cpu_steps_do_not_overlap(pair):
         ("enable_two_batch_overlap", True, "one round's random numbers"),
         ("enable_deterministic_inference", True, "order of the verifiers' sums"),
         ("enable_multi_layer_eagle", True, "heads draft chains"),
-        ("page_size", 16, "use --page-size 1"),
         ("dcp_size", 2, "has never run with our trees; use --tp"),
         ("attn_cp_size", 2, "has never run with our trees; use --tp"),
         *((option, "other", "has never run with our trees; leave") for option in UNTRIED),
@@ -170,10 +169,22 @@ def test_verifiers_with_modified_target_state_ask_for_more(pair, verifier):
     for option, value in (
         ("tp_size", 2),
         ("speculative_draft_window_size", 64),
+        ("page_size", 64),
     ):
-        with pytest.raises(NotServed, match="use a verifier without modified-target state"):
+        with pytest.raises(
+            NotServed, match="use a verifier without modified-target state"
+        ) as caught:
             settle(arguments(pair, speculative_eagle_topk=1, **{option: value}), verifier)
+        assert option != "page_size" or "--attention-backend flashinfer" in str(caught.value)
         settle(arguments(pair, **{option: value}), "otbv")
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
+def test_several_paths_go_into_pages_with_few_backends(pair, backend):
+    settle(arguments(pair, page_size=16, attention_backend=backend))
+    settle(arguments(pair, page_size=16, attention_backend="aiter", speculative_eagle_topk=1))
+    with pytest.raises(NotServed, match=r"no trees in pages of tokens; use .*, or --page-size 1$"):
+        settle(arguments(pair, page_size=16, attention_backend="aiter"))
 
 
 def test_verifiers_must_fit_the_paths(pair):

@@ -2,30 +2,24 @@
 
 import gc
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from support.g_test import g_test
-from support.sglang_batch import Req, kernel_arguments, sampling
+from support.sglang_batch import Req, sampling
 from torch import Tensor
 
+from eaglegbv.backends.sglang import book as books
 from eaglegbv.backends.sglang import verify
-from eaglegbv.backends.sglang.numbering import Acceptance
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers
-from eaglegbv.backends.sglang.verify import (
-    GraphJudge,
-    RequestBook,
-    Round,
-    keep,
-    verifying,
-)
+from eaglegbv.backends.sglang.book import RequestBook, seed_copies
+from eaglegbv.backends.sglang.penalties import TokenCounts
+from eaglegbv.backends.sglang.rounds import Acceptance, RoundBuffers, numbers_of
+from eaglegbv.backends.sglang.verify import GraphJudge, keep, verifying
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder
 from eaglegbv.rng import Purpose, RequestRng, request_seed
@@ -42,7 +36,6 @@ class Drafts:
     ``target`` and ``draft`` are ``[vocab, vocab]``: the distribution after each token.
     """
 
-    plan: Plan
     target: Tensor
     node_tokens: Tensor  # [batch, nodes] in SGLang's order
     buffers: RoundBuffers
@@ -65,28 +58,33 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
     return target / target.sum(1, keepdim=True), draft
 
 
-def draw_trees(batch: int, K: int, L: int, *, width: int = 3, seed: int = 0) -> Drafts:
+def draw_trees(
+    batch: int, K: int, L: int, *, width: int = 3, seed: int = 0, verifier: str = "otbv"
+) -> Drafts:
     target, draft = tables(seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    buffers = RoundBuffers(batch, batch, K, L, width)
-    uniforms = torch.rand(batch, 4 * K * L + 1, generator=generator, dtype=torch.float64)
+    plan = Plan(verifier=verifier, paths=K, depth=L, draft_width=width)
+    buffers = RoundBuffers(plan, batch, torch.zeros(batch, V), torch.arange(V))
+    uniforms = torch.rand(batch, numbers_of(plan), generator=generator, dtype=torch.float64)
     buffers.load(uniforms, sampling(torch.ones(batch, 1), None))
     last, slots = torch.full((batch, 1), LAST), torch.arange(batch)
     buffers.keep_roots(slots, draft.log()[last.flatten()])
-    *_, tokens = buffers.grow(slots, lambda own: draft.log()[own.tokens.flatten()])
-    tokens = torch.cat((last, tokens), dim=1)
-    return Drafts(Plan(paths=K, depth=L), target, tokens, buffers)
+    *_, tokens = buffers.grow(slots, lambda tokens, _: draft.log()[tokens.flatten()])
+    return Drafts(target, torch.cat((last, tokens), dim=1), buffers)
 
 
-def graph_judge(own: Drafts, verifier: str, recorder: Recorder | None = None) -> GraphJudge:
-    space = torch.zeros(own.probs.flatten(0, 1).shape)
-    judge = GraphJudge(msgspec.structs.replace(own.plan, verifier=verifier), own.buffers, space)
+def graph_judge(own: Drafts, recorder: Recorder | None = None) -> GraphJudge:
+    batch = len(own.node_tokens)
+    judge = GraphJudge(own.buffers, torch.zeros(own.node_tokens.numel(), V), batch)
     judge.record(recorder or Recorder())
     return judge
 
 
-def judge(own: Drafts, verifier: str) -> Acceptance:
-    return graph_judge(own, verifier).accept(own.node_tokens.flatten(), own.probs)
+def judge(own: Drafts) -> Acceptance:
+    judging = graph_judge(own)
+    batch = len(own.node_tokens)
+    judging.space(batch).copy_(own.probs)
+    return judging.accept(batch)
 
 
 def committed(own: Drafts, outcome: Acceptance, tokens: int) -> list[int]:
@@ -122,8 +120,8 @@ def committed(own: Drafts, outcome: Acceptance, tokens: int) -> list[int]:
     ],
 )
 def test_three_tokens_follow_the_target(verifier, K, L):
-    own = draw_trees(50_000, K, L)
-    outcome = g_test(committed(own, judge(own, verifier), 3), own.joint)
+    own = draw_trees(50_000, K, L, verifier=verifier)
+    outcome = g_test(committed(own, judge(own), 3), own.joint)
     assert outcome.p_value > 1e-4, outcome
     assert outcome.power > 0.99, outcome
 
@@ -131,13 +129,13 @@ def test_three_tokens_follow_the_target(verifier, K, L):
 def test_a_wrong_draft_distribution_is_seen():
     """The test above can fail: the same rounds, with distributions that nothing was drawn from."""
     own = draw_trees(50_000, 2, 2)
-    own.buffers.packed[:, :, 1] = 1 / 3
-    assert g_test(committed(own, judge(own, "otbv"), 3), own.joint).p_value < 1e-6
+    own.buffers.tree.draft_probs[:] = 1 / 3
+    assert g_test(committed(own, judge(own), 3), own.joint).p_value < 1e-6
 
 
 def test_what_is_reported_is_a_path_and_its_tokens():
     own = draw_trees(300, 3, 3)
-    outcome = judge(own, "otbv")
+    outcome = judge(own)
     batch, nodes = own.node_tokens.shape
     assert outcome.accepted.min() == 0
     assert outcome.accepted.max() == 3
@@ -148,21 +146,20 @@ def test_what_is_reported_is_a_path_and_its_tokens():
         assert path[0] == b * nodes
         for before, node in pairwise(path[: accepted + 1]):
             assert outcome.tokens.flatten()[before] == own.node_tokens.flatten()[node]
-        levels = [(node - b * nodes + 2) // 3 for node in path[: accepted + 1]]
+        levels = own.buffers.tree.depth.flatten()[path[: accepted + 1]].tolist()
         assert levels == list(range(accepted + 1))
 
 
 @pytest.mark.parametrize("verifier", ["otbv", "gbv", "spectr"])
 def test_a_request_is_judged_alike_in_every_bucket(verifier):
     """In rows after the batch there is what an earlier round left."""
-    own = draw_trees(11, 3, 3)
-    judge = graph_judge(own, verifier)
-    whole = judge.accept(own.node_tokens.flatten(), own.probs)
+    own = draw_trees(11, 3, 3, verifier=verifier)
+    judge = graph_judge(own)
+    judge.space(11).copy_(own.probs)
+    whole = Acceptance(*(table.clone() for table in judge.accept(11)))
     for batch in (1, 2, 3, 5, 8, 10):
-        tokens, probs = own.node_tokens[:batch], own.probs[:batch]
-        space = judge.space(batch)
-        space.copy_(probs.flatten(0, 1))
-        fewer = judge.accept(tokens.flatten(), space.view_as(probs))
+        judge.space(batch).copy_(own.probs[:batch])
+        fewer = judge.accept(batch)
         assert torch.equal(fewer.nodes, whole.nodes[:batch])
         assert torch.equal(fewer.tokens, whole.tokens[:batch])
         assert torch.equal(fewer.accepted, whole.accepted[:batch])
@@ -170,9 +167,9 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier):
 
 def test_what_cannot_be_recorded_runs_as_it_is():
     own, nothing = draw_trees(6, 2, 2), Mock(**{"record.side_effect": NotRecordable("a test")})
-    unrecorded = graph_judge(own, "otbv", nothing)
-    outcome = unrecorded.accept(own.node_tokens.flatten(), own.probs)
-    assert torch.equal(outcome.nodes, judge(own, "otbv").nodes)
+    unrecorded = graph_judge(own, nothing)
+    unrecorded.space(6).copy_(own.probs)
+    assert torch.equal(unrecorded.accept(6).nodes, judge(own).nodes)
 
 
 @pytest.mark.parametrize("vocab", [50, 9000])
@@ -190,6 +187,22 @@ def test_tokens_of_float32_probabilities_are_those_of_float64(vocab):
     assert (single == double).float().mean() > 0.99
 
 
+def round_of(own: Drafts, greedy: Tensor | None) -> tuple[SimpleNamespace, ...]:
+    """What SGLang's ``eagle_sample`` is given, at temperature 2."""
+    batch, nodes = own.node_tokens.shape
+    settings = sampling(torch.full((batch, 1), 2.0), greedy)
+    names = ("index", "next_token", "next_sibling")
+    drafted = SimpleNamespace(
+        draft_token=own.node_tokens.flatten(),
+        draft_token_num=nodes,
+        max_tree_depth=own.buffers.plan.depth + 1,
+        **{f"retrieve_{name}": own.node_tokens for name in names},
+    )
+    mode = SimpleNamespace(is_idle=lambda: False)
+    output = SimpleNamespace(next_token_logits=own.probs.flatten(0, 1).log() * 2)
+    return drafted, SimpleNamespace(sampling_info=settings, forward_mode=mode), output
+
+
 def walked(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, **_: Tensor) -> None:
     """SGLang's greedy kernel, which says the same of every tree."""
     predicts.fill_(77)
@@ -198,32 +211,21 @@ def walked(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, **_
 
 
 @pytest.mark.parametrize("greedy", [None, torch.arange(40) % 2 == 0])
-def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy):
+def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy, monkeypatch):
+    monkeypatch.setattr(verify, "_share", lambda *_: None)
     own = draw_trees(40, 3, 3)
-    ours, plain = graph_judge(own, "otbv"), judge(own, "otbv")
-    given = kernel_arguments(own.node_tokens, 3)
-
-    def original(**_: Tensor) -> str:
-        return "SGLang's own"
-
-    sample = partial(verify.sample, original, walk=walked if greedy is not None else original)
-    assert sample(**given, target_probs=own.probs) == "SGLang's own"
-
-    def accept(probs: Tensor) -> Acceptance:
-        return ours.accept(own.node_tokens.flatten(), probs)
-
-    with verifying(Round(accept, ours.space(40), sampling(torch.ones(40, 1), greedy))):
-        logits, temperatures = own.probs.flatten(0, 1).log() * 2, torch.full((400, 1), 2.0)
-        probs = verify.in_place_softmax(original, logits, temperatures)
-        assert probs.data_ptr() == ours.space(40).data_ptr()
-        torch.testing.assert_close(probs, own.probs.flatten(0, 1))
-        sample(**given, target_probs=probs.view_as(own.probs))
+    plain = judge(own)
+    drafted, batch, output = round_of(own, greedy)
+    assert verify.sample(lambda *_: "SGLang's own", drafted, batch, output, walk=walked)[0] == "S"
+    with verifying(graph_judge(own), TokenCounts(40, V, "cpu")):
+        predicts, lengths, path = verify.sample(Mock(), drafted, batch, output, walk=walked)
     rows = torch.zeros(40, dtype=torch.bool) if greedy is None else greedy
-    assert torch.equal(given["accept_index"][~rows], plain.nodes[~rows].int())
-    assert torch.equal(given["accept_token_num"][~rows], plain.accepted[~rows].int())
-    assert torch.equal(given["predicts"].view(40, 10)[~rows], plain.tokens[~rows].int())
-    assert (given["accept_index"][rows] == 5).all()
-    assert (given["predicts"].view(40, 10)[rows] == 77).all()
+    assert torch.equal(path[~rows], plain.nodes[~rows].int())
+    assert torch.equal(lengths[~rows], plain.accepted[~rows].int() + 1)
+    assert torch.equal(predicts.view(40, 10)[~rows], plain.tokens[~rows].int())
+    assert (path[rows] == 5).all()
+    assert (lengths[rows] == 3).all()
+    assert (predicts.view(40, 10)[rows] == 77).all()
 
 
 # Top-k, top-p and min-p on probabilities, against the same on logits.
@@ -255,11 +257,12 @@ PLAN = Plan(paths=2, depth=3)
 def test_a_seed_fixes_the_numbers_in_any_company():
     alone, crowd = RequestBook(PLAN, 0), RequestBook(PLAN, 5)
     one, other = Req(9), Req(9)
-    numbers = alone.uniforms([one])
+    numbers = alone.uniforms([one], 25)
     assert numbers.shape == (1, 25)
-    assert torch.equal(crowd.uniforms([Req(), Req(3), other])[2], numbers[0])
+    assert torch.equal(crowd.uniforms([Req(), Req(3), other], 25)[2], numbers[0])
     pairs = ((alone, one), (crowd, other))
-    assert torch.equal(*(book.uniforms([request], Purpose.CORRECTION) for book, request in pairs))
+    one_each = (book.uniforms([request], 1, Purpose.CORRECTION) for book, request in pairs)
+    assert torch.equal(*one_each)
 
 
 def test_requests_without_a_seed_are_numbered_in_the_order_seen():
@@ -274,20 +277,20 @@ def test_requests_without_a_seed_are_numbered_in_the_order_seen():
 def test_replicas_draw_other_numbers_unless_a_seed_is_given():
     alone, *replicas = (RequestBook(PLAN, 17, replica=r) for r in (None, 0, 1))
     books = [alone, *replicas]
-    drawn = [tuple(book.uniforms([Req()]).flatten().tolist()) for book in books]
+    drawn = [tuple(book.uniforms([Req()], 25).flatten().tolist()) for book in books]
     assert len(set(drawn)) == 3
-    seeded = [tuple(book.uniforms([Req(4)]).flatten().tolist()) for book in books]
+    seeded = [tuple(book.uniforms([Req(4)], 25).flatten().tolist()) for book in books]
     assert len(set(seeded)) == 1
 
 
 def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch):
-    monkeypatch.setattr(verify, "ours", lambda: True)
+    monkeypatch.setattr(books, "ours", lambda: True)
 
     def seeds(n: int, seed: int | None = 9) -> list[int | None]:
         shared = SimpleNamespace(n=n, sampling_seed=seed)
         copies = [SimpleNamespace(sampling_params=shared) for _ in range(n)]
         for one in copies:
-            verify.seed_copies(lambda manager, tokenized: None, None, one)
+            seed_copies(lambda manager, tokenized: None, None, one)
         return [one.sampling_params.sampling_seed for one in copies]
 
     assert len({*seeds(4)}) == 4
@@ -299,10 +302,10 @@ def test_copies_of_a_request_get_seeds_of_their_own(monkeypatch):
 
 def test_no_number_is_used_twice():
     book, request = RequestBook(PLAN, 0), Req(4)
-    before = book.uniforms([request])
-    assert torch.equal(book.uniforms([request]), before)
+    before = book.uniforms([request], 25)
+    assert torch.equal(book.uniforms([request], 25), before)
     book.advance([request])
-    after = book.uniforms([request]).flatten()
+    after = book.uniforms([request], 25).flatten()
     assert not set(after.tolist()) & set(before.flatten().tolist())
     expected = RequestRng(4).draw(1, Purpose.DRAFT, 25)
     assert after.tolist() == expected.tolist()

@@ -14,7 +14,7 @@ from support.cli import process
 from support.sglang_engine import cpu_environment, missing_sglang
 
 from eaglegbv.backends.sglang import version_check
-from eaglegbv.backends.sglang.version_check import SUPPORTED, OverridePointChanged, override_points
+from eaglegbv.backends.sglang.version_check import OVERRIDE_POINTS, SUPPORTED, OverridePointChanged
 from eaglegbv.errors import InvalidArgument, NotInstalled
 
 HERE = "eaglegbv.backends.sglang"
@@ -66,7 +66,7 @@ def test_a_plugin_that_sglang_would_not_find_is_missed(monkeypatch):
 
 def test_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr(version_check, "version", lambda _: "0.4.0")
-    expected = r"sglang='0.4.0': expected sglang==0.5.22 or sglang==0.5.23, whose"
+    expected = r"sglang='0.4.0': expected sglang==0.5.23, whose"
     with pytest.raises(InvalidArgument, match=expected):
         version_check.check_version()
 
@@ -86,9 +86,9 @@ RECORDED: dict[str, dict[str, list[str]]] = json.loads(
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_points_fit_the_signatures_recorded(version):
     """Without SGLang: a mistake in the list of what we rely on."""
-    points = override_points(version)
-    assert points.keys() == RECORDED[version].keys()
-    for place, parameters in points.items():
+    assert len(OVERRIDE_POINTS) <= 21
+    assert OVERRIDE_POINTS.keys() == RECORDED[version].keys()
+    for place, parameters in OVERRIDE_POINTS.items():
         names = parameters.split()
         assert RECORDED[version][place][: len(names)] == names, place
 
@@ -100,11 +100,9 @@ from pkgutil import resolve_name
 from eaglegbv.backends.sglang import version_check
 
 version_check.check_override_points()
-points = {place: resolve_name(place) for place in version_check.override_points(version("sglang"))}
 found = {
-    place: list(inspect.signature(function).parameters)
-    for place, function in points.items()
-    if function is not None  # else a kernel of another platform
+    place: list(inspect.signature(resolve_name(place)).parameters)
+    for place in version_check.OVERRIDE_POINTS
 }
 print(json.dumps([version("sglang"), found]))
 """

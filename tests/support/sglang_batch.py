@@ -21,16 +21,9 @@ def sampling(temperatures: Tensor, greedy: Tensor | None) -> SimpleNamespace:
         temperatures=temperatures,
         top_ks=torch.where(rows, 1, 2**30).int(),
         is_any_greedy=greedy is not None,
-        need_min_p_sampling=False,
+        is_all_greedy=greedy is not None and bool(greedy.all()),
+        **{f"need_{name}_sampling": False for name in ("top_k", "top_p", "min_p")},
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        logit_bias=None,
     )
-
-
-def kernel_arguments(tokens: Tensor, length: int) -> dict[str, Tensor]:
-    """Return what SGLang's kernel is given with distributions, for trees ``[batch, nodes]``."""
-    (batch, nodes), names = tokens.shape, ("index", "next_token", "next_sibling")
-    return {
-        "predicts": torch.zeros(batch * nodes, dtype=torch.int32),
-        "accept_index": torch.full((batch, length + 1), -1, dtype=torch.int32),
-        "accept_token_num": torch.zeros(batch, dtype=torch.int32),
-        **dict.fromkeys(("candidates", *(f"retrive_{name}" for name in names)), tokens),
-    }

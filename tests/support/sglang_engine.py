@@ -29,17 +29,19 @@ CPU_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-# intel_amx alone is refused on a CPU without AMX; named for prompts and decoding it is taken.
-CPU_ARGUMENTS = {
+# intel_amx alone is refused on a CPU without AMX; named for prompts and decoding it is taken. Here
+# KV caches would take most of the memory that there is.
+STAND_IN_ARGUMENTS = {
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
     "prefill_attention_backend": "intel_amx",
     "decode_attention_backend": "intel_amx",
     "max_total_tokens": 20_000,
-    "max_running_requests": 64,
-    "log_level": "error",
 }
+"""What the stand-in asks for; all else is as it would be elsewhere."""
+
+CPU_ARGUMENTS = STAND_IN_ARGUMENTS | {"max_running_requests": 64, "log_level": "error"}
 
 
 def missing_sglang() -> str | None:
@@ -68,7 +70,12 @@ def cpu_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]
 
 def serving(target: Path, head: Path, *arguments: str, **flags: object) -> Launch:
     """Return our command ``serve``, on the stand-in."""
-    named = (CPU_ARGUMENTS | flags).items()
+    return serving_as_documented(target, head, *arguments, **(CPU_ARGUMENTS | flags))
+
+
+def serving_as_documented(target: Path, head: Path, *arguments: str, **flags: object) -> Launch:
+    """Return the same command with no options but those that the stand-in needs, and these."""
+    named = (STAND_IN_ARGUMENTS | flags).items()
     words = [f"--{name.replace('_', '-')}={value}" for name, value in named]
     start = [sys.executable, "-m", "eaglegbv", "serve", str(target), f"--drafter={head}"]
     return Launch([*start, *arguments, *words], cpu_environment())

@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from eaglegbv.backends.sglang import metrics, verify
+from eaglegbv.backends.sglang.book import seed_copies
 from eaglegbv.backends.sglang.server_args import settle_arguments
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.version_check import check_override_points, check_version
@@ -27,7 +28,7 @@ def register() -> None:
     adapters = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
     for place, hook in (
         (adapters, check_adapters),
-        (f"{tokenizers}._send_one_request", verify.seed_copies),
+        (f"{tokenizers}._send_one_request", seed_copies),
         (f"{tokenizers}._calculate_spec_decoding_metrics", metrics.add_figures),
         (
             f"{results}.SchedulerBatchResultProcessor.process_batch_result_decode",

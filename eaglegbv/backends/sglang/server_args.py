@@ -27,6 +27,8 @@ LATENT_TREE_BACKENDS = ("fa3", "triton")
 """Backends that do so if the target's attention is latent (MLA). FlashInfer's treats any tree as a
 chain there, without a warning.
 """
+PAGED_TREE_BACKENDS = ("flashinfer", "fa3", "triton", "intel_amx")
+"""Backends that draft several paths into pages of several tokens."""
 Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str, str]]
 """By option: the values it may have, why it may have no other, and what the user can do."""
 
@@ -80,7 +82,6 @@ REFUSED: Refusals = {
     "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
     "enable_deterministic_inference": ((False,), _SUMS, _DROP),
     "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
-    "page_size": ((None, 1), _UNTRIED, "use --page-size 1"),
     "dcp_size": ((1,), _UNTRIED, "use --tp"),
     "attn_cp_size": ((1,), _UNTRIED, "use --tp"),
     **{option: (harmless, _UNTRIED, _DROP) for option, harmless in UNTRIED.items()},
@@ -92,7 +93,10 @@ _OR_DROP = f"leave it out, or {_STATELESS}"
 _OWN_STATE = "every rank would keep a state of its own, by distributions that differ in last bits"
 _WHOLE = "earlier draft distributions are replayed over the whole text"
 
+_ONE_TOKEN = f"use --page-size 1 with --attention-backend flashinfer or triton, or {_STATELESS}"
+
 REFUSED_WITH_STATE: Refusals = {
+    "page_size": ((None, 1), _UNTRIED, _ONE_TOKEN),
     "tp_size": ((1,), _OWN_STATE, _STATELESS),
     "speculative_draft_window_size": ((None,), _WHOLE, _OR_DROP),
 }
@@ -210,6 +214,7 @@ def _settle_head(server_args: Any) -> None:
 
 def _check_attention(server_args: Any, *, latent: bool) -> None:
     trees = LATENT_TREE_BACKENDS if latent else TREE_BACKENDS
+    paged = (server_args.page_size or 1) > 1
     chains = server_args.speculative_eagle_topk == 1
     target = server_args.attention_backend
     draft = server_args.speculative_draft_attention_backend
@@ -227,6 +232,9 @@ def _check_attention(server_args: Any, *, latent: bool) -> None:
             where = " where attention is latent (MLA)" if latent else ""
             remedy = f"use {_listed(trees)}, or --speculative-eagle-topk 1"
             raise NotServed(option, backend, f"it {does} chains only{where}", remedy)
+        if not chains and paged and backend not in PAGED_TREE_BACKENDS:
+            remedy = f"use {_listed(PAGED_TREE_BACKENDS)}, or --page-size 1"
+            raise NotServed(option, backend, f"it {does} no trees in pages of tokens", remedy)
 
 
 def _listed(names: Sequence[str]) -> str:

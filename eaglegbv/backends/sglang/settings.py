@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import msgspec
 
+from eaglegbv.config import Plan
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, make_numbers_plain, require_integer, require_number
@@ -26,14 +27,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     draft_width: int = DRAFT_WIDTH
     # Temperature of the draft distribution as a multiple of the request's own.
     draft_temperature: float = 1.0
-    seed: int = 0  # seed from which the seeds of requests without one are derived
+    # Seed from which the seeds of requests without one are derived; None takes SGLang's own, which
+    # is another at every start.
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier")
         require_integer("draft_width", self.draft_width, 1, 1024)
-        require_integer("seed", self.seed, 0, 2**64 - 1)
+        if self.seed is not None:
+            require_integer("seed", self.seed, 0, 2**64 - 1)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
 
     @classmethod
@@ -52,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                         environment[name], field.type, strict=False
                     )
             except msgspec.ValidationError:
-                kind = f"a value of type {field.type.__name__}"
+                kind = f"a value of type {getattr(field.type, '__name__', field.type)}"
                 raise InvalidArgument(name, environment[name], kind) from None
         text = environment.get(JSON_VARIABLE, "{}")
         try:
@@ -69,6 +73,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             expected = "global_resolution, which is exact; other solvers are for comparisons only"
             raise InvalidArgument("verifier", self.verifier, expected)
         make_any_verifier(self.verifier).check_sampling(DraftSampling.IID, paths)
+
+    def plan(self, paths: int, depth: int) -> Plan:
+        """Return the plan of ``paths`` of ``depth`` tokens."""
+        return Plan(
+            verifier=self.verifier,
+            paths=paths,
+            depth=depth,
+            draft_width=self.draft_width,
+            draft_temperature=self.draft_temperature,
+        )
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables from which :meth:`from_environment` reads the same settings."""

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 
 from eaglegbv.errors import EagleGBVError, InvalidArgument, NotInstalled
 
-SUPPORTED = ("0.5.22", "0.5.23")  # versions of SGLang whose override points are known
+SUPPORTED = ("0.5.23",)  # versions of SGLang whose override points are known
 PLUGIN = "eaglegbv"  # name of our entry point for plug-ins
 
 
@@ -53,32 +53,30 @@ class OverridePointChanged(EagleGBVError):
 
 _EAGLE = "sglang.srt.speculative.eagle"
 _MANAGERS = "sglang.srt.managers"
+_WORKER = f"{_EAGLE}_worker_v2:EAGLEWorkerV2"
 _DRAFTER = f"{_EAGLE}_worker_v2:EagleDraftWorker"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager:TokenizerManager"
 _PARTS = f"{_MANAGERS}.scheduler_components"
+_SAMPLER = "sglang.srt.layers.sampler"
 
 OVERRIDE_POINTS: Mapping[str, str] = {
-    f"{_EAGLE}_worker_v2:EAGLEWorkerV2.verify": "self batch",
-    f"{_EAGLE}_worker_v2:EAGLEWorkerV2.init_cuda_graphs": "self",
-    f"{_EAGLE}_worker_v2:EAGLEWorkerV2._forward_prefill_batch": "self batch",
+    f"{_WORKER}.verify": "self batch",
+    f"{_WORKER}.init_cuda_graphs": "self",
+    f"{_WORKER}._forward_prefill_batch": "self batch",
     f"{_DRAFTER}.draft": "self batch",
     f"{_DRAFTER}.draft_forward": "self forward_batch",
-    f"{_DRAFTER}._draft_forward_idle": "self forward_batch",
     f"{_DRAFTER}._draft_extend_for_prefill": "self batch target_hidden_states next_token_ids",
     f"{_DRAFTER}._draft_extend_for_decode": "self batch batch_result",
     f"{_DRAFTER}._capture_cuda_graphs": "self",
     f"{_DRAFTER}.alloc_memory_pool": "self",
     f"{_EAGLE}_utils:per_step_draft_out_cache_loc": "out_cache_loc batch_size topk num_steps",
-    f"{_EAGLE}_utils:sampling_softmax": "logits temperatures",
+    f"{_EAGLE}_worker_common:eagle_sample": "verify_input batch logits_output grammar_mask",
     f"{_EAGLE}_utils:verify_tree_greedy_func": (
         "predicts accept_index accept_token_num candidates retrieve_index "
         "retrieve_next_token retrieve_next_sibling target_predict"
     ),
-    f"{_EAGLE}_utils:_verify_uses_greedy": "is_all_greedy",
-    f"{_EAGLE}_utils:tree_speculative_sampling_target_only": "predicts accept_index",
-    f"{_EAGLE}_utils:top_k_renorm_prob": "probs",
-    f"{_EAGLE}_utils:top_p_renorm_prob": "probs",
-    "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
+    f"{_SAMPLER}:register_sampler_backend": "backend factory",
+    f"{_SAMPLER}:Sampler._sample_from_probs": (
         "self probs sampling_info positions simple_sampling_case"
     ),
     "sglang.srt.arg_groups.lora_hook:check_lora_speculative_compatibility": "server_args",
@@ -87,31 +85,20 @@ OVERRIDE_POINTS: Mapping[str, str] = {
     f"{_PARTS}.batch_result_processor:SchedulerBatchResultProcessor"
     ".process_batch_result_decode": "self batch result",
 }
-"""The functions of SGLang that we replace, wrap or override, and the parameters we rely on, in
-order; more may follow.
+"""The functions of SGLang that we replace, wrap, override or call by name, and the parameters we
+rely on, in order; more may follow.
 """
-
-
-def override_points(installed: str) -> dict[str, str]:
-    """Return :data:`OVERRIDE_POINTS` as far as a version has them.
-
-    0.5.22 has the kernels elsewhere; see :func:`eaglegbv.backends.sglang.verify.install`.
-    """
-    elsewhere = ("target_only", "renorm_prob") if installed == "0.5.22" else ()
-    return {p: names for p, names in OVERRIDE_POINTS.items() if not p.endswith(elsewhere)}
 
 
 def check_override_points() -> None:
     """Raise :class:`OverridePointChanged` for the first point that is gone or takes others."""
-    for place, names in override_points(version("sglang")).items():
+    for place, names in OVERRIDE_POINTS.items():
         expected = tuple(names.split())
         wanted = f"({', '.join(expected)})"
         try:
             found = resolve_name(place)
         except AttributeError:
             raise OverridePointChanged(place, "nothing", wanted) from None
-        if found is None:  # SGLang has no such kernel on this platform
-            continue
         if not callable(found):
             raise OverridePointChanged(place, repr(found), wanted)
         parameters = tuple(inspect.signature(found).parameters)

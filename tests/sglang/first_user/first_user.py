@@ -16,9 +16,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.sglang_engine import PROMPT, pair_arguments, sglang_engine, token_ids
 from support.sglang_pair import save_sglang_pair
 
+from eaglegbv.backends.sglang.book import RequestBook
 from eaglegbv.backends.sglang.plugin import SampledTrees
-from eaglegbv.backends.sglang.tree_layout import RoundBuffers
-from eaglegbv.backends.sglang.verify import GraphJudge, RequestBook
+from eaglegbv.backends.sglang.rounds import RoundBuffers
+from eaglegbv.backends.sglang.verify import GraphJudge
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import Recorder
 
@@ -50,9 +51,9 @@ class FirstUser(SampledTrees):
         book = RequestBook(plan, 0)
         slots = draft_worker.req_to_token_pool.req_to_token.shape[0]
         vocab = draft_worker.draft_runner.model_config.vocab_size
-        buffers = RoundBuffers(ROWS, slots, plan.paths, plan.depth, vocab)
+        buffers = RoundBuffers(plan, ROWS, torch.zeros(slots, vocab), torch.arange(vocab))
         probs = torch.zeros(ROWS * (1 + plan.paths * plan.depth), vocab)
-        self.judge.graphs = GraphJudge(plan, buffers, probs)
+        self.judge.graphs = GraphJudge(buffers, probs, ROWS)
         self.judge.graphs.record(Recorder())
         return page["SampledPaths"](buffers, book)
 
