@@ -27,7 +27,7 @@ from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import Recorder, Work
 
 MOST = 18  # in a round with greedy requests, with all that turns logits into a verdict
-MOST_TO_JUDGE = 11  # of these; a graph launches 12 more at most: see test_round_launches.py
+MOST_TO_JUDGE = 14  # of these; a graph launches 12 more at most: see test_round_launches.py
 # A graph launches what drafts: see test_round_launches.py.
 VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
 

@@ -5,7 +5,7 @@ device and grow with every round's verdict, so they are right also while rounds 
 follow the distribution of plain decoding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,19 +57,16 @@ class TokenCounts:
         if self._counts is None or batch.sampling_info.acc_additive_penalties is None:
             return
         said = self._counts[batch.req_pool_indices]
-        said = said * _column(batch.reqs, penalised, logits.device).unsqueeze(1)  # others' are old
+        ours = [[penalised(request)] for request in batch.reqs]  # others' counts are old
+        said = said * upload(ours, dtype=torch.float32, device=logits.device)
         path, real = path_tokens(drafted)
         counts = said.unsqueeze(1).repeat(1, logits.shape[1], 1)
         counts.scatter_add_(2, path, real.to(counts))
-        columns = (
-            _column(
-                batch.reqs, lambda r, name=name: getattr(r.sampling_params, name), logits.device
-            )
-            for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
-        )
-        frequency, presence, repetition = (column.view(-1, 1, 1) for column in columns)
+        frequency = _column(batch.reqs, "frequency_penalty", logits).view(-1, 1, 1)
+        presence = _column(batch.reqs, "presence_penalty", logits).view(-1, 1, 1)
+        repetition = _column(batch.reqs, "repetition_penalty", logits).view(-1, 1, 1)
         logits.sub_(counts * frequency + (counts > 0) * presence)
-        least = _column(batch.reqs, lambda r: r.sampling_params.min_new_tokens, logits.device)
+        least = _column(batch.reqs, "min_new_tokens", logits)
         lengths = said.sum(dim=1, keepdim=True) + real.sum(dim=2)
         _forbid(logits, _stop_ids(batch.reqs, logits), lengths < least.unsqueeze(1))
         factors = torch.where(counts > 0, repetition, 1.0)
@@ -83,11 +80,10 @@ def penalised(request: "Req") -> bool:
     return params.min_new_tokens > 0 or neutral != (0.0, 0.0, 1.0)
 
 
-def _column(
-    requests: Sequence["Req"], value: Callable[["Req"], float], device: torch.device
-) -> Tensor:
-    values = [float(value(request)) for request in requests]
-    return upload(values, dtype=torch.float32, device=device)
+def _column(requests: Sequence["Req"], name: str, like: Tensor) -> Tensor:
+    """Return ``[batch]`` float32, a setting of each request."""
+    values = [float(getattr(request.sampling_params, name)) for request in requests]
+    return upload(values, dtype=torch.float32, device=like.device)
 
 
 def _stop_ids(requests: Sequence["Req"], logits: Tensor) -> Tensor:

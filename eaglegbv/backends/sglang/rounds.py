@@ -65,7 +65,9 @@ class RoundBuffers:
         self.greedy = torch.zeros((rows, 1), dtype=torch.bool, device=device)
         self.tree = DraftTree(
             DraftSampling.IID,
-            *ids.unbind(0),
+            token_ids=ids[0],
+            parents=ids[1],
+            depth=ids[2],
             num_nodes=torch.ones_like(ids[0, :, 0]),
             draws=ids.new_zeros((rows, plan.depth, plan.paths)),
             draft_ids=lists.to(torch.int64),
