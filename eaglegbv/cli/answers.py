@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Messages: TypeAlias = list[dict[str, str]]
 Show: TypeAlias = "Callable[[Delta], None]"
+INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
 _MOST_PLANS = 2  # plans that a footer names
 _ENDS: Mapping[str, str] = {
     "length": "cut off at {} tokens (-n, --max-tokens)",

