@@ -145,7 +145,8 @@ class StandaloneDrafter(RowDrafter):
     def _run(self, segments: Sequence[Segment], logit_rows: Tensor | None) -> Tensor:
         last = self.model.vocab_size - 1
         readable = [replace(s, token_ids=s.token_ids.clamp(max=last)) for s in segments]
-        return self.model.forward(readable, logit_rows=logit_rows).logits[:, : len(self._ids)]
+        output = self.model.forward(readable, logit_rows=logit_rows)
+        return output.logits[:, : len(self._ids)].clone()  # the next forward may overwrite them
 
 
 def _state(request: Request) -> StandaloneState:

@@ -36,6 +36,7 @@ from eaglegbv.drafters.checkpoint import fit, is_head, load_head, read_checkpoin
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.eagle_levels import EagleLevels
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
+from eaglegbv.drafters.eagle_native import native_head
 from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
 from eaglegbv.drafters.graph_drafting import DeviceDrafting
 from eaglegbv.drafters.graph_reading import DeviceReading
@@ -81,6 +82,7 @@ class EagleDrafter(RowDrafter):
         graphs: GraphMode | Recorder = GraphMode.OFF,
         max_context: int | None = None,
         recorder: Recorder | None = None,
+        native: bool = True,
     ) -> None:
         """Wrap a head.
 
@@ -91,18 +93,22 @@ class EagleDrafter(RowDrafter):
             graphs: Whether the draft loop runs on the device, recorded and replayed.
             max_context: Most positions of a text; None for as many as the pool has slots.
             recorder: The target's, whose CUDA graphs lend theirs their memory.
+            native: Whether forwards run in the native library, if it knows the head and nothing is
+                padded or recorded.
 
         Raises:
             InvalidArgument: Graphs cannot be recorded.
         """
         kind = head.embedding
-        self._rounds = kind.dtype.itemsize < torch.float32.itemsize
         cuda, pool = attention.pool.keys.is_cuda, attention.pool
         recorder = make_recorder(
             graphs, cuda=cuda, recordable=attention.recordable, shared=recorder
         )
         self.head = head
-        self._forward = HeadForward(head, attention)
+        in_library = native_head(head) if native and recorder is None else None
+        self._forward = HeadForward(head, attention, in_library)
+        # Whether a row's numbers depend on what runs beside it.
+        self._rounds = not self._forward.exact and kind.dtype.itemsize < torch.float32.itemsize
         self._on_device: DeviceDrafting | None = None
         self._reading: DeviceReading | None = None
         self.read_counts: Mapping[str, int] = {}
@@ -207,7 +213,7 @@ class EagleDrafter(RowDrafter):
             hidden, logits = self._forward.go_on(drafted.segments(rows), above)
             return logits
 
-        logits = self.head.logits(hidden)
+        logits = self._forward.logits(hidden)
         return draft_trees(call, self.head.draft_to_target, logits, follow)
 
     def _draft_as_replayed(self, call: DraftCall) -> DraftTree:
@@ -262,7 +268,7 @@ class EagleDrafter(RowDrafter):
 
     def _logits(self, last: Tensor) -> Tensor:
         rows = last.split(1 if self._rounds else len(last))
-        return torch.cat([self.head.logits(row) for row in rows])
+        return torch.cat([self._forward.logits(row) for row in rows])
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""
@@ -336,4 +342,5 @@ class EagleFiles(DrafterFiles):
             graphs=self._opening.graphs,
             max_context=target.max_context,
             recorder=target.recorder,
+            native=self._opening.native,
         )

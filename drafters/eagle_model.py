@@ -30,6 +30,7 @@ from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_layers import fuse_layers, rotated_rows
 from eaglegbv.fused_linears import prepare
+from eaglegbv.native.model import NativeModel
 from eaglegbv.output_layer import FINAL, OutputLayer
 
 FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -420,15 +421,29 @@ class HeadForward:
         attention: Paged attention over the pool.
     """
 
-    def __init__(self, head: EagleHead, attention: PagedAttention) -> None:
-        """Take a head on its final device and in its final dtype, and make its products ready."""
-        head.prepare_products()
+    def __init__(
+        self, head: EagleHead, attention: PagedAttention, native: NativeModel | None = None
+    ) -> None:
+        """Take a head on its final device and in its final dtype, and make its products ready.
+
+        ``native`` is the same head in the native library, which then runs it.
+        """
+        self._native = native
+        if native is None:
+            head.prepare_products()
         self._head = head
         self.attention = attention
         self._call = AttentionCall(0, head.config.head_dim**-0.5)  # a head has one layer
 
+    @property
+    def exact(self) -> bool:
+        """Whether a row's numbers are the same, to the last bit, whatever runs beside it."""
+        return self._native is not None
+
     def step(self, segments: Sequence[Segment], hidden: Tensor) -> Tensor:
         """Run rows on ``hidden`` ``[rows, hidden]``; return the next hidden states."""
+        if self._native is not None:
+            return self._native.level(self.attention.pool, segments, hidden)[0]
         batch = pack(segments, self._head.embedding.device)
         rotation = self._head.rotary(batch.positions, self._head.embedding.dtype)
         attend = partial(self.attention.attend, self._call, batch=batch)
@@ -436,6 +451,9 @@ class HeadForward:
 
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """Run rows on the target's ``features`` ``[rows, F]``; return the next hidden states."""
+        if self._native is not None:
+            pool = self.attention.pool
+            return self._native.level(pool, segments, features, reads_features=True)[0]
         return self.step(segments, self._head.fuse(features))
 
     def read_batch(self, batch: PackedBatch, features: Tensor, attend: AttendBatch) -> Tensor:
@@ -445,8 +463,19 @@ class HeadForward:
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, with logits."""
+        if self._native is not None:
+            pool = self.attention.pool
+            following, logits = self._native.level(pool, segments, hidden, with_logits=True)
+            assert logits is not None
+            return Drafted(following, logits)
         hidden = self.step(segments, hidden)
         return Drafted(hidden, self._head.logits(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[rows, draft_vocab]`` logits of ``hidden`` ``[rows, hidden]``."""
+        if self._native is not None:
+            return self._native.logits(hidden)
+        return self._head.logits(hidden)
 
     def level(self, rows: Rows, hidden: Tensor, attend: Attend) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, with the caller's attention."""

@@ -31,6 +31,8 @@ class Opening:
     graphs: GraphMode = GraphMode.OFF
     trust_remote_code: bool = False
     self_check: bool = True
+    native: bool = True
+    """Whether forwards may run in the native library."""
 
 
 class LoadedTarget(Protocol):

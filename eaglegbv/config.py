@@ -303,6 +303,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         seed: Seed from which the seeds of requests without one are derived.
         self_check: Whether a model is refused whose outputs, when it is loaded, are not those that
             transformers alone computes; otherwise a warning says so.
+        native: Whether forwards on a CPU run in the native library, which is built at the first
+            start; otherwise, and for models that it does not know, they run through transformers.
     """
 
     max_batch: int = 16
@@ -314,6 +316,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: GraphMode = GraphMode.AUTO
     seed: int = 0
     self_check: bool = True
+    native: bool = True
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -328,7 +331,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.kv_bytes is not None and self.kv_slots is not None:
             raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
-        for name in ("prefix_cache", "check_slots", "self_check"):
+        for name in ("prefix_cache", "check_slots", "self_check", "native"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidArgument(name, value, "true or false")

@@ -37,6 +37,7 @@ from eaglegbv.metrics import (
     KV_USED,
     PREEMPTIONS,
     RUNNING,
+    TARGET_FORWARDS,
     WAITING,
     EngineMetrics,
     Phase,
@@ -589,6 +590,7 @@ class Engine:
         ):
             self.metrics.set(metric, value)
         for metric, counts in (
+            (TARGET_FORWARDS, self._target.forward_counts),
             (ATTENTION_FALLBACKS, self._target.attention_fallbacks),
             (GRAPH_FORWARDS, self._target.graph_counts),
             (GRAPH_DRAFTS, self._drafting.graph_counts),

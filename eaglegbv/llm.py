@@ -482,6 +482,7 @@ class LLM(TextGenerator):
             graphs=config.cuda_graphs,
             trust_remote_code=trust_remote_code,
             self_check=config.self_check,
+            native=config.native,
             max_context=max_model_len,
         )
         target = self.pair.target
@@ -514,7 +515,8 @@ class LLM(TextGenerator):
 
     def __repr__(self) -> str:
         facts = (f"model={self.model_name!r}", f"drafter={self.drafter_name!r}", f"{self.plan}")
-        return f"LLM({', '.join(facts)}, device={str(self.device)!r}, dtype={self.dtype})"
+        where = f"device={str(self.device)!r}, dtype={self.dtype}"
+        return f"LLM({', '.join(facts)}, {where}, runs_by={self.pair.target.runs_by!r})"
 
     @known_arguments(_SAMPLING)
     def stream(
@@ -654,6 +656,7 @@ class LLM(TextGenerator):
             AutoPlan(**msgspec.structs.asdict(self.plan)),  # whoever named it, or nobody
             compile_backend,
             config.cuda_graphs,
+            self.pair.target.runs_by,
             device=self.device,
             dtype=self.dtype,
         )

@@ -125,13 +125,15 @@ def load_pair(
     trust_remote_code: bool = False,
     self_check: bool = True,
     max_context: int | None = None,
+    native: bool = True,
 ) -> Pair:
     """Open a target, and what drafts for it; arguments mean what they do for ``LLM``.
 
     ``drafter`` may be None too. ``slots`` are the tokens the KV pools hold, or what that follows
     from; ``graphs`` says whether tree forwards and drafting are recorded and replayed,
-    ``self_check`` whether a model whose outputs are unlike transformers' own is refused, and
-    ``max_context`` the most positions of a text, if that is not the model's context.
+    ``self_check`` whether a model whose outputs are unlike transformers' own is refused,
+    ``max_context`` the most positions of a text, if that is not the model's context, and ``native``
+    whether forwards may run in the native library.
 
     Raises:
         InvalidArgument: There is no such model or drafter, or graphs cannot be recorded.
@@ -151,6 +153,7 @@ def load_pair(
             graphs=graphs,
             trust_remote_code=trust_remote_code,
             self_check=self_check,
+            native=native and compile_backend is None,
         )
         folder = drafter_folder(drafter)
         files = _files_in(folder)(folder, opening)
@@ -160,6 +163,7 @@ def load_pair(
         max_slots=replace(PoolSize.of(slots), beside=files.slot_bytes if files else 0),
         features=files.features if files else (),
         must_pass=self_check,
+        native=native,
         graphs=graphs,
         max_context=max_context,
         compile_backend=compile_backend,
@@ -210,7 +214,12 @@ class LanguageModelFiles(DrafterFiles):
             device=opening.device,
             trust_remote_code=opening.trust_remote_code,
         )
-        model = HFTarget(network, max_slots=target.max_slots, must_pass=opening.self_check)
+        model = HFTarget(
+            network,
+            max_slots=target.max_slots,
+            must_pass=opening.self_check,
+            native=opening.native,
+        )
         return StandaloneDrafter(model, vocab_size=target.vocab_size)
 
 

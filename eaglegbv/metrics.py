@@ -59,6 +59,11 @@ PREEMPTIONS = Metric(
     "eaglegbv_preemptions_total", "Times that a running request gave up its KV slots."
 )
 CACHED = Metric("eaglegbv_cached_tokens_total", "Tokens served from the prefix cache.")
+TARGET_FORWARDS = Metric(
+    "eaglegbv_target_forwards_total",
+    "Forwards of the target, by what ran them: the native library or transformers.",
+    "by",
+)
 ATTENTION_FALLBACKS = Metric(
     "eaglegbv_attention_fallbacks_total",
     "Attention calls of the target that fell back from FlashInfer to PyTorch, by reason.",

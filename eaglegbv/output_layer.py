@@ -105,6 +105,11 @@ class OutputLayer(nn.Module):
             raise ModelNotSupported("model", name, expected)
         return made
 
+    @property
+    def plain(self) -> bool:
+        """Whether its logits are the product alone."""
+        return self.scale == 1.0 and self.softcap is None
+
     def rows(self, token_ids: Tensor) -> "OutputLayer":
         """Return the layer of some tokens' logits alone, ``[tokens]`` int64."""
         bias = None if self.bias is None else self.bias[token_ids]

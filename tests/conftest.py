@@ -32,9 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep what is measured out of the user's cache, and share it among the tests."""
+def own_cache(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """Keep what is measured out of the user's cache, and share it among the tests.
+
+    The native library is built once for all runs of the tests.
+    """
     folder = tmp_path_factory.mktemp("cache")
+    (folder / "native").symlink_to(request.config.cache.mkdir("native"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_FOLDER, str(folder))
         yield folder

@@ -54,6 +54,7 @@ from eaglegbv.devices import runs_kernels, send, torch_as_usual
 from eaglegbv.errors import InvalidArgument, ModelNotSupported, first_line
 from eaglegbv.fused_layers import fuse_layers
 from eaglegbv.fused_linears import prepare
+from eaglegbv.models.native import native_target
 from eaglegbv.models.self_check import (
     COMPILED,
     HALF_TOLERANCE,
@@ -69,6 +70,7 @@ from eaglegbv.models.self_check import (
     worst_error,
 )
 from eaglegbv.models.target import FINAL, Target, TargetOutput
+from eaglegbv.native.model import NativeModel, drop_weights
 from eaglegbv.output_layer import OutputLayer
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import require_integer
@@ -101,6 +103,7 @@ class HFTarget(Target):
         graphs: GraphMode | Recorder = GraphMode.OFF,
         must_pass: bool = True,
         max_context: int | None = None,
+        native: bool = True,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
 
@@ -115,6 +118,8 @@ class HFTarget(Target):
             must_pass: Whether outputs unlike the plain model's are an error; if not, they are
                 logged. Random weights of many layers magnify rounding, and only times are wanted.
             max_context: Most positions of a text; None for the model's context.
+            native: Whether forwards run in the native library, if it knows the model and nothing
+                is compiled, padded or recorded.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
@@ -150,7 +155,18 @@ class HFTarget(Target):
         check_layers(type(model).__name__, probe.calls, config, self.max_context)
         self._allowed = self._rounding(outputs, probe.calls[0], attention)
         compiled = None if compile_backend is None else model.base_model
-        prepare(model, lambda: self._probe(Probe()), compiled=compiled)
+        # Where forwards are padded, the padding writes to a slot of the pool without an owner.
+        spare = spare_slots(graphs, cuda=self.device.type == "cuda")
+        self.runs_by = "transformers"
+        self._forwards: Counter[str] = Counter()
+        self._output_layer: OutputLayer | None = None
+        self._native: NativeModel | None = None
+        if native and compiled is None and not spare:
+            self._run_natively(outputs, probe.calls, attention)
+        if self._native is None:
+            prepare(model, lambda: self._probe(Probe()), compiled=compiled)
+        self._forwards = Counter({self.runs_by: 0})
+        self.forward_counts = self._forwards
         self.fused_layers: Counter[str] = Counter()
         if compiled is None and runs_kernels(self.device):
             self.fused_layers = fuse_layers(model)
@@ -158,8 +174,6 @@ class HFTarget(Target):
         if max_context is not None:
             require_integer("max_model_len", max_context, 2, self.max_context)
             self.max_context = max_context
-        # Where forwards are padded, the padding writes to a slot of the pool without an owner.
-        spare = spare_slots(graphs, cuda=self.device.type == "cuda")
         self._make_pool(PoolSize.of(max_slots), probe.calls[0], spare)
         self.attention = attention(self.pool)
         self.attention_fallbacks = self.attention.fallbacks
@@ -177,6 +191,27 @@ class HFTarget(Target):
             self._prove(outputs, self._allowed)  # this one is replayed
             self._static.counts.clear()
             self.graph_counts = self._static.counts
+
+    def _run_natively(
+        self,
+        expected: Sequence[TargetOutput],
+        calls: Sequence[LayerCall],
+        attention: Callable[[KVPool], PagedAttention],
+    ) -> None:
+        """Have forwards run in the native library, if it knows the model and computes the same."""
+        self._native = native_target(self.model, calls, self.features)
+        if self._native is None:
+            return
+        self._make_trial(calls[0], attention, self.dtype)
+        try:
+            check_forward(type(self.model).__name__, self, expected, self._allowed)
+        except ModelNotSupported as error:
+            _log.warning("native forwards differ, so transformers runs them: %s", error)
+            self._native = None
+            return
+        self._output_layer = OutputLayer.of(self.model, lambda: self._probe(Probe()).logits)
+        self.runs_by = "native"
+        drop_weights(self.model.model.layers)  # heads share embedding and output layer
 
     def _make_pool(self, size: PoolSize, layer: LayerCall, spare: int) -> None:
         """Make a pool with ``spare`` more slots than requests may use, if memory decides in it."""
@@ -275,6 +310,9 @@ class HFTarget(Target):
         self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
     ) -> TargetOutput:
         """See :meth:`Target.forward`."""
+        self._forwards[self.runs_by] += 1
+        if self._native is not None:
+            return TargetOutput(*self._native.forward(self.pool, segments, logit_rows))
         replayed = None if self._static is None else self._static.forward(segments)
         if replayed is not None:
             return replayed if logit_rows is None else replayed.of_rows(logit_rows)
@@ -324,6 +362,8 @@ class HFTarget(Target):
 
     def output_layer(self) -> OutputLayer:
         """Return the output layer, which EAGLE-1 heads share; see :meth:`OutputLayer.of`."""
+        if self._output_layer is not None:
+            return self._output_layer
         return OutputLayer.of(self.model, lambda: self._probe(Probe()).logits)
 
 

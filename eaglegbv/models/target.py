@@ -43,6 +43,9 @@ class Target(ABC):
     # inputs they are, 1 ... num_layers - 1, or `FINAL`. The input of layer i is the output of layer
     # i - 1, before any final norm.
     features: tuple[int, ...]
+    runs_by: str = ""  # what runs its forwards, if there is a choice
+    forward_counts: Mapping[str, int] = MappingProxyType({})
+    """Number of forwards by what ran them."""
     graph_counts: Mapping[str, int] = MappingProxyType({})
     """Number of forwards that replayed a recording, or by why not; empty without recordings."""
     attention_fallbacks: Mapping[str, int] = MappingProxyType({})

@@ -1,0 +1,203 @@
+// Products of rows with a matrix of weights.
+//
+// Weights [outputs, inputs] are packed in panels of 16 outputs: [outputs / 16][inputs][16], those of
+// bfloat16 in pairs of inputs, [outputs / 16][inputs / 2][16][2], as AVX512-BF16 multiplies them.
+// Elsewhere a pair is widened by a shift and a mask and multiplied in float32. Every number has one
+// accumulator, which takes the inputs in order: tiles of any shape give the same bits. Panels are
+// the outer loop and rows the inner one, so weights are read from memory once, whatever the rows.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <vector>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "vectors.h"
+
+namespace eaglegbv {
+
+#if defined(__AVX512BF16__) || defined(EAGLEGBV_PAIRED)  // the second for tests on other machines
+constexpr bool PAIRED = true;
+#else
+constexpr bool PAIRED = false;
+#endif
+
+constexpr int PANEL = 16, VECTORS = PANEL / LANES;  // outputs and vectors of a panel
+constexpr int MOST_ROWS = std::min(ACCUMULATORS / VECTORS, 13);  // rows of a tile
+constexpr int BLOCK = 8 * PANEL;  // outputs whose weights stay in a core's cache for all rows
+constexpr size_t HUGE_PAGE = 2 << 20;
+
+class Matrix {
+ public:
+  const int outputs, inputs;
+  const bool halves;  // whether weights are bfloat16
+  std::vector<float> bias;
+
+  // `halves` narrows weights of float32, which must be exact in bfloat16.
+  template <class E>
+  Matrix(const E* weights, int outputs, int inputs, bool halves, const float* bias)
+      : outputs(outputs), inputs(inputs), halves(halves) {
+    if (bias) this->bias.assign(bias, bias + outputs);
+    const size_t numbers = (size_t)(outputs + PANEL - 1) / PANEL * PANEL * inputs;
+    const size_t bytes = numbers * (halves ? sizeof(bfloat16) : sizeof(float));
+    const size_t whole = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    // Small matrices are not worth a page of 2 MiB each.
+    memory_ = bytes < HUGE_PAGE / 2 ? aligned_alloc(64, bytes) : aligned_alloc(HUGE_PAGE, whole);
+    if (!memory_) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (bytes >= HUGE_PAGE / 2) madvise(memory_, whole, MADV_HUGEPAGE);
+#endif
+    if (halves) pack(weights, static_cast<bfloat16*>(memory_), 2);
+    else if constexpr (sizeof(E) == sizeof(float)) pack(weights, static_cast<float*>(memory_), 1);
+  }
+  Matrix(const Matrix&) = delete;
+  ~Matrix() { free(memory_); }
+
+  template <class W>
+  const W* panel(int output) const {
+    return static_cast<const W*>(memory_) + (size_t)output * inputs;
+  }
+
+ private:
+  template <class E, class W>
+  void pack(const E* weights, W* packed, int group) {
+#pragma omp parallel for
+    for (int first = 0; first < outputs; first += PANEL)
+      for (int k = 0; k < inputs; k++)
+        for (int i = 0; i < PANEL; i++) {
+          W* place = packed + (size_t)first * inputs + (k / group * PANEL + i) * group + k % group;
+          *place = first + i < outputs ? as<W>(weights[(size_t)(first + i) * inputs + k]) : W{};
+        }
+  }
+  template <class W, class E>
+  static W as(E x) {
+    if constexpr (sizeof(W) == sizeof(E)) {
+      W same;
+      memcpy(&same, &x, sizeof(W));
+      return same;
+    } else {
+      uint32_t bits;
+      memcpy(&bits, &x, sizeof(bits));
+      return W{(uint16_t)(bits >> 16)};
+    }
+  }
+
+  void* memory_;
+};
+
+
+inline Floats add_pair(Floats sum, Bits weights, uint32_t x) {
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x));
+#else
+  const Bits both = Bits{} + x;
+  sum += (Floats)(weights & 0xffff0000u) * (Floats)(both & 0xffff0000u);
+  return sum + (Floats)(weights << 16) * (Floats)(both << 16);
+#endif
+}
+
+// ROWS rows of x with PANELS panels.
+template <int ROWS, int PANELS, class W, class A>
+inline void tile(const W* weights, int inputs, const A* x, int x_stride, float* y, int y_stride) {
+  constexpr int V = PANELS * VECTORS, STEP = sizeof(W) == 2 ? 2 : 1;
+  Floats sums[ROWS][V] = {};
+  for (int k = 0; k < inputs; k += STEP) {
+    const W* here[V];
+    for (int v = 0; v < V; v++)
+      here[v] = weights + (size_t)(v / VECTORS) * inputs * PANEL + (size_t)k * PANEL +
+                v % VECTORS * LANES * STEP;
+    if constexpr (STEP == 1) {
+      for (int v = 0; v < V; v++) {
+        const Floats part = load(here[v]);
+        for (int r = 0; r < ROWS; r++) sums[r][v] += part * x[(size_t)r * x_stride + k];
+      }
+    } else if constexpr (sizeof(A) == 2) {
+      for (int v = 0; v < V; v++) {
+        const Bits pairs = *reinterpret_cast<const BitsAnywhere*>(here[v]);
+        for (int r = 0; r < ROWS; r++) {
+          uint32_t pair;
+          memcpy(&pair, x + (size_t)r * x_stride + k, sizeof(pair));
+          sums[r][v] = add_pair(sums[r][v], pairs, pair);
+        }
+      }
+    } else {
+      for (int v = 0; v < V; v++) {
+        const Bits pairs = *reinterpret_cast<const BitsAnywhere*>(here[v]);
+        const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+        for (int r = 0; r < ROWS; r++) {
+          const float* pair = x + (size_t)r * x_stride + k;
+          sums[r][v] += even * pair[0];
+          sums[r][v] += odd * pair[1];
+        }
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < V; v++) store(y + (size_t)r * y_stride + v * LANES, sums[r][v]);
+}
+
+// The largest power of two of panels whose sums fit the registers.
+constexpr int panels_of(int rows) {
+  int panels = 1;
+  while (panels < 4 && 2 * panels * rows * VECTORS <= ACCUMULATORS) panels *= 2;
+  return panels;
+}
+
+template <int ROWS, int PANELS, class W, class A>
+inline void tiles(const W* w, int count, int inputs, const A* x, int x_stride, float* y, int y_stride) {
+  for (; count >= PANELS; count -= PANELS) {
+    tile<ROWS, PANELS>(w, inputs, x, x_stride, y, y_stride);
+    w += (size_t)PANELS * PANEL * inputs;
+    y += PANELS * PANEL;
+  }
+  if constexpr (PANELS > 1) tiles<ROWS, PANELS / 2>(w, count, inputs, x, x_stride, y, y_stride);
+}
+
+template <int ROWS, class W, class A>
+inline void some_rows(int rows, const W* w, int count, int inputs, const A* x, int x_stride, float* y, int y_stride) {
+  if (rows == ROWS) tiles<ROWS, panels_of(ROWS)>(w, count, inputs, x, x_stride, y, y_stride);
+  else if constexpr (ROWS > 1) some_rows<ROWS - 1>(rows, w, count, inputs, x, x_stride, y, y_stride);
+}
+
+// `count` panels with any number of rows, in tiles of nearly equal height.
+template <class W, class A>
+void block(const W* w, int count, int inputs, const A* x, int rows, int x_stride, float* y, int y_stride) {
+  const int parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int part = 0, done = 0; part < parts; part++) {
+    const int height = (int)((long)rows * (part + 1) / parts) - done;
+    some_rows<MOST_ROWS>(height, w, count, inputs, x + (size_t)done * x_stride, x_stride, y + (size_t)done * y_stride, y_stride);
+    done += height;
+  }
+}
+
+template <class W, class A>
+void product_of(const Matrix& m, const A* x, int rows, int x_stride, int from, int to, float* y, int y_stride) {
+  const int whole = std::min(to, m.outputs / PANEL * PANEL);
+  for (int first = from; first < whole; first += BLOCK) {
+    const int count = (std::min(first + BLOCK, whole) - first) / PANEL;
+    block(m.panel<W>(first), count, m.inputs, x, rows, x_stride, y + first, y_stride);
+  }
+  if (whole == to) return;
+  std::vector<float> edge((size_t)rows * PANEL);  // outputs are no multiple of a panel
+  block(m.panel<W>(whole), 1, m.inputs, x, rows, x_stride, edge.data(), PANEL);
+  for (int r = 0; r < rows; r++)
+    std::copy_n(&edge[(size_t)r * PANEL], to - whole, y + (size_t)r * y_stride + whole);
+}
+
+// Outputs from ... to - 1 (`from` a multiple of 16) of rows of x, to the same columns of y.
+template <class A>
+void product(const Matrix& m, const A* x, int rows, int x_stride, int from, int to, float* y, int y_stride) {
+  if (from >= to) return;
+  if (m.halves) product_of<bfloat16>(m, x, rows, x_stride, from, to, y, y_stride);
+  else if constexpr (sizeof(A) == 4) product_of<float>(m, x, rows, x_stride, from, to, y, y_stride);
+  if (m.bias.empty()) return;
+  for (int r = 0; r < rows; r++)
+    for (int i = from; i < to; i++) y[(size_t)r * y_stride + i] += m.bias[i];
+}
+
+}  // namespace eaglegbv
