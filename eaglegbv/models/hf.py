@@ -118,8 +118,8 @@ class HFTarget(Target):
             must_pass: Whether outputs unlike the plain model's are an error; if not, they are
                 logged. Random weights of many layers magnify rounding, and only times are wanted.
             max_context: Most positions of a text; None for the model's context.
-            native: Whether forwards run in the native library, if it knows the model and nothing
-                is compiled, padded or recorded.
+            native: Whether forwards run in the native library, if it knows the model, attention is
+                the usual one, and nothing is compiled, padded or recorded.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
@@ -145,6 +145,10 @@ class HFTarget(Target):
         self.self_check: str | None = None
         self._must_pass = must_pass
         self._static: StaticForward | None = None
+        self.runs_by = "transformers"
+        self._forwards: Counter[str] = Counter()
+        self._output_layer: OutputLayer | None = None
+        self._native: NativeModel | None = None
         model.set_attn_implementation("eager")
         self._captured = _captured_states(model, self.features, self.num_layers)
         outputs = plain_outputs(model, self.features)
@@ -157,16 +161,11 @@ class HFTarget(Target):
         compiled = None if compile_backend is None else model.base_model
         # Where forwards are padded, the padding writes to a slot of the pool without an owner.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
-        self.runs_by = "transformers"
-        self._forwards: Counter[str] = Counter()
-        self._output_layer: OutputLayer | None = None
-        self._native: NativeModel | None = None
-        if native and compiled is None and not spare:
+        if native and compiled is None and not spare and attention is paged_attention:
             self._run_natively(outputs, probe.calls, attention)
         if self._native is None:
             prepare(model, lambda: self._probe(Probe()), compiled=compiled)
-        self._forwards = Counter({self.runs_by: 0})
-        self.forward_counts = self._forwards
+        self.forward_counts = self._forwards = Counter({self.runs_by: 0})
         self.fused_layers: Counter[str] = Counter()
         if compiled is None and runs_kernels(self.device):
             self.fused_layers = fuse_layers(model)

@@ -28,7 +28,8 @@ constexpr bool PAIRED = false;
 #endif
 
 constexpr int PANEL = 16, VECTORS = PANEL / LANES;  // outputs and vectors of a panel
-constexpr int MOST_ROWS = std::min(ACCUMULATORS / VECTORS, 13);  // rows of a tile
+// Rows of a tile: its sums share the registers with the weights of a panel and one input.
+constexpr int MOST_ROWS = std::min((REGISTERS - 1) / VECTORS - 1, 13);
 constexpr int BLOCK = 8 * PANEL;  // outputs whose weights stay in a core's cache for all rows
 constexpr size_t HUGE_PAGE = 2 << 20;
 
@@ -91,13 +92,18 @@ class Matrix {
 };
 
 
-inline Floats add_pair(Floats sum, Bits weights, uint32_t x) {
+// sum += weights * x, of one input, or of a pair of inputs.
+inline void add_product(Floats& sum, Floats weights, const float* x) { sum += weights * *x; }
+
+inline void add_product(Floats& sum, Floats weights, const bfloat16* x) {
+  uint32_t pair;
+  memcpy(&pair, x, sizeof(pair));
 #if defined(__AVX512BF16__)
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x));
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
 #else
-  const Bits both = Bits{} + x;
-  sum += (Floats)(weights & 0xffff0000u) * (Floats)(both & 0xffff0000u);
-  return sum + (Floats)(weights << 16) * (Floats)(both << 16);
+  const Bits both = Bits{} + pair, packed = (Bits)weights;
+  sum += (Floats)(packed & 0xffff0000u) * (Floats)(both & 0xffff0000u);
+  sum += (Floats)(packed << 16) * (Floats)(both << 16);
 #endif
 }
 
@@ -105,46 +111,31 @@ inline Floats add_pair(Floats sum, Bits weights, uint32_t x) {
 template <int ROWS, int PANELS, class W, class A>
 inline void tile(const W* weights, int inputs, const A* x, int x_stride, float* y, int y_stride) {
   constexpr int V = PANELS * VECTORS, STEP = sizeof(W) == 2 ? 2 : 1;
+  constexpr bool PAIRS = STEP == 2 && sizeof(A) == 2;
   Floats sums[ROWS][V] = {};
-  for (int k = 0; k < inputs; k += STEP) {
-    const W* here[V];
-    for (int v = 0; v < V; v++)
-      here[v] = weights + (size_t)(v / VECTORS) * inputs * PANEL + (size_t)k * PANEL +
-                v % VECTORS * LANES * STEP;
-    if constexpr (STEP == 1) {
+  for (int k = 0; k < inputs; k += STEP)
+    for (int part = 0; part < (PAIRS ? 1 : STEP); part++) {
+      Floats here[V];  // few at a time: they share the registers with the sums
       for (int v = 0; v < V; v++) {
-        const Floats part = load(here[v]);
-        for (int r = 0; r < ROWS; r++) sums[r][v] += part * x[(size_t)r * x_stride + k];
+        const W* place = weights + (size_t)(v / VECTORS) * inputs * PANEL + (size_t)k * PANEL +
+                         v % VECTORS * LANES * STEP;
+        here[v] = load(reinterpret_cast<const float*>(place));
+        if (STEP == 2 && !PAIRS)
+          here[v] = (Floats)(part ? (Bits)here[v] & 0xffff0000u : (Bits)here[v] << 16);
       }
-    } else if constexpr (sizeof(A) == 2) {
-      for (int v = 0; v < V; v++) {
-        const Bits pairs = *reinterpret_cast<const BitsAnywhere*>(here[v]);
-        for (int r = 0; r < ROWS; r++) {
-          uint32_t pair;
-          memcpy(&pair, x + (size_t)r * x_stride + k, sizeof(pair));
-          sums[r][v] = add_pair(sums[r][v], pairs, pair);
-        }
-      }
-    } else {
-      for (int v = 0; v < V; v++) {
-        const Bits pairs = *reinterpret_cast<const BitsAnywhere*>(here[v]);
-        const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
-        for (int r = 0; r < ROWS; r++) {
-          const float* pair = x + (size_t)r * x_stride + k;
-          sums[r][v] += even * pair[0];
-          sums[r][v] += odd * pair[1];
-        }
+      for (int r = 0; r < ROWS; r++) {
+        const A* input = x + (size_t)r * x_stride + k + part;
+        for (int v = 0; v < V; v++) add_product(sums[r][v], here[v], input);
       }
     }
-  }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < V; v++) store(y + (size_t)r * y_stride + v * LANES, sums[r][v]);
 }
 
-// The largest power of two of panels whose sums fit the registers.
+// Panels of a tile: the most, up to four, that fit the registers.
 constexpr int panels_of(int rows) {
-  int panels = 1;
-  while (panels < 4 && 2 * panels * rows * VECTORS <= ACCUMULATORS) panels *= 2;
+  int panels = 4;
+  while (panels > 1 && panels * VECTORS * (rows + 1) + 1 > REGISTERS) panels /= 2;
   return panels;
 }
 

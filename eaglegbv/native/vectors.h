@@ -12,13 +12,13 @@
 namespace eaglegbv {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ACCUMULATORS = 26;  // numbers in a register; registers that hold sums
+constexpr int LANES = 16, REGISTERS = 32;  // numbers in a register, and registers
 #elif defined(__AVX2__)
-constexpr int LANES = 8, ACCUMULATORS = 12;
+constexpr int LANES = 8, REGISTERS = 16;
 #elif defined(__ARM_NEON)
-constexpr int LANES = 4, ACCUMULATORS = 24;
+constexpr int LANES = 4, REGISTERS = 32;
 #else
-constexpr int LANES = 4, ACCUMULATORS = 12;
+constexpr int LANES = 4, REGISTERS = 16;
 #endif
 
 using Floats = float __attribute__((vector_size(4 * LANES), may_alias));
