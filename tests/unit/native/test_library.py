@@ -1,0 +1,130 @@
+"""The native library is built once, or a line says why it is not."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from eaglegbv.native import library
+from eaglegbv.native.library import NotBuilt, build, compiler, native_library, open_library
+from eaglegbv.utils import CACHE_FOLDER
+
+# Compiles nothing, but a file that can be told from others.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo 1.0 && exit
+echo built >> "{log}"
+for last; do :; done
+echo library > "$last"
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> list[str]:
+    """A compiler that notes its calls in a file ``log`` beside it."""
+    path = tmp_path / "compiler"
+    path.write_text(COMPILER.format(log=tmp_path / "log"))
+    path.chmod(0o755)
+    return [str(path)]
+
+
+def test_it_is_built_once(stand_in, tmp_path):
+    first = build(tmp_path / "cache", stand_in)
+    assert first.read_text() == "library\n"
+    assert build(tmp_path / "cache", stand_in) == first
+    assert (tmp_path / "log").read_text() == "built\n"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_other_machines_compilers_and_sources_have_their_own(stand_in, tmp_path, monkeypatch):
+    names = {build(tmp_path, stand_in), build(tmp_path, stand_in, ["-march=x86-64-v3"])}
+    Path(stand_in[0]).write_text(Path(stand_in[0]).read_text().replace("1.0", "1.1"))
+    names.add(build(tmp_path, stand_in))
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    names.add(build(tmp_path, stand_in))
+    (tmp_path / "library.cpp").write_text("other")
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    names.add(build(tmp_path, stand_in))
+    assert len(names) == 5
+
+
+def test_two_may_build_at_once(stand_in, tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: build(tmp_path / "cache", stand_in), range(4)))
+    assert len(set(paths)) == 1
+    assert paths[0].read_text() == "library\n"
+
+
+def test_a_compiler_that_fails_says_why(tmp_path):
+    path = tmp_path / "compiler"
+    path.write_text('#!/bin/sh\n[ "$1" = --version ] && exit\necho no room left >&2\nexit 1\n')
+    path.chmod(0o755)
+    with pytest.raises(NotBuilt, match="no room left"):
+        build(tmp_path / "cache", [str(path)])
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_says_so(stand_in, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotBuilt, match="cannot be built"):
+        build(tmp_path / "file" / "cache", stand_in)
+
+
+def test_what_is_no_library_is_not_opened(stand_in, tmp_path):
+    with pytest.raises(NotBuilt, match="cannot be opened"):
+        open_library(build(tmp_path, stand_in))
+
+
+def test_a_compiler_is_looked_for(monkeypatch, tmp_path, stand_in):
+    monkeypatch.setenv("CXX", stand_in[0])
+    assert compiler() == stand_in
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    with pytest.raises(NotBuilt, match=r"g\+\+"):
+        compiler()
+    monkeypatch.setattr(library, "find_spec", lambda name: name)
+    assert compiler() == [sys.executable, "-m", "ziglang", "c++"]
+
+
+def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path, caplog):
+    native_library.cache_clear()
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert native_library() is None
+    assert native_library() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "three times as long" in caplog.text
+    native_library.cache_clear()
+
+
+TESTS = Path(__file__).parent / "test_native_forward.py"
+MACHINES = ["x86-64-v2", "x86-64-v3", "x86-64-v4", "sapphirerapids"]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="instructions of x86 alone")
+@pytest.mark.parametrize("machine", MACHINES)
+def test_it_is_built_for_other_machines(machine, tmp_path):
+    assert build(tmp_path, compiler(), [f"-march={machine}"]).is_file()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", ["-march=x86-64-v2", "-march=native -DEAGLEGBV_PAIRED"])
+def test_other_builds_compute_the_same(flags, tmp_path):
+    """In a process of its own, as this one has opened its library."""
+    if "x86" in flags and os.uname().machine != "x86_64":
+        pytest.skip("instructions of x86 alone")
+    script = f"""
+import sys, pytest
+from pathlib import Path
+from eaglegbv.native import library
+build = library.build
+library.build = lambda _, command: build(Path({str(tmp_path)!r}), command, {flags.split()!r})
+sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", {str(TESTS)!r}]))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
