@@ -28,6 +28,11 @@ class WarpSettings(TensorFields):
     min_p: Tensor | None = None  # [rows] float64, or None
     tempered: bool = True  # whether some temperature may differ from 1, known on the host
 
+    @property
+    def only_tempered(self) -> bool:
+        """Whether nothing but a temperature above 0 changes any row."""
+        return self.greedy is self.top_k is self.top_p is self.min_p is None
+
     @staticmethod
     def of(
         params: Sequence[SamplingParams],

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from eaglegbv import sampling
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source, plan_name
 from eaglegbv.devices import entry_at, fetch, send, upload
@@ -30,8 +31,9 @@ from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.logprobs import RankedRows
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
+from eaglegbv.native import rows as native_rows
 from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
-from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warped_rows
+from eaglegbv.sampling import SamplingParams, WarpSettings, penalise
 from eaglegbv.sampling_params import LogprobsMode
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
@@ -115,7 +117,9 @@ class Verification:
         requests, tree = group.requests, group.tree
         plan, greedy = requests[0].plan, requests[0].params.greedy
         name = verifier_name(plan, greedy=greedy)
-        target = probs_of_nodes(group, logits)
+        # At temperature 0 most likely tokens are all that anybody asks for.
+        likely = greedy and not record and logits.device.type == "cpu"
+        target = most_likely_of_nodes(group, logits) if likely else probs_of_nodes(group, logits)
         layers: list[tuple[TargetLayer, ...]] = [()] * tree.batch
         verdict: Verdict
         if name in STATEFUL_VERIFIERS:
@@ -337,12 +341,23 @@ def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
     """
     params = [request.params for request in group.requests]
     settings = WarpSettings.of(params, group.counts, device=logits.device)
-    warped, normalisers = warped_rows(processed_logits(group, logits), settings)
+    scores = processed_logits(group, logits)
+    warping = native_rows if native_rows.takes(scores, settings) else sampling
+    warped, normalisers = warping.warped_rows(scores, settings)
     rows = send(group.node_rows(), logits.device)
     if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
         rows = torch.where(real, rows, rows[:, :1])
     return TargetProbs(warped, normalisers, rows)
+
+
+def most_likely_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
+    """Return p for the greedy walk alone: its most likely tokens are right, and its faults.
+
+    It is not normalised, which would take two passes over the vocabulary.
+    """
+    scores = processed_logits(group, logits)
+    return TargetProbs(scores, scores.amax(dim=1).to(torch.float64), group.node_rows())
 
 
 def _ruled_rows(group: Group) -> list[RuledRow]:

@@ -67,10 +67,19 @@ class GreedyWalkVerifier(Verifier):
     draft_samplings = frozenset(DraftSampling)
     default_sampling = DraftSampling.FIXED
 
+    def verify(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
+        """Judge any tree, a root alone too; p need not be normalised."""
+        if tree.length > 0:
+            return super().verify(tree, target, uniforms)
+        roots = torch.zeros_like(tree.num_nodes)
+        token_ids = _most_likely(target, roots)
+        return Verdict(tree.token_ids.new_zeros((tree.batch, 0)), roots, token_ids)
+
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:  # noqa: ARG002
         """Judge any tree; of equal largest logits the first counts."""
+        return walk(tree, lambda nodes, _: _most_likely(target, nodes))
 
-        def most_likely(nodes: Tensor, depth: int) -> Tensor:  # noqa: ARG001
-            return target.logits[entry_at(target.rows, nodes)].argmax(dim=1)
 
-        return walk(tree, most_likely)
+def _most_likely(target: TargetProbs, nodes: Tensor) -> Tensor:
+    """Return the first of the most likely tokens at ``nodes`` ``[batch]``."""
+    return target.logits[entry_at(target.rows, nodes)].argmax(dim=1)

@@ -1,5 +1,6 @@
 // The library as `eaglegbv.native.library` calls it: objects are pointers, arrays belong to callers.
 #include "model.h"
+#include "rows.h"
 
 using namespace eaglegbv;
 
@@ -34,6 +35,25 @@ void model_forward(void* model, const Segment* segments, int count, const int64_
 void model_level(void* model, const Segment* segments, int count, const void* states,
                  int reads_features, void* next, float* logits, int threads) {
   static_cast<AnyModel*>(model)->level(segments, count, states, reads_features, next, logits, threads);
+}
+
+// Of logits [rows, vocab] at a temperature each: warped logits, and their logs of sums [rows].
+void rows_warp(const float* x, int rows, int vocab, const float* temperatures, float* out,
+               double* normalisers, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+  for (int r = 0; r < rows; r++)
+    normalisers[r] = warp(x + (size_t)r * vocab, vocab, temperatures[r], out + (size_t)r * vocab);
+}
+
+// The places [rows, width] of the most likely tokens, and their probabilities among themselves.
+void rows_candidates(const float* x, int rows, int vocab, int width, const float* temperatures,
+                     int64_t* places, double* probs, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+  for (int r = 0; r < rows; r++) {
+    const float* row = x + (size_t)r * vocab;
+    likeliest(row, vocab, width, places + (size_t)r * width);
+    probabilities(row, places + (size_t)r * width, width, temperatures[r], probs + (size_t)r * width);
+  }
 }
 
 void model_logits(void* model, const void* states, int rows, float* logits, int threads) {

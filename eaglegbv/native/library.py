@@ -110,6 +110,11 @@ _FUNCTIONS = {
     "model_use_pool": (None, (_POINTER, _POINTER, _POINTER, ctypes.c_int64)),
     "model_forward": (None, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT)),
     "model_level": (None, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT)),
+    "rows_warp": (None, (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT)),
+    "rows_candidates": (
+        None,
+        (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT),
+    ),
     "model_logits": (None, (_POINTER, _POINTER, _INT, _POINTER, _INT)),
 }
 """What each function returns and takes; see library.cpp."""

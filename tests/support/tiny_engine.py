@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.attention.base import PagedAttention
+from eaglegbv.attention.flashinfer import paged_attention
 from eaglegbv.attention.kv_cache import KVPool
-from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import EngineConfig, Plan, Planning
 from eaglegbv.cuda_graphs import GraphMode, Recorder
 from eaglegbv.drafters.eagle import EagleDrafter
@@ -121,11 +121,12 @@ def tiny_engine(
     sharpness: float = 2.0,
     device: str = "cpu",
     graphs: GraphMode | Recorder = GraphMode.OFF,
-    attention: Callable[[KVPool], PagedAttention] = TorchPagedAttention,
+    attention: Callable[[KVPool], PagedAttention] = paged_attention,
     compile_backend: str | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = HEAD_DIM,
     layers: int = LAYERS,
+    native: bool = True,
     **settings: int | bool,
 ) -> TinyEngine:
     """Build one; ``sharpness`` is the standard deviation of the logits, roughly.
@@ -148,6 +149,7 @@ def tiny_engine(
         graphs=graphs,
         attention=attention,
         compile_backend=compile_backend,
+        native=native,
     )
     pool = KVPool(1, slots + 1, 2, head_dim, dtype, torch.device(device))
     head_config = head_config_of(model.config, arch, draft_vocab=vocab)
@@ -160,6 +162,6 @@ def tiny_engine(
             # Distributions that resemble the target's: its output layer under the head's own norm.
             head.lm_head.weight.copy_(target.output_embeddings)
     head = head.eval().to(dtype).to(device)
-    drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256)
+    drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256, native=native)
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)
     return TinyEngine(Engine(target, drafter, config), model, target, drafter)
