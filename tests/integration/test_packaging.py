@@ -44,7 +44,7 @@ def test_wheel_holds_every_module_and_asset_once(wheel):
         found |= {
             (inside / name).as_posix()
             for name in files
-            if asset or name == "py.typed" or name.endswith(".py")
+            if asset or name == "py.typed" or name.endswith((".py", ".h", ".cpp"))
         }
     assert sorted(names) == sorted(found)
     assert "eaglegbv/verifiers/base.py" in names
