@@ -44,7 +44,7 @@ CEILINGS = {
     "eaglegbv/eval/audit/served": Ceiling(8_000, 11.1),  # slack
     "drafters": Ceiling(26_500, 10.4),  # slack
     "drafters/formats": Ceiling(6_000, 8.5),  # slack
-    "drafters/training": Ceiling(15_000, 9.9),  # slack
+    "drafters/training": Ceiling(14_000, 10.3),  # slack
     "verifiers": Ceiling(28_700, 11.2),
     "verifiers/proof + scheduler": Ceiling(14_300, 9.9),
 }

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 import torch
@@ -143,60 +143,80 @@ def train(task: Task, schedule: Schedule, folder: Path, *, command: str, resume:
         InvalidArgument: The checkpoint belongs to another run, or the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint, log = folder / CHECKPOINT, folder / LOG
+    checkpoint = folder / CHECKPOINT
     optimizer = _adamw(task.module, schedule)
     progress = Progress()
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
-    _drop_repeated(log, progress.step, schedule.evaluate_every)
-    tokens = task.tokens_per_step
-    shown = 0.0  # when a line of progress was printed last
-    bar = tqdm(initial=progress.step * tokens, unit="token", unit_scale=True, disable=None)
-    with log.open("a", buffering=1) as lines, bar:
-
-        def write(**facts: object) -> None:
-            lines.write(json.dumps({"step": progress.step, **facts}) + "\n")
-
-        def evaluate() -> None:
-            found = _evaluate(task, schedule, progress)
-            write(held_out=dict(found.values), score=found.score)
-            tqdm.write(f"step {progress.step:,}: score {found.score:.4f}", file=sys.stderr)
-
+    _drop_repeated(folder / LOG, progress.step, schedule.evaluate_every)
+    with _Journal(folder / LOG, task, schedule, progress) as journal:
         while (spent := schedule.progress(progress)) < 1:
             began = time.monotonic()
             torch.manual_seed(schedule.step_seed(progress.step))
             loss = _step(task, schedule, optimizer, progress.step, spent)
             progress.step += 1
-            bar.update(tokens)
-            if progress.step % _LOG_EVERY == 0:
-                if not math.isfinite(value := loss.item()):
-                    expected = f"a rate with a finite loss: step {progress.step} has {value}"
-                    raise InvalidArgument("learning_rate", schedule.learning_rate, expected)
-                # Estimated, as the budget may be in minutes.
-                total = round(progress.step / schedule.progress(progress))
-                bar.total = total * tokens
-                bar.set_postfix(loss=value, refresh=False)
-                if bar.disable and time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
-                    shown = time.monotonic()
-                    left = progress.seconds * (total / progress.step - 1) / 60
-                    facts = f"loss {value:.3f}, {left:.0f} min left"
-                    tqdm.write(
-                        f"step {progress.step:,} of about {total:,}, {facts}", file=sys.stderr
-                    )
-                seconds = round(progress.seconds, 1)
-                write(tokens=progress.step * tokens, seconds=seconds, loss=value)
+            journal.note_step(loss)
             if progress.step % schedule.evaluate_every == 0:
-                evaluate()
+                journal.note_evaluation(_evaluate(task, schedule, progress))
             progress.seconds += time.monotonic() - began
             if progress.step % schedule.checkpoint_every == 0:
                 _save(checkpoint, task, optimizer, progress)
         if progress.step % schedule.evaluate_every:
-            evaluate()
+            journal.note_evaluation(_evaluate(task, schedule, progress))
     _save(checkpoint, task, optimizer, progress)
     task.module.load_state_dict(progress.best_weights)
     with torch.no_grad():
         final = task.finish()
     return _write_report(folder, task, progress, final, command)
+
+
+class _Journal:
+    """The log of a run, and its progress on standard error: a bar, or lines without a terminal."""
+
+    def __init__(self, log: Path, task: Task, schedule: Schedule, progress: Progress) -> None:
+        self._tokens, self._schedule, self._progress = task.tokens_per_step, schedule, progress
+        self._lines = log.open("a", buffering=1)
+        first = progress.step * self._tokens
+        self._bar = tqdm(initial=first, unit="token", unit_scale=True, disable=None)
+        self._printed = 0.0  # when a line was printed last
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._lines.close()
+
+    def note_step(self, loss: Tensor) -> None:
+        """Note a step; InvalidArgument where the loss of one that is logged is not finite."""
+        step, bar = self._progress.step, self._bar
+        bar.update(self._tokens)
+        if step % _LOG_EVERY:
+            return
+        value = loss.item()
+        if not math.isfinite(value):
+            expected = f"a rate with a finite loss: step {step} has {value}"
+            raise InvalidArgument("learning_rate", self._schedule.learning_rate, expected)
+        # Estimated, as the budget may be in minutes.
+        total = round(step / self._schedule.progress(self._progress))
+        bar.total = total * self._tokens
+        bar.set_postfix(loss=value, refresh=False)
+        if bar.disable and time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
+            left = self._progress.seconds * (total / step - 1) / 60
+            self._print(f"step {step:,} of about {total:,}, loss {value:.3f}, {left:.0f} min left")
+        seconds = round(self._progress.seconds, 1)
+        self._write(tokens=step * self._tokens, seconds=seconds, loss=value)
+
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        self._write(held_out=dict(evaluation.values), score=evaluation.score)
+        self._print(f"step {self._progress.step:,}: score {evaluation.score:.4f}")
+
+    def _write(self, **facts: object) -> None:
+        self._lines.write(json.dumps({"step": self._progress.step, **facts}) + "\n")
+
+    def _print(self, line: str) -> None:
+        tqdm.write(line, file=sys.stderr)
 
 
 def optimise_once(task: Task, schedule: Schedule, step: int) -> float:

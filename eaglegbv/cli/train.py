@@ -1,4 +1,4 @@
-"""``eaglegbv train``: the target, the EAGLE heads, and a table with which to compare them."""
+"""``eaglegbv train``: EAGLE heads, and a table with which to compare them."""
 
 import sys
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ from eaglegbv.devices import AUTO_DTYPE, named_device, place_of
 from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.data import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle, try_out
-from eaglegbv.drafters.training.target import TargetTrainingConfig, train_target
 from eaglegbv.drafters.training.train import Schedule
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.validation import HeadValidator, target_answers
 from eaglegbv.loading import check_model, find_target
 from eaglegbv.models.hf import load_config, load_model, load_tokenizer
 
-app = opts.make_app("Train a target, an EAGLE head or a bigram table.")
+app = opts.make_app("Train an EAGLE head or a bigram table.")
 
 
 Target = Annotated[str, opt("The target: a folder, a GGUF file, a hub name, smollm2 or tiny.")]
@@ -60,27 +60,13 @@ def _take_preset(context: typer.Context, preset: str | None) -> str | None:
     return preset
 
 
-@app.command()
-def target(
-    config: Annotated[
-        TargetTrainingConfig, Fields(without=("kv_heads", "steps"), device="auto", bf16=None)
-    ],
-    tokens: Annotated[int, opt("Most tokens to train on.")] = 160_000_000,
-    resume: Resume = False,
-) -> None:
-    """Train a tokenizer and a small chat model from scratch.
-
-    It has half as many key and value heads as query heads.
-    """
-    device = _resolve(config.device)
-    steps = max(1, tokens // (config.batch * config.window))
-    config = replace(
-        config,
-        kv_heads=max(1, config.heads // 2),
-        schedule=replace(_schedule(config.schedule, device), steps=steps),
-        device=device,
-    )
-    print(train_target(config, command=_command_line(), resume=resume))
+@app.command(
+    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def target() -> None:
+    """Say where it went."""
+    expected = "eagle or bigram; examples/train_tiny_pair.py trains a target"
+    raise InvalidArgument("train", "target", expected)
 
 
 @app.command()

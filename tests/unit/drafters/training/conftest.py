@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from support.tiny_models import random_llama
+from support.tiny_pair import example
 from typer.testing import CliRunner
 
 from eaglegbv.cli.train import app
-from eaglegbv.drafters.training.target import train_tokenizer
 
 TOKENS = ("bos", "eos", "pad")
 ANIMALS = ("cat", "dog", "bird", "fish", "horse")
@@ -55,7 +55,7 @@ def train() -> Run:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target whose logits are spread out, so that there is a distribution to learn."""
     folder = tmp_path_factory.mktemp("target")
-    tokenizer = train_tokenizer(["count the animals 1 2 3"] * 9, vocab_size=280, context=64)
+    tokenizer = example.train_tokenizer(["count the animals 1 2 3"] * 9, vocab_size=280, context=64)
     tokenizer.save_pretrained(folder)
     tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in TOKENS}
     sizes = {"num_hidden_layers": 6, "initializer_range": 0.2, "max_position_embeddings": 2048}

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.sparse import csr_array
+from support.tiny_pair import example
 
 from eaglegbv.drafters.tabular import Table
 from eaglegbv.drafters.training.bigram import count_pairs, cross_entropy, smoothed
 from eaglegbv.drafters.training.data import Document, join_documents
-from eaglegbv.drafters.training.target import BOS, CHAT_TEMPLATE, END
 from eaglegbv.errors import InvalidArgument
 
 VOCAB = 5
@@ -75,8 +75,8 @@ def test_a_tokenizer_of_older_files(target, chats, tmp_path, train) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    settings = {"tokenizer_class": "GPT2Tokenizer", "chat_template": CHAT_TEMPLATE}
-    settings |= {"bos_token": BOS, "eos_token": END}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "chat_template": example.CHAT_TEMPLATE}
+    settings |= {"bos_token": example.BOS, "eos_token": example.END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert "held-out cross-entropy" in train(arguments(folder, chats, tmp_path))
 

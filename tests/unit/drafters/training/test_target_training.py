@@ -5,21 +5,30 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_pair import example
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from eaglegbv.cli.train import app
 from eaglegbv.drafters.training import train as loop
+from eaglegbv.drafters.training.train import Schedule
 from eaglegbv.errors import InvalidArgument
 
 STEPS = 30
 
 
-def arguments(data: Path, out: Path, *extra: str) -> list[str]:
-    sizes = "--layers 2 --hidden 32 --heads 2 --intermediate 48 --vocab-size 300 --window 64"
-    tokens = STEPS * 8 * 64
-    pace = f"--batch 8 --tokens {tokens} --learning-rate 1e-2 --evaluate-every 12"
-    run = "--checkpoint-every 7 --device cpu --no-bf16"
-    command = f"target --data {data} --out {out} {sizes} {pace} {run}"
-    return [*command.split(), *extra]
+def train(data: Path, out: Path, *, seed: int = 0, resume: bool = False) -> None:
+    sizes = {"vocab": 300, "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48}
+    schedule = Schedule(
+        steps=STEPS,
+        learning_rate=1e-2,
+        evaluate_every=12,
+        checkpoint_every=7,
+        seed=seed,
+        bf16=False,
+    )
+    shape = example.Sizes(**sizes, window=64, batch=8)
+    example.train_target(data, out, shape, schedule, resume=resume)
 
 
 class Killed(Exception):
@@ -32,9 +41,9 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def finished(chats, train, tmp_path_factory) -> Path:
+def finished(chats, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished")
-    train(arguments(chats, out))
+    train(chats, out)
     return out
 
 
@@ -63,7 +72,7 @@ def test_it_loads_in_transformers(finished: Path) -> None:
     assert output.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(chats, finished, tmp_path, train, monkeypatch):
+def test_a_killed_run_ends_as_an_undisturbed_one(chats, finished, tmp_path, capsys, monkeypatch):
     out, save = tmp_path / "out", loop._save
 
     def save_and_die(*what: Any) -> None:
@@ -72,10 +81,11 @@ def test_a_killed_run_ends_as_an_undisturbed_one(chats, finished, tmp_path, trai
 
     monkeypatch.setattr(loop, "_save", save_and_die)
     with pytest.raises(Killed):
-        train(arguments(chats, out))
+        train(chats, out)
     monkeypatch.setattr(loop, "_save", save)
     monkeypatch.setattr(loop, "_SECONDS_BETWEEN_LINES", -1.0)
-    printed = train(arguments(chats, out, "--resume"))
+    train(chats, out, resume=True)
+    printed = capsys.readouterr().err
     # Where there is no terminal, progress is told in lines.
     assert re.search(r"^step \d+ of about \d+, loss \S+, 0 min left$", printed, re.MULTILINE)
     for name in ("model.safetensors", "tokenizer.json"):
@@ -83,6 +93,12 @@ def test_a_killed_run_ends_as_an_undisturbed_one(chats, finished, tmp_path, trai
     assert losses(out) == losses(finished)
 
 
-def test_a_checkpoint_of_another_run_is_refused(chats, finished, train) -> None:
+def test_a_checkpoint_of_another_run_is_refused(chats, finished) -> None:
     with pytest.raises(InvalidArgument, match=r"^resume="):
-        train(arguments(chats, finished, "--resume", "--seed", "1"))
+        train(chats, finished, seed=1, resume=True)
+
+
+def test_the_command_says_where_it_went() -> None:
+    result = CliRunner().invoke(app, ["target", "--data", "x", "--layers", "2"])
+    assert result.exit_code != 0
+    assert "examples/train_tiny_pair.py trains a target" in str(result.exception) + result.output

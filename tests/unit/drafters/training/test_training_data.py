@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from jinja2 import TemplateError
+from support.tiny_pair import example
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eaglegbv.drafters.training import data
 from eaglegbv.drafters.training.data import Document, Row, build_corpus, draw_prompts, read_rows
-from eaglegbv.drafters.training.target import train_tokenizer
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.text import encode_prompt
 
@@ -19,7 +19,7 @@ TEXTS = ["Hello there, how are you?", "What is 12 + 34?", "  Two  spaces\nand a 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(TEXTS, vocab_size=300, context=64)
+    return example.train_tokenizer(TEXTS, vocab_size=300, context=64)
 
 
 def chat(*contents: str, source: str = "chats") -> Row:
@@ -289,7 +289,7 @@ THINKING = (
 
 
 def with_template(template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = train_tokenizer(TEXTS, vocab_size=300, context=64)
+    tokenizer = example.train_tokenizer(TEXTS, vocab_size=300, context=64)
     tokenizer.chat_template = template
     return tokenizer
 
