@@ -238,6 +238,16 @@ def pair(
         raise typer.Exit(FAILED)
 
 
+@app.command(
+    "served",
+    short_help="Test a running server's sampling.",
+    add_help_option=False,
+    context_settings=opts.PASSED_ON,
+)
+def audit_served() -> None:
+    """Stand in the list of commands; :mod:`eaglegbv.cli.main` runs it without torch."""
+
+
 @app.command(short_help="Measure block efficiency on synthetic models.")
 def picture(
     out: Annotated[Path | None, opt("Picture to write (.svg, .png, ...).", shown="none")] = None,

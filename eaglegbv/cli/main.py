@@ -108,6 +108,8 @@ def _command(words: list[str]) -> tuple[typer.Typer, list[str]]:
     parser.add_argument("--backend")
     if words[:1] == ["serve"] and parser.parse_known_args(words)[0].backend == "local":
         return import_module("eaglegbv.cli.serve_local").app, words[1:]
+    if words[:2] == ["audit", "served"]:  # it needs no model, so not torch either
+        return import_module("eaglegbv.cli.audit_served").app, words[2:]
     return app, words
 
 

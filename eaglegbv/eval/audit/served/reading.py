@@ -51,6 +51,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     forwards: int | None = None  # of the target, where the server counts them
     accepted: int | None = None  # drafted tokens, where the server counts them
+    said: int | None = None  # how many tokens the server says it has
 
 
 def token_of(told: Mapping[str, Any]) -> Token:
@@ -161,7 +162,7 @@ def law_of(row: Row, k: int) -> Law | Unusable:
     """
     if row.listed is None:
         return Unusable("no list")
-    entries = [(token, _finite(logprob)) for token, logprob in row.listed]
+    entries = [(token, finite(logprob)) for token, logprob in row.listed]
     if any(not logprob <= SLACK for _, logprob in entries):
         return Unusable("no log-probabilities")
     likely = sorted(entries, key=lambda entry: (-entry[1], str(entry[0])))[: k - 1]
@@ -178,7 +179,7 @@ def law_of(row: Row, k: int) -> Law | Unusable:
     return Law(likely[:cut], drawn, mass - 1, closed=likely[cut][1] == -math.inf)
 
 
-def _finite(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
     """Return a log-probability as a number: NaN for none, -inf for what stands for it."""
     if logprob is None:
         return math.nan
@@ -212,6 +213,7 @@ def read(answers: Iterable[Answer], k: int) -> tuple[Places, Notes]:
     before: list[list[int]] = []
     for number, answer in enumerate(answers):
         notes.answers += 1
+        notes.without_end += answer.said is not None and answer.said > len(answer.rows) > 0
         context: Any = answer.prompt
         counts = Counter[Token]()
         for position, row in enumerate(answer.rows):

@@ -1,0 +1,176 @@
+"""Whole audits of servers that are honest, biased, or in trouble."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from support.served_fake import FakeServer, K
+
+from eaglegbv.eval.audit.served.client import Ask, Client, Server
+from eaglegbv.eval.audit.served.places import Settings
+from eaglegbv.eval.audit.served.reading import read
+from eaglegbv.eval.audit.served.report import Verdict
+from eaglegbv.eval.audit.served.run import Audit, Plan, Store
+
+SMALL = Plan(long=900, copies=700, length=50, seeds=20, greedy=10)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("eaglegbv.eval.audit.served.client.FIRST_PAUSE", 0.0)
+
+
+def audit(fake, plan=SMALL, path=None, settings=None, kind="completions", extra=None):
+    server = Server(
+        url="http://fake", kind=kind, top=K, settings=settings or Settings(), extra=extra or {}
+    )
+    client = Client(server=server, transport=fake.transport(), retries=2, most_failures=3)
+    return Audit(client, plan, Store(path), lambda text: None)
+
+
+def report_of(fake, **how):
+    return asyncio.run(audit(fake, **how).run())
+
+
+def verdicts(report):
+    return {feature.name: feature.verdict for feature in report.features}
+
+
+@pytest.mark.parametrize(
+    ("kind", "habit"), [("completions", "beside"), ("chat", "in place"), ("chat", "beside")]
+)
+def test_an_honest_server_passes(kind, habit):
+    report = report_of(FakeServer(habit=habit), kind=kind)
+    assert report.verdict is Verdict.PASSES, report.lines()
+    assert verdicts(report) == dict.fromkeys(
+        ("sampling", "temperature", "equal seeds", "seeds", "temperature 0"), Verdict.PASSES
+    )
+    assert report.places > 1200
+
+
+def test_a_biased_server_fails_and_the_audit_stops_asking():
+    fake = FakeServer(leak=0.3)
+    report = report_of(fake)
+    assert report.verdict is Verdict.FAILS
+    assert report.tokens < 1600
+    assert any(
+        "most likely token" in line and "more than reported" in line for line in report.lines()
+    )
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_the_law_that_is_reported_is_found_out(processed):
+    """Settings are covered without a flag, whether the server reports the law before or after."""
+    settings = Settings(temperature=0.7)
+    report = report_of(FakeServer(processed=processed), settings=settings)
+    assert report.law == (
+        "the law is reported after temperature and penalties, and before limits"
+        if processed
+        else "the law is reported before all settings"
+    )
+    assert report.verdict is Verdict.PASSES
+
+
+def test_what_the_law_does_not_show_is_not_told():
+    report = report_of(FakeServer(), settings=Settings(temperature=0.7, top_p=0.9))
+    assert verdicts(report)["top_p"] is Verdict.UNKNOWN
+    assert report.verdict is Verdict.UNKNOWN
+    # This server ignores top-p, which a law before nothing else shows.
+    report = report_of(FakeServer(), settings=Settings(top_p=0.5))
+    assert report.verdict is Verdict.FAILS
+    assert "cannot be drawn" in report.features[0].why
+
+
+@pytest.mark.parametrize("trouble", [429, 500, "die", "cut", "garbage", "error", "no logprobs"])
+def test_troubles_lose_nothing_that_came(trouble):
+    fake = FakeServer(troubles=[None] * 3 + [trouble] * 2)
+    asks = [Ask(number=i, part="long", prompt="a", tokens=10) for i in range(12)]
+    store = Store()
+    server = Server(url="http://fake", top=K)
+    client = Client(server=server, transport=fake.transport(), concurrency=2)
+    asyncio.run(client.collect(asks, store.keep))
+    answers = store.of("long")
+    assert sorted(answer.request for answer in answers) == list(range(12))
+    sizes = [len(answer.rows) for answer in answers]
+    if trouble in ("cut", "garbage", "error"):  # what came counts, and is not asked for again
+        assert sorted(sizes) == [3] * 2 + [10] * 10
+        assert sum(answer.error is not None for answer in answers) == 2
+        assert len(fake.bodies) == 12
+    elif trouble == "no logprobs":
+        assert sorted(sizes) == [4] * 2 + [10] * 10
+    else:
+        assert sizes == [10] * 12
+        assert len(fake.bodies) == 14
+    assert len(read(answers, K)[0]) == sum(sizes)
+
+
+def test_a_server_that_dies_leaves_a_report():
+    fake = FakeServer(troubles=[None] * 40 + ["die"] * 1000)
+    report = report_of(fake)
+    assert report.verdict is Verdict.UNKNOWN
+    assert any("in a row gave nothing: ConnectError" in note for note in report.notes)
+    assert report.tokens > 0
+
+
+def test_a_server_without_logprobs_gets_no_verdict():
+    fake = FakeServer()
+    fake.logprobs = lambda *_, **__: None
+    report = report_of(fake)
+    assert report.verdict is Verdict.UNKNOWN
+
+
+def test_fields_that_a_server_refuses_are_left_out():
+    fake = FakeServer()
+    fake.refused = {"return_tokens_as_token_ids": True, "logprobs": K}
+    report = report_of(fake)
+    assert report.verdict is Verdict.PASSES
+    assert fake.bodies[-1]["logprobs"] == 5
+    assert "return_tokens_as_token_ids" not in fake.bodies[-1]
+
+
+def test_a_stopped_audit_goes_on(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first = FakeServer(troubles=[None] * 36 + ["die"] * 1000)
+    asyncio.run(audit(first, path=path).run())
+    kept = path.read_bytes().splitlines()
+    with path.open("ab") as file:
+        file.write(b'{"request": 3, "pa')  # a line that was being written
+    second = FakeServer()
+    report = asyncio.run(audit(second, path=path).run())
+    assert report.verdict is Verdict.PASSES
+    assert path.read_bytes().splitlines()[: len(kept)] == kept
+    whole = FakeServer()
+    asyncio.run(audit(whole).run())
+    assert len(second.bodies) < len(whole.bodies) - 20
+
+
+def test_the_report_for_machines():
+    report = report_of(FakeServer())
+    told = json.loads(msgspec.json.encode(report.told()))
+    assert told["verdict"] == "passes"
+    assert {finding["name"] for finding in told["findings"]} >= {"top", "surprise", "copies"}
+    assert all(finding["smallest_shift"] > 0 for finding in told["findings"])
+    suite = ElementTree.fromstring(report.junit())
+    assert suite.get("failures") == suite.get("skipped") == "0"
+    assert int(suite.get("tests")) == len(report.findings) + len(report.features)
+    failing = report_of(FakeServer(leak=0.3))
+    suite = ElementTree.fromstring(failing.junit())
+    assert int(suite.get("failures")) == len(list(suite.iter("failure"))) > 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["http://127.0.0.1:9", "--long", "x"]])
+def test_the_command_needs_no_torch(arguments):
+    code = (
+        "import sys\n"
+        "from eaglegbv.cli.main import main\n"
+        "try:\n    main(['audit', 'served', *sys.argv[1:]])\n"
+        "except SystemExit:\n    pass\n"
+        "loaded = {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert 'eaglegbv.eval.audit.served.run' in sys.modules\n"
+        "sys.exit(bool(loaded))"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
