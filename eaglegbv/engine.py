@@ -56,13 +56,13 @@ from eaglegbv.scheduler.prefix_cache import PrefixCache
 from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
 from eaglegbv.token_rules import TokenRules
 from eaglegbv.tree import DraftTree
+from eaglegbv.tree_records import tree_records
 from eaglegbv.utils import log_once, plain_numbers, require_integer
 from eaglegbv.verification import (
     Verification,
     VerifyOutput,
     read_outputs,
     score_prompts,
-    tree_records,
 )
 from eaglegbv.verifiers.base import fault_error
 
@@ -546,7 +546,8 @@ class Engine:
     ) -> None:
         """Count a step, and give the observers its record; one that raises is dropped."""
         decoding = {id(request) for request in batch.decoding}
-        kept = {own.request.number: own.token_ids for own in outputs}
+        kept = {output.request.number: output.token_ids for output in outputs}
+        recorded = [output for output in verified if output.target is not None]
         allocator = self._target.allocator
         record = StepRecord(
             number=self._steps,
@@ -564,7 +565,7 @@ class Engine:
             why=self._planner.why,
             kv_used=allocator.num_used,
             kv_slots=allocator.num_slots,
-            trees=[tree for output in verified for tree in tree_records(output, kept)],
+            trees=[tree for output in recorded for tree in tree_records(output, kept)],
         )
         self._steps += 1
         self._gauge()

@@ -1,53 +1,37 @@
-"""Verification of a step's trees: p at their nodes, each plan's verifier, and what it decides.
+"""Verification of a step's trees: p at their nodes, each plan's verifier, and what it decides."""
 
-A stateful verifier goes on from what earlier steps left: its *target layers*, one for each step
-that still changes the target of the next tokens (:mod:`eaglegbv.verifiers.stateful`). Requests keep
-them, here they become the padded columns that the verifier works on, and the drafter replays the
-draft distributions of those steps along the path that the verifier selects:
-
-    step 1   root x_3  commits x_4      |  layer A: snapshot at x_3, 3 tokens left of depth 5
-    step 2   root x_4  commits x_5 x_6  |  A has advanced by x_4 and continues along the path;
-                                        |  layer A: 1 left    layer B: snapshot at x_4, 2 left
-"""
-
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv import sampling
-from eaglegbv.attention.kv_cache import SlotAllocator
-from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source, plan_name
-from eaglegbv.devices import entry_at, fetch, send, upload
-from eaglegbv.drafters.base import Drafter, DraftReplay, ReplayingDrafter
+from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source
+from eaglegbv.devices import fetch, send, upload
+from eaglegbv.drafters.base import Drafter, ReplayingDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.logprobs import RankedRows
-from eaglegbv.metrics import TreeRecord
 from eaglegbv.models.target import Target
 from eaglegbv.native import rows as native_rows
-from eaglegbv.request import DraftSnapshot, Request, RequestOutput, TargetLayer
+from eaglegbv.replay import replay_slots, verify_stateful
+from eaglegbv.request import Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise
 from eaglegbv.sampling_params import LogprobsMode
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
-from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.tree import TargetProbs
 from eaglegbv.verifiers.base import (
-    TOLERANCE,
-    Fault,
     NodeStats,
     Rule,
     Verdict,
     VerifyUniforms,
     find_faults,
 )
-from eaglegbv.verifiers.paths import rows_at, target_of_tokens
 from eaglegbv.verifiers.registry import (
     STATEFUL_VERIFIERS,
     make_any_verifier,
@@ -55,10 +39,6 @@ from eaglegbv.verifiers.registry import (
     verify_checked,
 )
 from eaglegbv.verifiers.stateful import (
-    Layers,
-    SparseProbs,
-    StatefulUniforms,
-    StatefulVerdict,
     StatefulVerifier,
 )
 from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifier
@@ -390,244 +370,3 @@ def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
         generated[rows].scatter_add_(1, tokens, drafted)
         row += count
     return in_prompt, generated
-
-
-def replay_slots(plan: Plan) -> int:
-    """Return the most KV slots a request's target layers take during a verification.
-
-    Every step commits at least one token, and its layer ends ``depth`` tokens after its root. So
-    there are at most ``depth - 1`` layers, each advanced by at most ``depth - 1`` tokens.
-    """
-    return (plan.depth - 1) ** 2
-
-
-def verify_stateful(
-    verifier: StatefulVerifier,
-    requests: Sequence[Request],
-    tree: DraftTree,
-    target: TargetProbs,
-    drafter: DraftReplay,
-    allocator: SlotAllocator,
-) -> tuple[StatefulVerdict, list[tuple[TargetLayer, ...]], Tensor]:
-    """Verify trees under what earlier steps left.
-
-    Returns:
-        The verdict; the layers that each request has then; and ``[batch]`` int64, faults of the
-        replayed draft distributions, 0 if there are none.
-    """
-    device = tree.token_ids.device
-    uniforms = StatefulUniforms.draw(
-        [request.rng for request in requests],
-        [request.step for request in requests],
-        [len(request.target_layers) for request in requests],
-        drafts=tree.drafts,
-        length=tree.length,
-        device=device,
-    )
-    trails = _trails(requests)
-    borrowed = allocator.allocate(sum(trail.length for trail in trails))
-    try:
-        replayed = _ReplayedProbs(drafter, trails, borrowed, batch=tree.batch, device=device)
-        columns = _columns(requests, device=device)
-        result = verifier.verify(tree, target, uniforms, columns, replayed)
-    finally:
-        allocator.release(borrowed)
-    return result, _layers_after(requests, result.layers, drafter), replayed.faults
-
-
-@dataclass(slots=True)
-class _Trail:
-    """An earlier step, continued along tokens that later steps committed."""
-
-    row: int  # index of the request in the batch
-    column: int  # index of the step's layer among the request's
-    request: Request  # the request
-    layer: TargetLayer  # what the step left
-    place: DraftSnapshot  # the step's snapshot, advanced by the tokens so far
-
-    @property
-    def committed(self) -> list[int]:
-        """Tokens from the step's root (excluded) to the current root."""
-        return self.request.token_ids[self.layer.since :]
-
-    @property
-    def length(self) -> int:
-        """Most tokens to advance by; for the last token only what is before it is needed."""
-        return len(self.committed) + self.layer.remaining - 1
-
-
-def _trails(requests: Sequence[Request]) -> list[_Trail]:
-    return [
-        _Trail(row, column, request, layer, layer.snapshot)
-        for row, request in enumerate(requests)
-        for column, layer in enumerate(request.target_layers)
-    ]
-
-
-class _ReplayedProbs:
-    """The draft distributions of earlier steps, along the paths that a verifier selects."""
-
-    def __init__(
-        self,
-        drafter: DraftReplay,
-        trails: Sequence[_Trail],
-        slots: Tensor,
-        *,
-        batch: int,
-        device: torch.device,
-    ) -> None:
-        """Advance the trails to the current roots, in KV slots as many as all their lengths."""
-        self._drafter = drafter
-        self._trails = trails
-        self._slots = slots
-        self._width = 1
-        columns = max((trail.column + 1 for trail in trails), default=0)
-        self._unsound = torch.zeros((batch, columns), dtype=torch.bool, device=device)
-        for i in range(max((len(trail.committed) for trail in trails), default=0)):
-            behind = [trail for trail in trails if len(trail.committed) > i]
-            self._advance(behind, torch.tensor([trail.committed[i] for trail in behind]))
-
-    @property
-    def faults(self) -> Tensor:
-        """``[batch]`` int64: :class:`Fault` flags of the distributions replayed so far."""
-        return self._unsound.any(dim=1) * int(Fault.DRAFT_NOT_NORMALISED)
-
-    def after(self, tokens: Tensor) -> SparseProbs:
-        """Return the distributions after one more token; see :meth:`LayerProbs.after`."""
-        depth = tokens.shape[1]
-        trails = [trail for trail in self._trails if trail.layer.remaining > depth]
-        if not trails:
-            return self._blank()
-        rows, columns = [trail.row for trail in trails], [trail.column for trail in trails]
-        if depth > 0:
-            self._advance(trails, tokens[rows, depth - 1])
-        replayed = self._drafter.probs_at([trail.place for trail in trails])
-        width = replayed.ids.shape[1]
-        # The first distributions are those of all trails, so no later ones are wider.
-        self._width = max(self._width, width)
-        probs = self._blank()
-        probs.ids[rows, columns, :width] = replayed.ids
-        probs.probs[rows, columns, :width] = replayed.probs
-        # With this comparison, NaN is unsound too.
-        sound = (replayed.probs.sum(dim=1) - 1).abs() <= TOLERANCE
-        self._unsound[rows, columns] |= ~sound
-        return probs
-
-    def _blank(self) -> SparseProbs:
-        """Return distributions of probability 0, for layers that have ended and for padding."""
-        ids = torch.zeros(
-            (*self._unsound.shape, self._width), dtype=torch.int64, device=self._unsound.device
-        )
-        return SparseProbs(ids, torch.zeros_like(ids, dtype=torch.float64))
-
-    def _advance(self, trails: Sequence[_Trail], tokens: Tensor) -> None:
-        slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
-        requests = [trail.request for trail in trails]
-        places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
-        for trail, place in zip(trails, places, strict=True):
-            trail.place = place
-
-
-def _columns(requests: Sequence[Request], *, device: torch.device) -> Layers:
-    """Return the requests' layers as columns, padded with columns without effect."""
-    layers = [request.target_layers for request in requests]
-
-    def table(name: str, dtype: torch.dtype) -> Tensor:
-        values = [[getattr(layer, name) for layer in each] for each in layers]
-        rows = [torch.tensor(row, dtype=dtype) for row in values]
-        return pad_sequence(rows, batch_first=True).to(device)
-
-    return Layers(
-        rho=table("rho", torch.float64),
-        drafts=table("drafts", torch.int64),
-        remaining=table("remaining", torch.int64),
-        most_drafts=max((layer.drafts for own in layers for layer in own), default=1),
-    )
-
-
-def _layers_after(
-    requests: Sequence[Request], columns: Layers, drafter: DraftReplay
-) -> list[tuple[TargetLayer, ...]]:
-    """Return each request's layers by ``columns``, the last of which is the latest step."""
-    layers_by_request = []
-    numbers = (part.tolist() for part in (columns.rho, columns.drafts, columns.remaining))
-    for request, rho, drafts, remaining in zip(requests, *numbers, strict=True):
-        layers = [
-            replace(layer, rho=rho[k], drafts=drafts[k], remaining=remaining[k])
-            for k, layer in enumerate(request.target_layers)
-            if remaining[k] > 0
-        ]
-        if remaining[-1] > 0:
-            since, snapshot = len(request.token_ids), drafter.snapshot(request)
-            layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot))
-        layers_by_request.append(tuple(layers))
-    return layers_by_request
-
-
-def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:
-    """Return the records of a group's trees, once they are committed; none unless recorded.
-
-    ``kept`` are the tokens that each request was given, by its number; requests without any, whose
-    probabilities were faulty, have no record.
-    """
-    target, tree, verdict = output.target, output.group.tree, output.verdict
-    if target is None:
-        return []
-    tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
-    multiplicity = tree.multiplicity().tolist()
-    p, q = target_of_tokens(tree, target).tolist(), draft_of_tokens(tree).tolist()
-    node_stats = output.node_stats() if tree.length else {}
-    stats = {name: values.tolist() for name, values in node_stats.items()}
-    paths, accepted = verdict.path_nodes.tolist(), verdict.accepted.tolist()
-    next_tokens, next_p = verdict.token_ids.tolist(), _next_probs(verdict, target)
-    records = []
-    for b, request in enumerate(output.group.requests):
-        committed, count = kept.get(request.number), int(tree.num_nodes[b])
-        if not committed:
-            continue
-        start = len(request.token_ids) - len(committed)
-        record = TreeRecord(
-            request=request.number,
-            start=start,
-            prompt_ids=() if start else request.prompt_ids,
-            plan=plan_name(request.plan),
-            verifier=verifier_name(request.plan, greedy=request.params.greedy),
-            draft_sampling=str(tree.draft_sampling),
-            paths=tree.drafts,
-            token_ids=tuple(tokens[b][:count]),
-            parents=tuple(parents[b][:count]),
-            multiplicity=tuple(multiplicity[b][:count]),
-            target_probs=_known(p[b][:count]),
-            draft_probs=_known(q[b][:count]),
-            node_stats={name: _known(values[b][:count]) for name, values in stats.items()},
-            accepted=tuple(paths[b][: accepted[b]]),
-            next_token=next_tokens[b],
-            next_target_prob=next_p[b],
-            committed=tuple(committed),
-            finish_reason=None if request.finish_reason is None else str(request.finish_reason),
-        )
-        records.append(record)
-    return records
-
-
-def draft_of_tokens(tree: DraftTree) -> Tensor:
-    """Return q of each node's token, ``[batch, nodes]`` float64; NaN where nothing is drawn."""
-    if tree.width == 0:
-        return tree.draft_probs.new_full(tree.token_ids.shape, math.nan)
-    ids, probs = rows_at(tree.draft_ids, tree.parents), rows_at(tree.draft_probs, tree.parents)
-    return (probs * (ids == tree.token_ids.unsqueeze(2))).sum(dim=2)
-
-
-def _next_probs(verdict: Verdict, target: TargetProbs) -> list[float]:
-    stops = verdict.accepted.new_zeros(verdict.accepted.shape)
-    if verdict.path_nodes.shape[1]:
-        last = (verdict.accepted - 1).clamp(min=0)
-        stops = entry_at(verdict.path_nodes, last) * (verdict.accepted > 0)
-    rows = target.rows.gather(1, stops.unsqueeze(1))
-    probs: list[float] = target.probs_in(rows, verdict.token_ids[:, None, None]).flatten().tolist()
-    return probs
-
-
-def _known(values: list[float]) -> tuple[float | None, ...]:
-    """Return the numbers of a tree's nodes; the root has none."""
-    return (None, *(None if math.isnan(value) else value for value in values[1:]))

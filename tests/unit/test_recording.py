@@ -175,7 +175,7 @@ def test_b_and_w_of_otbv_are_those_of_the_reference():
 def test_nothing_is_recorded_unless_somebody_asks(monkeypatch):
     refuse = Mock(side_effect=AssertionError("node stats were asked for"))
     monkeypatch.setattr(OtbvVerifier, "stats", refuse)
-    monkeypatch.setattr("eaglegbv.verification.target_of_tokens", refuse)
+    monkeypatch.setattr("eaglegbv.tree_records.target_of_tokens", refuse)
     exact, evidence = exact_engine(slots=256), []
     steps = observed(exact, trees=False)
     whole = Verification.verify

@@ -29,10 +29,10 @@ from eaglegbv.backends.sglang.book import RequestBook
 from eaglegbv.backends.sglang.rounds import Acceptance, acceptance
 from eaglegbv.drafters.base import DraftReplay, own_snapshots
 from eaglegbv.drafters.draft_probs import DraftProbs, certain_where_broken, draft_probs
+from eaglegbv.replay import replay_slots, verify_stateful
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.sampling import WarpSettings
 from eaglegbv.tree import DraftTree, TargetProbs
-from eaglegbv.verification import replay_slots, verify_stateful
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
