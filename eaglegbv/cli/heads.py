@@ -27,10 +27,16 @@ def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -
     """Print what a head's files contain, check them, and warn where engines disagree about them."""
     from eaglegbv.drafters.checkpoint import fit, inspect_head
     from eaglegbv.models.hf import load_config
+    from eaglegbv.models.native import unknown_of
 
     checkpoint = _open_head(drafter)
-    fitted = None if target is None else fit(checkpoint, load_config(_target_named(target)))
+    config = None if target is None else load_config(_target_named(target))
+    fitted = None if config is None else fit(checkpoint, config)
     typer.echo(inspect_head(checkpoint, fitted))
+    if config is not None:
+        unknown = unknown_of(config)
+        runs = "natively" if unknown is None else f"through transformers ({unknown})"
+        typer.echo(f"On a CPU the target's forwards run {runs}.")
 
 
 def export(

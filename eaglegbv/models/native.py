@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.models.self_check import LayerCall
 from eaglegbv.native.library import native_library
@@ -24,7 +24,7 @@ def native_target(
 
     ``calls`` are what its layers asked of attention. The target's self-check proves the rest.
     """
-    reason = _unknown(model, calls)
+    reason = _unknown(model)
     if reason is not None:
         _log.info("forwards of %s run through transformers: %s", type(model).__name__, reason)
         return None
@@ -59,17 +59,22 @@ def native_target(
     )
 
 
-def _unknown(model: PreTrainedModel, calls: Sequence[LayerCall]) -> str | None:
+def _unknown(model: PreTrainedModel) -> str | None:
     """Return what the library does not know of a model, None if it knows all."""
-    config = model.config
     if model.device.type != "cpu" or model.dtype not in DTYPES:
         return f"{model.dtype} on {model.device}"
+    return unknown_of(model.config)
+
+
+def unknown_of(config: PreTrainedConfig) -> str | None:
+    """Return what the library does not know of models of a configuration, None if it knows all."""
     if config.model_type not in _FAMILIES:
         return f"the library knows {', '.join(sorted(_FAMILIES))}"
     rotary = (config.rope_parameters or {}).get("rope_type", "default")
     if rotary not in _FIXED_ROTARY:
         return f"rotary embedding {rotary!r}"
-    widths = config.hidden_size, config.intermediate_size, calls[0].head_dim
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    widths = config.hidden_size, config.intermediate_size, head_dim
     if config.hidden_act != "silu" or any(width % UNIT for width in widths):
         return f"activation {config.hidden_act!r}, widths {widths}"
     return None

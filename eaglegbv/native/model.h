@@ -46,6 +46,8 @@ struct Rows {
     if (numbers.size() < rows * width) numbers.resize(rows * width);
   }
   T* operator[](size_t row) { return &numbers[row * width]; }
+  Block<T> block() { return {numbers.data(), width}; }
+  Block<const T> read() const { return {numbers.data(), width}; }
 };
 
 // y = x / rms(x) * weights over `width` numbers, a multiple of 16; without weights x itself.
@@ -143,7 +145,7 @@ class Model : public AnyModel {
         for (int r = team.number; r < R; r += team.size)
           norm_features(given + (size_t)r * width, input_[r], work);
         team.wait();
-        multiply(*f_.fc, input_[0], input_.width, R, team, stream_[0], H);
+        multiply(*f_.fc, input_, R, team, stream_.block());
         team.wait();
       } else if (eagle3) {
         for (int r = team.number; r < R; r += team.size)
@@ -161,7 +163,7 @@ class Model : public AnyModel {
       }
       team.wait();
       if (!eagle3) {  // x = fc(token, state), and attention reads x without a norm
-        multiply(*f_.fc, input_[0], input_.width, R, team, stream_[0], H);
+        multiply(*f_.fc, input_, R, team, stream_.block());
         team.wait();
         for (int r = team.number; r < R; r += team.size) copy(stream_[r], H, input_[r]);
         team.wait();
@@ -240,15 +242,15 @@ class Model : public AnyModel {
   }
 
   // This thread's outputs of a product of all rows.
-  void multiply(const Matrix& m, const Input* x, int x_stride, int rows, Team& team, float* y, int y_stride) {
+  void multiply(const Matrix& m, const Rows<Input>& x, int rows, Team& team, Block<float> y) {
     const auto [from, to] = team.share(m.outputs, PANEL);
-    product(m, x, rows, x_stride, from, to, y, y_stride);
+    product(m, x.read(), rows, from, to, y);
   }
 
-  void add(const Matrix& m, const Input* x, int x_stride, Team& team) {
+  void add(const Matrix& m, const Rows<Input>& x, Team& team) {
     const int R = rows_.size();
     const auto [from, to] = team.share(f_.hidden, PANEL);
-    product(m, x, R, x_stride, from, to, added_[0], f_.hidden);
+    product(m, x.read(), R, from, to, added_.block());
     for (int r = 0; r < R; r++)
       for (int i = from; i < to; i += LANES)
         store(stream_[r] + i, load(stream_[r] + i) + load(added_[r] + i));
@@ -262,14 +264,14 @@ class Model : public AnyModel {
     for (int r = team.number; r < num_wanted; r += team.size)
       norm(stream_[wanted ? wanted[r] : r], normed ? nullptr : f_.norm, f_.eps, f_.hidden, input_[r]);
     team.wait();
-    multiply(*f_.output, input_[0], input_.width, num_wanted, team, logits, f_.vocab);
+    multiply(*f_.output, input_, num_wanted, team, {logits, f_.vocab});
   }
 
   // One decoder layer behind its first norm: from input_ to the residual stream.
   void run_layer(int number, Team& team, Workspace& work) {
     const LayerFacts& layer = layers_[number];
     const int R = rows_.size(), H = f_.hidden, D = f_.head_dim, I = f_.intermediate;
-    multiply(*layer.qkv, input_[0], input_.width, R, team, projected_[0], projected_.width);
+    multiply(*layer.qkv, input_, R, team, projected_.block());
     team.wait();
     E* keys = key_pool_ + number * slots_ * keys_;
     E* values = value_pool_ + number * slots_ * keys_;
@@ -286,20 +288,20 @@ class Model : public AnyModel {
       copy(attended_[r] + at, shared * D, attention_input_[r] + at);
     }
     team.wait();
-    add(*layer.attention_output, attention_input_[0], queries_, team);
+    add(*layer.attention_output, attention_input_, team);
     for (int r = team.number; r < R; r += team.size)
       norm(stream_[r], layer.post_norm, f_.eps, H, input_[r]);
     team.wait();
     const auto [from, to] = team.share(I, PANEL);
     for (const int half : {0, I})
-      product(*layer.gate_up, input_[0], R, input_.width, half + from, half + to, gate_up_[0], 2 * I);
+      product(*layer.gate_up, input_.read(), R, half + from, half + to, gate_up_.block());
     for (int r = 0; r < R; r++)
       for (int i = from; i < to; i += LANES) {
         const Floats gate = load(gate_up_[r] + i);
         store(activated_[r] + i, gate / (1.f + exponential(-gate)) * load(gate_up_[r] + I + i));
       }
     team.wait();
-    add(*layer.down, activated_[0], I, team);
+    add(*layer.down, activated_, team);
   }
 
   // Norms and rotates a query or key head of a row; a key and its value enter the pool.

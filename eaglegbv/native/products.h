@@ -72,22 +72,10 @@ class Matrix {
       for (int k = 0; k < inputs; k++)
         for (int i = 0; i < PANEL; i++) {
           W* place = packed + (size_t)first * inputs + (k / group * PANEL + i) * group + k % group;
-          *place = first + i < outputs ? as<W>(weights[(size_t)(first + i) * inputs + k]) : W{};
+          if (first + i < outputs) assign(*place, weights[(size_t)(first + i) * inputs + k]);
+          else *place = W{};
         }
   }
-  template <class W, class E>
-  static W as(E x) {
-    if constexpr (sizeof(W) == sizeof(E)) {
-      W same;
-      memcpy(&same, &x, sizeof(W));
-      return same;
-    } else {
-      uint32_t bits;
-      memcpy(&bits, &x, sizeof(bits));
-      return W{(uint16_t)(bits >> 16)};
-    }
-  }
-
   void* memory_;
 };
 
@@ -107,29 +95,36 @@ inline void add_product(Floats& sum, Floats weights, const bfloat16* x) {
 #endif
 }
 
-// ROWS rows of x with PANELS panels.
+// Rows of numbers in memory.
+template <class T>
+struct Block {
+  T* numbers;
+  int stride;
+  T* row(int r) const { return numbers + (size_t)r * stride; }
+  Block at(int r, int column) const { return {row(r) + column, stride}; }
+};
+
+// ROWS rows of x with PANELS panels of W, which lie behind each other at `weights`.
 template <int ROWS, int PANELS, class W, class A>
-inline void tile(const W* weights, int inputs, const A* x, int x_stride, float* y, int y_stride) {
+inline void tile(const W* weights, int inputs, Block<const A> x, Block<float> y) {
   constexpr int V = PANELS * VECTORS, STEP = sizeof(W) == 2 ? 2 : 1;
   constexpr bool PAIRS = STEP == 2 && sizeof(A) == 2;
   Floats sums[ROWS][V] = {};
   for (int k = 0; k < inputs; k += STEP)
     for (int part = 0; part < (PAIRS ? 1 : STEP); part++) {
-      Floats here[V];  // few at a time: they share the registers with the sums
+      Floats here[V];  // of one input at a time: they share the registers with the sums
       for (int v = 0; v < V; v++) {
-        const W* place = weights + (size_t)(v / VECTORS) * inputs * PANEL + (size_t)k * PANEL +
-                         v % VECTORS * LANES * STEP;
+        const size_t panel = (size_t)(v / VECTORS) * inputs + k;
+        const W* place = weights + panel * PANEL + v % VECTORS * LANES * STEP;
         here[v] = load(reinterpret_cast<const float*>(place));
         if (STEP == 2 && !PAIRS)
           here[v] = (Floats)(part ? (Bits)here[v] & 0xffff0000u : (Bits)here[v] << 16);
       }
-      for (int r = 0; r < ROWS; r++) {
-        const A* input = x + (size_t)r * x_stride + k + part;
-        for (int v = 0; v < V; v++) add_product(sums[r][v], here[v], input);
-      }
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < V; v++) add_product(sums[r][v], here[v], x.row(r) + k + part);
     }
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < V; v++) store(y + (size_t)r * y_stride + v * LANES, sums[r][v]);
+    for (int v = 0; v < V; v++) store(y.row(r) + v * LANES, sums[r][v]);
 }
 
 // Panels of a tile: the most, up to four, that fit the registers.
@@ -140,55 +135,54 @@ constexpr int panels_of(int rows) {
 }
 
 template <int ROWS, int PANELS, class W, class A>
-inline void tiles(const W* w, int count, int inputs, const A* x, int x_stride, float* y, int y_stride) {
-  for (; count >= PANELS; count -= PANELS) {
-    tile<ROWS, PANELS>(w, inputs, x, x_stride, y, y_stride);
-    w += (size_t)PANELS * PANEL * inputs;
-    y += PANELS * PANEL;
-  }
-  if constexpr (PANELS > 1) tiles<ROWS, PANELS / 2>(w, count, inputs, x, x_stride, y, y_stride);
+inline void tiles(const W* w, int count, int inputs, Block<const A> x, Block<float> y) {
+  int done = 0;
+  for (; done + PANELS <= count; done += PANELS)
+    tile<ROWS, PANELS>(w + (size_t)done * PANEL * inputs, inputs, x, y.at(0, done * PANEL));
+  if constexpr (PANELS > 1)
+    tiles<ROWS, PANELS / 2>(w + (size_t)done * PANEL * inputs, count - done, inputs, x,
+                            y.at(0, done * PANEL));
 }
 
 template <int ROWS, class W, class A>
-inline void some_rows(int rows, const W* w, int count, int inputs, const A* x, int x_stride, float* y, int y_stride) {
-  if (rows == ROWS) tiles<ROWS, panels_of(ROWS)>(w, count, inputs, x, x_stride, y, y_stride);
-  else if constexpr (ROWS > 1) some_rows<ROWS - 1>(rows, w, count, inputs, x, x_stride, y, y_stride);
+inline void some_rows(int rows, const W* w, int count, int inputs, Block<const A> x, Block<float> y) {
+  if (rows == ROWS) tiles<ROWS, panels_of(ROWS)>(w, count, inputs, x, y);
+  else if constexpr (ROWS > 1) some_rows<ROWS - 1>(rows, w, count, inputs, x, y);
 }
 
 // `count` panels with any number of rows, in tiles of nearly equal height.
 template <class W, class A>
-void block(const W* w, int count, int inputs, const A* x, int rows, int x_stride, float* y, int y_stride) {
-  const int parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (int part = 0, done = 0; part < parts; part++) {
-    const int height = (int)((long)rows * (part + 1) / parts) - done;
-    some_rows<MOST_ROWS>(height, w, count, inputs, x + (size_t)done * x_stride, x_stride, y + (size_t)done * y_stride, y_stride);
-    done += height;
+void all_rows(const W* w, int count, int inputs, Block<const A> x, int rows, Block<float> y) {
+  const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (long part = 0, done = 0; part < parts; part++) {
+    const long end = rows * (part + 1) / parts;
+    some_rows<MOST_ROWS>(end - done, w, count, inputs, x.at(done, 0), y.at(done, 0));
+    done = end;
   }
 }
 
 template <class W, class A>
-void product_of(const Matrix& m, const A* x, int rows, int x_stride, int from, int to, float* y, int y_stride) {
+void product_of(const Matrix& m, Block<const A> x, int rows, int from, int to, Block<float> y) {
   const int whole = std::min(to, m.outputs / PANEL * PANEL);
   for (int first = from; first < whole; first += BLOCK) {
     const int count = (std::min(first + BLOCK, whole) - first) / PANEL;
-    block(m.panel<W>(first), count, m.inputs, x, rows, x_stride, y + first, y_stride);
+    all_rows(m.panel<W>(first), count, m.inputs, x, rows, y.at(0, first));
   }
   if (whole == to) return;
   std::vector<float> edge((size_t)rows * PANEL);  // outputs are no multiple of a panel
-  block(m.panel<W>(whole), 1, m.inputs, x, rows, x_stride, edge.data(), PANEL);
-  for (int r = 0; r < rows; r++)
-    std::copy_n(&edge[(size_t)r * PANEL], to - whole, y + (size_t)r * y_stride + whole);
+  all_rows(m.panel<W>(whole), 1, m.inputs, x, rows, {edge.data(), PANEL});
+  for (int r = 0; r < rows; r++) std::copy_n(&edge[r * PANEL], to - whole, y.row(r) + whole);
 }
 
 // Outputs from ... to - 1 (`from` a multiple of 16) of rows of x, to the same columns of y.
 template <class A>
-void product(const Matrix& m, const A* x, int rows, int x_stride, int from, int to, float* y, int y_stride) {
+void product(const Matrix& m, Block<const A> x, int rows, int from, int to, Block<float> y) {
   if (from >= to) return;
-  if (m.halves) product_of<bfloat16>(m, x, rows, x_stride, from, to, y, y_stride);
-  else if constexpr (sizeof(A) == 4) product_of<float>(m, x, rows, x_stride, from, to, y, y_stride);
+  if (m.halves) product_of<bfloat16>(m, x, rows, from, to, y);
+  else if constexpr (sizeof(A) == 4) product_of<float>(m, x, rows, from, to, y);
   if (m.bias.empty()) return;
   for (int r = 0; r < rows; r++)
-    for (int i = from; i < to; i++) y[(size_t)r * y_stride + i] += m.bias[i];
+    for (int i = from; i < to; i++) y.row(r)[i] += m.bias[i];
 }
 
 }  // namespace eaglegbv

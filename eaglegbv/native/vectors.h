@@ -32,6 +32,17 @@ struct bfloat16 {
   uint16_t bits;
 };
 
+template <class T>
+inline void assign(T& to, T from) {
+  to = from;
+}
+
+inline void assign(bfloat16& to, float from) {  // that is exact in bfloat16
+  uint32_t bits;
+  memcpy(&bits, &from, sizeof(bits));
+  to.bits = bits >> 16;
+}
+
 inline Floats load(const float* x) { return *reinterpret_cast<const FloatsAnywhere*>(x); }
 
 inline Floats load(const bfloat16* x) {

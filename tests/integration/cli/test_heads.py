@@ -24,6 +24,7 @@ def test_inspect_says_what_was_detected(cli):
     )
     assert facts["target"] == "fits"
     assert "SGLang and SpecForge count outputs" in result.out
+    assert "forwards run natively" in result.out
 
 
 def test_inspect_without_a_target(cli):

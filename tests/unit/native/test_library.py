@@ -101,7 +101,8 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path, caplog):
     native_library.cache_clear()
 
 
-TESTS = Path(__file__).parent / "test_native_forward.py"
+FORWARDS = Path(__file__).parent / "test_native_forward.py"
+ROWS = Path(__file__).parent / "test_rows.py"
 MACHINES = ["x86-64-v2", "x86-64-v3", "x86-64-v4", "sapphirerapids"]
 
 
@@ -112,19 +113,48 @@ def test_it_is_built_for_other_machines(machine, tmp_path):
     assert build(tmp_path, compiler(), [f"-march={machine}"]).is_file()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("flags", ["-march=x86-64-v2", "-march=native -DEAGLEGBV_PAIRED"])
-def test_other_builds_compute_the_same(flags, tmp_path):
-    """In a process of its own, as this one has opened its library."""
-    if "x86" in flags and os.uname().machine != "x86_64":
-        pytest.skip("instructions of x86 alone")
+def run_tests(tests: list[str], flags: str, folder: Path, **environment: str) -> None:
+    """Run tests with a library built with other flags, in a process of its own."""
     script = f"""
 import sys, pytest
 from pathlib import Path
 from eaglegbv.native import library
 build = library.build
-library.build = lambda _, command: build(Path({str(tmp_path)!r}), command, {flags.split()!r})
-sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", {str(TESTS)!r}]))
+library.build = lambda _, command: build(Path({str(folder)!r}), command, {flags.split()!r})
+sys.exit(pytest.main(["-q", "-n", "0", *{tests!r}]))
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout
+    command = [sys.executable, "-c", script]
+    own = os.environ | environment
+    ran = subprocess.run(command, capture_output=True, text=True, env=own, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", ["-march=x86-64-v2", "-march=native -DEAGLEGBV_PAIRED"])
+def test_other_builds_compute_the_same(flags, tmp_path):
+    if "x86" in flags and os.uname().machine != "x86_64":
+        pytest.skip("instructions of x86 alone")
+    run_tests([str(FORWARDS)], flags, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("sanitizer", "library_name"), [("address,undefined", "libasan.so"), ("thread", "libtsan.so")]
+)
+def test_sanitizers_find_nothing(sanitizer, library_name, tmp_path):
+    found = subprocess.run(
+        [*compiler(), f"-print-file-name={library_name}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    if not Path(found).is_file():
+        pytest.skip(f"the compiler has no {library_name}")
+    run_tests(
+        [str(FORWARDS), str(ROWS)],
+        f"-march=native -g -fsanitize={sanitizer} -fno-sanitize-recover",
+        tmp_path,
+        LD_PRELOAD=found,
+        ASAN_OPTIONS="detect_leaks=0",  # Python's own
+        TSAN_OPTIONS="ignore_noninstrumented_modules=1",
+    )
