@@ -1,4 +1,4 @@
-"""Drafters by name, and drafters by what their folders hold (see docs/add_a_drafter.md).
+"""Drafters by name, and drafters by what their folders hold (see docs/study/add_a_drafter.md).
 
 ``LLM(drafter=...)`` and ``--drafter`` look a name up here first; other names are those of folders
 and of repositories of the hub, whose files say which drafter they are.

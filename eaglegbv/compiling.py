@@ -74,7 +74,7 @@ def generating_products() -> Iterator[None]:
 
     Parameters become constants of a graph, laid out in blocks for its kernels. Modules keep theirs,
     so weights are in memory twice. Each sum of a row runs over the whole inner dimension, always in
-    the same order, whatever rows are beside it; see docs/speed.md.
+    the same order, whatever rows are beside it; see docs/inside/speed.md.
     """
     settings = {
         "freezing": True,

@@ -40,7 +40,7 @@ class SamplingParams(
 
     The target distribution of a token is ``softmax`` of the logits after, in this order, what
     forbids and favours tokens (:mod:`eaglegbv.token_rules`), penalties, temperature, top-k, top-p
-    and min-p (:mod:`eaglegbv.sampling`). docs/sampling.md has vLLM's and SGLang's names beside.
+    and min-p (:mod:`eaglegbv.sampling`). docs/use/sampling.md has vLLM's and SGLang's names beside.
 
     Attributes:
         temperature: Divides the logits; at least 1e-37, at most 100. 0 means greedy decoding.
@@ -53,11 +53,11 @@ class SamplingParams(
         stop_token_ids: Token ids that end the text, besides the model's end-of-sequence tokens. The
             one that does is the last of ``token_ids``, and its text is left out.
         seed: Seed of this request. The same seed gives the same tokens, whatever else runs and
-            after a restart, up to rounding (docs/engine.md): under a fixed plan, and where no plan
-            is named, as such a request then follows a fixed one (one path of four tokens, judged as
-            a block). ``plan="auto"`` by name mixes in the request's running number, and a seed need
-            not reproduce a text; its distribution is the same. ``None`` derives one from the
-            engine's seed and the request's number.
+            after a restart, up to rounding (docs/inside/engine.md): under a fixed plan, and where
+            no plan is named, as such a request then follows a fixed one (one path of four tokens,
+            judged as a block). ``plan="auto"`` by name mixes in the request's running number, and a
+            seed need not reproduce a text; its distribution is the same. ``None`` derives one from
+            the engine's seed and the request's number.
         n: Number of answers to the prompt. The first has the ``seed``, others derive theirs of it.
         ignore_eos: Go on past end-of-sequence tokens.
         repetition_penalty: Divides positive and multiplies negative logits of every token that

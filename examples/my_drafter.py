@@ -1,4 +1,4 @@
-"""Draft with a drafter of your own: the bigrams of the text so far (docs/add_a_drafter.md)."""
+"""Draft with a drafter of your own: the text's own bigrams (docs/study/add_a_drafter.md)."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -82,7 +82,7 @@ REFERENCES: Mapping[str, VerifyWithState] = MappingProxyType(
 
 
 def register_verifier(rule: AnyVerifier) -> AnyVerifier:
-    """Let plans name a class of yours, a decorator; see docs/add_a_verifier.md.
+    """Let plans name a class of yours, a decorator; see docs/study/add_a_verifier.md.
 
     That it is lossless for the draft samplings it names is its own claim: ``eaglegbv audit
     --module`` checks it.

@@ -273,7 +273,7 @@ def solvers(
     """Compare the solvers of optimal transport for independent drafts at one node.
 
     Times are medians of processor time to the selected draft. A solver succeeds if it is in time
-    and its bound on the lost acceptance is within 1e-3; docs/solvers.md tells what the columns are.
+    and its bound on the lost acceptance is within 1e-3; docs/inside/solvers.md has the columns.
     By default the standard sizes are measured; with --vocab and --drafts, all pairs of theirs.
     """
     if (vocab is None) != (drafts is None):

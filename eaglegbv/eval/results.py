@@ -443,9 +443,9 @@ EXPECTED: Mapping[str, str] = {
 _INTRODUCTION = (
     "Written by `eaglegbv bench results` from the measured files in [results/](results): no number "
     "or verdict here is typed by hand. How figures are defined, and what counts in them: "
-    "[benchmarks.md](benchmarks.md). Brackets are 95% bootstrap intervals over questions unless "
-    "something else is said. Speeds are of the machine that is named, and of that day's code and "
-    "heads; other machines and models give others. Of each kind the latest run is shown."
+    "[benchmarks.md](study/benchmarks.md). Brackets are 95% bootstrap intervals over questions "
+    "unless something else is said. Speeds are of the machine that is named, and of that day's "
+    "code and heads; other machines and models give others. Of each kind the latest run is shown."
 )
 
 

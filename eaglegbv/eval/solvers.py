@@ -1,8 +1,8 @@
 """Comparison of the solvers of optimal transport at a node of independent drafts.
 
-Distributions are random (docs/solvers.md). Every solver gets the two distributions on the draft's
-support and n drafts, and selects one of the drafts. The measured time is the process's processor
-time, so that other users of the machine do not count.
+Distributions are random (docs/inside/solvers.md). Every solver gets the two distributions on the
+draft's support and n drafts, and selects one of the drafts. The measured time is the process's
+processor time, so that other users of the machine do not count.
 
 The distribution of what a node commits is computed from what the solver does, not from what it aims
 at: from the distribution of its selection (for the exact solver, from its relabelling of drafts),

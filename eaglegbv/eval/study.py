@@ -1,7 +1,7 @@
 """Sampled against deterministic draft trees, and the draft temperature, at equal nodes verified.
 
-What is compared with what is in docs/benchmarks.md, and in :func:`of_size`. At temperature 0 all
-sampled paths coincide: a sampled tree is one path, whatever K.
+What is compared with what is in docs/study/benchmarks.md, and in :func:`of_size`. At temperature 0
+all sampled paths coincide: a sampled tree is one path, whatever K.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.cli import process
+from support.cli import PAGES, process
 from support.cli import run as cli
 from support.drafting import random_table
 from support.g_test import g_test, joint_probs
@@ -52,7 +52,7 @@ def test_my_verifier(capsys):
     rows = [line.split() for line in result.out.splitlines()[1:]]
     assert [row[:2] for row in rows] == [["first_path", "iid"], ["first_path", "wor"]]
     assert {row[-1] for row in rows} == {"lossless"}
-    page = (ROOT / "docs" / "add_a_verifier.md").read_text("utf-8")
+    page = PAGES["add_a_verifier.md"].read_text("utf-8")
     assert module.read_text("utf-8") in page
 
 
@@ -68,7 +68,7 @@ def test_my_drafter():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     out = process(sys.executable, ROOT / "examples" / "my_drafter.py", env=environment)
     assert float(out.stdout.splitlines()[-1].split()[1]) > 1
-    page = (ROOT / "docs" / "add_a_drafter.md").read_text("utf-8")
+    page = PAGES["add_a_drafter.md"].read_text("utf-8")
     assert (ROOT / "examples" / "my_drafter.py").read_text("utf-8") in page
 
 

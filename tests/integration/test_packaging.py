@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.cli import process
+from support.cli import PAGES, process
 
 import eaglegbv
 
@@ -155,7 +155,7 @@ finally:
 # What the documents import exists, and what they call can be called: without SGLang or a GPU too.
 # The same for the test of SGLang on a GPU, which imports the documented names when it runs.
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *PAGES.values()]
 SNIPPETS = {
     f"{path.name}-{number}": code
     for path in DOCUMENTS

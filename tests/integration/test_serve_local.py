@@ -379,7 +379,7 @@ def test_its_speed_is_measured_by_clients(served, capsys):
 
 
 def test_the_page_s_commands_run(capsys, free_port):
-    """docs/serving.md: the server, curl, OpenAI's client, and the measurement."""
+    """docs/use/serving.md: the server, curl, OpenAI's client, and the measurement."""
     server, *asking = documented_commands("serving.md")
     words = [word.replace("8000", str(free_port)) for word in server]
     address = f"127.0.0.1:{free_port}"

@@ -12,16 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.cli import DOCS, documented
+from support.cli import PAGES, documented
 from support.sglang_engine import STAND_IN, cpu_environment, missing_sglang, three_tokens
 
-PATCH = DOCS / "sglang_hooks.patch"
+PATCH = PAGES["sglang_hooks.md"].with_suffix(".patch")
 FOLDER = Path("python/sglang/srt/speculative")
 TEXTS = 1536
 
 
 def test_the_page_lists_the_files_of_the_patch():
-    page = (DOCS / "sglang_hooks.md").read_text(encoding="utf-8")
+    page = PAGES["sglang_hooks.md"].read_text(encoding="utf-8")
     changed = re.findall(r"^\+\+\+ b/(\S+)$", PATCH.read_text(encoding="utf-8"), re.MULTILINE)
     assert {Path(name).parent for name in changed} == {FOLDER}
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.cli import DOCS
+from support.cli import PAGES
 
 from eaglegbv.backends.sglang import metrics
 from eaglegbv.backends.sglang.metrics import COUNTERS, GREEDY, Delivered, request_metrics
@@ -105,7 +105,8 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
 
 
 def test_the_panel_asks_for_what_is_counted_and_fits_one_screen():
-    panel = json.loads((DOCS / "sglang_grafana.json").read_text(encoding="utf-8"))
+    file = PAGES["sglang.md"].with_name("sglang_grafana.json")
+    panel = json.loads(file.read_text(encoding="utf-8"))
     asked: set[str] = set()
     for box in panel["panels"]:
         place = box["gridPos"]
@@ -115,5 +116,5 @@ def test_the_panel_asks_for_what_is_counted_and_fits_one_screen():
             asked.update(re.findall(r"eaglegbv:(\w+)", target["expr"]))
             assert "[$__rate_interval]" in target["expr"]
     assert asked == {f"{name}_total" for name in COUNTERS}
-    page = (DOCS / "sglang.md").read_text(encoding="utf-8")
+    page = PAGES["sglang.md"].read_text(encoding="utf-8")
     assert all(f"`eaglegbv:{name}_total`" in page for name in COUNTERS)

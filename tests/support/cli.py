@@ -11,7 +11,10 @@ import pytest
 
 from eaglegbv.cli.main import main
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {path.name: path for path in sorted(DOCS.rglob("*.md"))}
+"""Every page of docs/ and its folders, by its file's name."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def process(*command: object, **how: Any) -> "subprocess.CompletedProcess[str]":
 
 def documented(page: str, language: str) -> list[str]:
     """Return the blocks of code in a language, of a page in docs/."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = PAGES[page].read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 

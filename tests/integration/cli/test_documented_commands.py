@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.cli import DOCS, documented_commands, process
+from support.cli import PAGES, ROOT, documented_commands, process
 from support.published_heads import PUBLISHED, VOCAB, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -113,7 +113,7 @@ def test_they_run_as_documented(tmp_path):
 def named_options() -> list[tuple[str, list[str]]]:
     """The words of every command in README and docs, and its page."""
     found = []
-    for page in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
+    for page in [ROOT / "README.md", *PAGES.values()]:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         lines = re.findall(r"^\s*(?:[A-Z_]+=\S+ )*(eaglegbv [a-z].*)$", text, re.MULTILINE)
         lines += re.findall(r"`(eaglegbv [a-z][^`]*--[^`]*)`", text)

@@ -1,4 +1,4 @@
-"""The first user of our hooks for SGLang, ``docs/sglang_hooks.md``, as a plug-in; see its test.
+"""The first user of our hooks for SGLang (``docs/inside/sglang_hooks.md``): a plug-in, with a test.
 
 Run as a script, ``first_user.py FOLDER COUNT``, it prints texts that a patched SGLang writes with
 it as a JSON array; FOLDER gets the models.
@@ -25,7 +25,7 @@ from eaglegbv.cuda_graphs import Recorder
 
 NAME = "FIRST_USER"
 ROWS = 256  # most requests at once
-PAGE = Path(__file__).parents[3] / "docs/sglang_hooks.md"
+PAGE = Path(__file__).parents[3] / "docs/inside/sglang_hooks.md"
 
 page: dict[str, Any] = {}  # the classes that it shows
 exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)), page)

@@ -152,7 +152,7 @@ def test_the_search_costs_little_while_plain_decoding_is_best(batch: int, seeds:
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of a table of all seeds: what docs/planning.md has, and every world."""
+    """Yield a table's lines, of all seeds: those of docs/inside/planning.md, and every world."""
     for title, reached in (
         ("steady", steady(ALL)),
         ("first 64 steps", from_nothing(ALL)),
