@@ -207,6 +207,10 @@ def serve(
     backend: Annotated[
         str, opt("sglang; or local, this package's engine: see 'serve --backend local --help'.")
     ] = "sglang",
+    plans: Annotated[
+        str,
+        opt("Plans to choose among by load: auto, or such as 6x6,4x6,3x4,1x4,none."),
+    ] = "",
     dry_run: Annotated[
         bool, opt("Check all that needs no accelerator, print the command and stop.", "--dry-run")
     ] = False,
@@ -222,8 +226,12 @@ def serve(
     from eaglegbv.backends.sglang.settings import Settings
     from eaglegbv.loading import named_models
 
+    given = {*opts.given_options(context)}
+    if plans and given & {"paths", "depth", "widths"}:
+        raise InvalidArgument("plans", plans, "no --paths and --depth beside them")
     settings = Settings(
         verifier=choices.verifier or Plan().verifier,
+        plans=plans,
         draft_width=choices.draft_width,
         draft_temperature=choices.draft_temperature,
         seed=seed,

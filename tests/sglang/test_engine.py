@@ -5,11 +5,12 @@ grammars are SGLang's. Its memory check runs whenever it is idle, and ends it if
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support.g_test import g_test, joint_probs
 from support.sglang_engine import (
     GREEDY,
@@ -84,18 +85,46 @@ def test_distribution_of_three_tokens(engine, pair):
         assert outcome.p_value > 1e-5, outcome
 
 
-def test_penalties_are_in_the_distribution(engine, pair):
-    """The second token is the first that a tree decides. These favour what has been generated."""
-    own = {"temperature": 1.0, "max_new_tokens": 2, "ignore_eos": True}
-    own |= {"presence_penalty": -2.0, "frequency_penalty": -2.0}
-    texts = token_ids(engine.generate(input_ids=[PROMPT] * LAW_SAMPLES, sampling_params=own))
-    plain = joint_probs(pair.next_probs(1.0, 1.0), PROMPT, 2).reshape(VOCAB, VOCAB)
-    dist = plain * np.exp(4 * np.eye(VOCAB))
-    dist *= plain.sum(axis=1, keepdims=True) / dist.sum(axis=1, keepdims=True)
-    again = dist.diagonal()
-    cells = [second if second == first else VOCAB + second for first, second in texts]
-    outcome = g_test(cells, np.concatenate((again, dist.sum(axis=0) - again)))
+PENALTIES = {
+    "frequency": {"frequency_penalty": -1.5},
+    "presence": {"presence_penalty": 1.0},
+    "repetition": {"repetition_penalty": 1.4},
+    "all": {"frequency_penalty": 0.7, "presence_penalty": -1.0, "repetition_penalty": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_count_every_token_before(engine, pair, name):
+    """The joint distribution of three tokens, the last two from trees, as of plain decoding."""
+    own = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True} | PENALTIES[name]
+    texts: list[list[int]] = []
+    while len(texts) < LAW_SAMPLES:
+        texts += token_ids(engine.generate(input_ids=[PROMPT] * 240, sampling_params=own))
+    dist = joint_probs(penalised(pair, **PENALTIES[name]), PROMPT, 3)
+    outcome = g_test([(a * VOCAB + b) * VOCAB + c for a, b, c in texts], dist)
     assert outcome.p_value > 1e-5, outcome
+
+
+def penalised(
+    pair: SGLangPair,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> Callable[[list[list[int]]], NDArray[np.float64]]:
+    """Return the next tokens' distributions under penalties on what followed the prompt."""
+    plain = pair.next_logits()
+
+    def after(sequences: list[list[int]]) -> NDArray[np.float64]:
+        logits = plain(sequences)
+        for row, sequence in zip(logits, sequences, strict=True):
+            counts = np.bincount(sequence[len(PROMPT) :], minlength=VOCAB)
+            row -= frequency_penalty * counts + presence_penalty * (counts > 0)
+            factors = np.where(counts > 0, repetition_penalty, 1.0)
+            row[:] = np.where(row < 0, row * factors, row / factors)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+    return after
 
 
 def test_a_prompt_seen_before_comes_from_the_prefix_cache(engine):

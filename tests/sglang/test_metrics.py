@@ -52,7 +52,6 @@ def req(*output_ids: int, finished_len: int | None = None, top_k: int = -1) -> S
 
 def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
     monkeypatch.setattr(metrics, "ours", lambda: True)
-    monkeypatch.setattr(metrics, "drafted_nodes", lambda: 6)
     monkeypatch.setattr(metrics, "served_verifier", lambda: "gbv")
     reporter = SimpleNamespace(
         forward_ct_decode=0,
@@ -61,16 +60,19 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
         current_scheduler_metrics_enabled=True,
         metrics_collector=SimpleNamespace(labels={"model": "m"}),
     )
-    processor = SimpleNamespace(metrics_reporter=reporter)
+    rounds = Counter({("3x4", "held"): 3})
+    worker = SimpleNamespace(adaptive_controller=SimpleNamespace(rounds=rounds))
+    processor = SimpleNamespace(metrics_reporter=reporter, model_worker=worker)
     going, ending, ended = req(5), req(5, top_k=1), req(5, 6, finished_len=2)
     counted: Counter[tuple[str, str]] = Counter()
 
-    def counter(name: str, *labels: str) -> SimpleNamespace:
-        assert labels == ("model", "verifier")
+    def counter(name: str, said: str, *labels: str) -> SimpleNamespace:
+        assert labels == ("model", "plan", "why") if name == "rounds" else ("model", "verifier")
+        assert said
 
-        def labelled(*, model: str, verifier: str) -> SimpleNamespace:
+        def labelled(*, model: str, **by: str) -> SimpleNamespace:
             assert model == "m"
-            return SimpleNamespace(inc=lambda n: counted.update({(name, verifier): n}))
+            return SimpleNamespace(inc=lambda n: counted.update({(name, *by.values()): n}))
 
         return SimpleNamespace(labels=labelled)
 
@@ -87,7 +89,9 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         for _ in range(2):
             batch = SimpleNamespace(reqs=[going, ending, ended])
-            result = SimpleNamespace(num_correct_drafts_per_req_cpu=[1, 3, 3])
+            result = SimpleNamespace(
+                num_correct_drafts_per_req_cpu=[1, 3, 3], speculative_num_draft_tokens=7
+            )
             delivered.process(process, processor, batch, result)
     # Rounds of 2 and 2 tokens by the first, and one by the second, of whose 4 tokens 2 count.
     assert counted == {
@@ -99,6 +103,7 @@ def test_the_scheduler_counts_what_was_delivered(monkeypatch, caplog):
         ("drafted_tokens", GREEDY): 6,
         ("accepted_tokens", GREEDY): 2,
         ("committed_tokens", GREEDY): 2,
+        ("rounds", "3x4", "held"): 3,
     }
     assert "acceptance length: 1.33, block efficiency: 2.00, verifications: 3" in caplog.text
     assert delivered.counts.target_forwards == 0

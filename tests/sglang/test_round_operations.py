@@ -80,7 +80,7 @@ def round_operations(
     buffers.grow(slots, lambda *_: head)  # in a graph
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_share", lambda *_: None)
-        with operations.part("verification"), verifying(judge, TokenCounts(8, VOCAB, "cpu")):
+        with operations.part("verification"), verifying(judge, TokenCounts(VOCAB, "cpu")):
             verify.sample(Mock(), drafted, round_, output, walk=lambda **_: None)
             book.advance(requests)
     with operations.part("the next round's roots"):

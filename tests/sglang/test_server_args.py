@@ -38,6 +38,7 @@ def arguments(pair: SGLangPair, **changes: object) -> SimpleNamespace:
         "max_running_requests": None,
         "disable_overlap_schedule": False,
         "enable_mixed_chunk": False,
+        "disable_cuda_graph": False,
         "attention_backend": "flashinfer",
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
@@ -192,3 +193,11 @@ def test_verifiers_must_fit_the_paths(pair):
     for verifier, said in (("block", "at most 1 for 'block'"), ("spechub", "spechub")):
         with pytest.raises(SamplingMismatch, match=said):
             settle(arguments(pair), verifier)
+
+
+def test_plans_by_load_on_a_cpu_run_without_graphs(pair):
+    several = Settings(plans="3x4,none")
+    settle_arguments(arguments(pair), several, latent=False)
+    settle_arguments(arguments(pair, device="cpu", disable_cuda_graph=True), several, latent=False)
+    with pytest.raises(NotServed, match=r"^--plans 3x4,none: .*; add --disable-cuda-graph$"):
+        settle_arguments(arguments(pair, device="cpu"), several, latent=False)

@@ -30,6 +30,16 @@ class SGLangPair:
     eagle1: Path
     eagle3: Path
 
+    def next_logits(self) -> Callable[[list[list[int]]], NDArray[np.float64]]:
+        """Return what tells the logits ``[sequences, vocab]`` after sequences of one length."""
+        model = LlamaForCausalLM.from_pretrained(self.target, dtype=torch.float64).eval()
+
+        @torch.no_grad()
+        def after(sequences: list[list[int]]) -> NDArray[np.float64]:
+            return model(torch.tensor(sequences)).logits[:, -1].numpy()
+
+        return after
+
     def next_probs(
         self, temperature: float, top_p: float
     ) -> Callable[[list[list[int]]], NDArray[np.float64]]:
@@ -37,11 +47,10 @@ class SGLangPair:
 
         They are ``[sequences, vocab]``, by transformers in float64, under these settings.
         """
-        model = LlamaForCausalLM.from_pretrained(self.target, dtype=torch.float64).eval()
+        logits_after = self.next_logits()
 
-        @torch.no_grad()
         def after(sequences: list[list[int]]) -> NDArray[np.float64]:
-            logits = model(torch.tensor(sequences)).logits[:, -1]
+            logits = torch.from_numpy(logits_after(sequences))
             dists = (logits / temperature).softmax(dim=1)
             values, order = dists.sort(dim=1, descending=True, stable=True)
             values[values.cumsum(dim=1) - values >= top_p] = 0

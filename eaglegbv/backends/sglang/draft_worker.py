@@ -89,9 +89,19 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
         numbers = self._book.uniforms(batch.reqs, numbers_of(self.buffers.plan))
         self.buffers.load(numbers, batch.sampling_info)
         start = RoundStart(batch.seq_lens, batch.spec_info.hidden_states)
+        self._blank(batch.spec_info, self.topk)
         verify_input = super().draft(batch, with_topology=with_topology)
         verify_input.start = start
         return verify_input
+
+    def _blank(self, draft_input: EagleDraftInput, width: int = 1) -> None:
+        """Leave out SGLang's own choice at the roots, whose width would change with the plan."""
+        shape = len(draft_input.hidden_states), width
+        draft_input.topk_p = torch.zeros(shape, device=self.device)
+        draft_input.topk_index = torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    def _rebuild_topk1_chain_buffers(self) -> None:
+        """SGLang's own chains are not drafted."""
 
     def draft_forward(
         self, forward_batch: ForwardBatch
@@ -140,18 +150,20 @@ class SampledDraftWorker(EagleDraftWorker):  # type: ignore[misc]
             batch.input_ids = input_ids
             next_input = extend(batch, target_hidden_states, next_token_ids, *arguments, **named)
         self.buffers.keep_roots(batch.req_pool_indices, self._output.next_token_logits)
+        self._blank(next_input)
         return next_input
 
     def _draft_extend_for_decode(
-        self, batch: ScheduleBatch, *arguments: object, **named: object
+        self, batch: ScheduleBatch, batch_result: Any, **named: object
     ) -> None:
         self._output = None
-        super()._draft_extend_for_decode(batch, *arguments, **named)
+        super()._draft_extend_for_decode(batch, batch_result, **named)
         if batch.forward_mode.is_idle():
             return
         if self._output is None:
             raise RuntimeError("the draft head ran in a way that this plug-in does not know")
         self.buffers.keep_roots(batch.req_pool_indices, self._output.next_token_logits)
+        self._blank(batch_result.next_draft_input)
 
     def _capture_cuda_graphs(self) -> None:
         super()._capture_cuda_graphs()

@@ -83,6 +83,7 @@ def engine(
     """
     check_ready(device=arguments.get("device"))
     settings = settings or Settings()
+    paths, depth = settings.widest() or (paths, depth)
     settings.check_paths(paths)
     import sglang
 
@@ -261,6 +262,7 @@ def launch(
         if name.startswith("--") and ours is not None:
             raise InvalidArgument("option", word, f"{ours} in its place")
     if drafter is not None and settings is not None:
+        paths, depth = settings.widest() or (paths, depth)
         settings.check_paths(paths)
     hub = {name: value for name, value in vars(read_options(others)).items() if name != "device"}
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)

@@ -33,6 +33,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "committed_tokens": ("committed_tokens", "Tokens that verifications delivered."),
 }
 """Prometheus' counters, after ``eaglegbv:``: what they count, and their help."""
+ROUNDS = "Rounds, by the plan that they followed and why it was taken."
 
 
 def request_metrics(meta_info: Mapping[str, Any], plan: Plan) -> RequestMetrics:
@@ -76,7 +77,7 @@ class Delivered:
             None if req.finished() or req.is_retracted else _length(req) for req in batch.reqs
         ]
         original(processor, batch, result)
-        nodes = drafted_nodes()
+        nodes = int(result.speculative_num_draft_tokens) - 1
         rounds: dict[str, RequestMetrics] = {}  # by what judged
         drafts = result.num_correct_drafts_per_req_cpu
         for req, before, correct in zip(batch.reqs, running, drafts, strict=True):
@@ -93,6 +94,7 @@ class Delivered:
         if reporter.current_scheduler_metrics_enabled:
             for judge, counts in rounds.items():
                 _add(counts, {**reporter.metrics_collector.labels, "verifier": judge})
+            _add_rounds(processor.model_worker, reporter.metrics_collector.labels)
         if reporter.forward_ct_decode % reporter.decode_log_interval == 0:
             self._report(reporter)
 
@@ -104,21 +106,24 @@ class Delivered:
 
 
 def _add(counts: RequestMetrics, labels: Mapping[str, str]) -> None:
-    for name, (counted, _) in COUNTERS.items():
-        counter(name, *labels).labels(**labels).inc(getattr(counts, counted))
+    for name, (counted, said) in COUNTERS.items():
+        counter(name, said, *labels).labels(**labels).inc(getattr(counts, counted))
+
+
+def _add_rounds(worker: Any, labels: Mapping[str, str]) -> None:
+    """Count the rounds since the last time, by plan and by why it was taken."""
+    if (plans := worker.adaptive_controller) is None:
+        return
+    for (plan, why), rounds in plans.rounds.items():
+        named = {**labels, "plan": plan, "why": str(why)}
+        counter("rounds", ROUNDS, *named).labels(**named).inc(rounds)
+    plans.rounds.clear()
 
 
 @cache
 def served_verifier() -> str:
     """Return the name of the verifier of this server."""
     return Settings.from_environment(os.environ).verifier
-
-
-def drafted_nodes() -> int:
-    """Return the number of nodes of a tree, without its root."""
-    from sglang.srt.runtime_context import get_spec
-
-    return int(get_spec().speculative_num_draft_tokens) - 1
 
 
 def add_figures(
@@ -155,8 +160,8 @@ def _length(req: Any) -> int:
 
 
 @cache
-def counter(name: str, *labels: str) -> Any:
+def counter(name: str, said: str, *labels: str) -> Any:
     """Return our counter of Prometheus, made when it first counts."""
     from prometheus_client import Counter  # SGLang must have set its folder of files first
 
-    return Counter(f"eaglegbv:{name}", COUNTERS[name][1], labels)
+    return Counter(f"eaglegbv:{name}", said, labels)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class TokenCounts:
     """How often each penalised request has had each token, by its slot in SGLang's pool."""
 
-    def __init__(self, slots: int, vocab: int, device: torch.device | str) -> None:
+    def __init__(self, vocab: int, device: torch.device | str) -> None:
         """Count nothing yet; memory is taken when a request is first penalised."""
-        self._shape, self._device = (slots, vocab), device
+        self._vocab, self._device = vocab, device
         self._counts: Tensor | None = None
 
     def start(self, batch: Any, token_ids: Tensor) -> None:
@@ -32,12 +32,12 @@ class TokenCounts:
         if not rows:
             return
         if self._counts is None:
-            self._counts = torch.zeros(self._shape, device=self._device)
+            slots = len(batch.req_to_token_pool.req_to_token)
+            self._counts = torch.zeros((slots, self._vocab), device=self._device)
         slots = batch.req_pool_indices[rows]
         # A request that was retracted has had tokens before.
         said = [upload(batch.reqs[row].output_ids, dtype=torch.int64) for row in rows]
-        vocab = self._shape[1]
-        counts = torch.stack([text.bincount(minlength=vocab) for text in said])
+        counts = torch.stack([text.bincount(minlength=self._vocab) for text in said])
         self._counts[slots] = counts.to(self._counts)
         ended = [float(batch.reqs[row] is not batch.chunked_req) for row in rows]
         drawn = upload(ended, dtype=torch.float32, device=self._device)

@@ -30,9 +30,15 @@ continues, both int64, it returns logits ``[batch * K, draft_vocab]``.
 """
 
 
+def shape_of(plan: Plan) -> tuple[int, int]:
+    """Return paths and length of a plan's trees; plain decoding has trees of a root alone."""
+    return (plan.paths, plan.depth) if plan.speculative else (1, 0)
+
+
 def numbers_of(plan: Plan) -> int:
     """Return how many random numbers a round takes: of a token one to draft, three to verify."""
-    return 4 * plan.paths * plan.depth + 1
+    paths, length = shape_of(plan)
+    return 4 * paths * length + 1
 
 
 class RoundBuffers:
@@ -57,7 +63,8 @@ class RoundBuffers:
         self.plan, self.root_logits, self.draft_to_target = plan, root_logits, draft_to_target
         device = draft_to_target.device
         self.width = min(max(plan.draft_width, plan.paths), len(draft_to_target))
-        nodes = 1 + plan.paths * plan.depth
+        paths, length = shape_of(plan)
+        nodes = 1 + paths * length
         ids = torch.zeros((3, rows, nodes), dtype=torch.int64, device=device)
         lists = torch.zeros((rows, nodes, self.width), dtype=torch.float64, device=device)
         self.uniforms = torch.zeros((rows, numbers_of(plan)), dtype=torch.float64, device=device)
@@ -69,15 +76,15 @@ class RoundBuffers:
             parents=ids[1],
             depth=ids[2],
             num_nodes=torch.ones_like(ids[0, :, 0]),
-            draws=ids.new_zeros((rows, plan.depth, plan.paths)),
+            draws=ids.new_zeros((rows, length, paths)),
             draft_ids=lists.to(torch.int64),
             draft_probs=lists,
             columns=True,
         )
         # Recorded graphs read them.
         self._likely = level_table(plan, DraftSampling.FIXED, device, width=plan.paths)
-        self._places = torch.arange(nodes, device=device) % plan.paths
-        self._every = torch.arange(plan.paths, device=device)
+        self._places = torch.arange(nodes, device=device) % paths
+        self._every = torch.arange(paths, device=device)
 
     def of_plan(self, plan: Plan) -> Self:
         """Return buffers for rounds of another plan, which start where these do."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
 
+import msgspec
+
 from eaglegbv.backends.sglang.launch import LAUNCHER, Launch, served_head, target_config
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS, Plan
@@ -164,8 +166,12 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         value = getattr(server_args, option)
         if value not in harmless:
             raise NotServed(option, value, reason, remedy)
-    _settle_shape(server_args)
-    settings.check_paths(server_args.speculative_eagle_topk)
+    _settle_shape(server_args, settings)
+    for plan in settings.served_plans(
+        server_args.speculative_eagle_topk, server_args.speculative_num_steps
+    ):
+        if plan.speculative:
+            msgspec.structs.replace(settings, verifier=plan.verifier).check_paths(plan.paths)
     _check_attention(server_args, latent=latent)
     _settle_head(server_args)
     if server_args.max_running_requests is None:
@@ -174,16 +180,20 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
         server_args.disable_overlap_schedule = True
         why = "targets depend on the round before" if stateful else "SGLang has none on a CPU"
         _log.warning("overlap scheduling is off: %s", why)
+    if settings.plans and server_args.device == "cpu" and not server_args.disable_cuda_graph:
+        why = "SGLang would capture graphs of several plans, and has none on a CPU"
+        raise NotServed("plans", settings.plans, why, "add --disable-cuda-graph")
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
         _log.warning("mixed chunked prefill is off: it decodes running requests without drafts")
 
 
-def _settle_shape(server_args: Any) -> None:
+def _settle_shape(server_args: Any, settings: Settings) -> None:
+    paths, depth = settings.widest() or (Plan().paths, Plan().depth)
     if server_args.speculative_eagle_topk is None:
-        server_args.speculative_eagle_topk = Plan().paths
+        server_args.speculative_eagle_topk = paths
     if server_args.speculative_num_steps is None:
-        server_args.speculative_num_steps = Plan().depth
+        server_args.speculative_num_steps = depth
     K, L = server_args.speculative_eagle_topk, server_args.speculative_num_steps
     require_integer("speculative_eagle_topk", K, 1, MAX_PATHS)
     require_integer("speculative_num_steps", L, 1, MAX_DEPTH)

@@ -1,18 +1,24 @@
 """User settings besides SGLang's own flags, from environment variables or one JSON string."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
 import msgspec
 
-from eaglegbv.config import Plan
+from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, make_numbers_plain, require_integer, require_number
-from eaglegbv.verifiers.registry import make_any_verifier
+from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS, make_any_verifier
 
 PREFIX = "EAGLEGBV_"
 JSON_VARIABLE = "EAGLEGBV_SETTINGS"
+
+
+AUTOMATIC = "6x6,4x6,3x4,1x4,none"
+"""The plans that ``auto`` stands for."""
+PLANS = f"plans such as {AUTOMATIC!r}, of fewer nodes from one to the next"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +29,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     verifier: str = "otbv"  # name of a verifier that accepts independently drawn paths
+    # Plans to choose among by load, such as "6x6,3x4,1x4,none": paths by depth, of fewer nodes from
+    # one to the next; single paths are judged as blocks. "auto" names AUTOMATIC's; empty is one.
+    plans: str = ""
+    # A file of the seconds of rounds, by plan and batch, in place of measuring them; for tests.
+    costs: str = ""
     # Number of candidates a draft distribution keeps, most likely first.
     draft_width: int = DRAFT_WIDTH
     # Temperature of the draft distribution as a multiple of the request's own.
@@ -33,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
+        if self.plans == "auto":
+            msgspec.structs.force_setattr(self, "plans", AUTOMATIC)
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier")
         require_integer("draft_width", self.draft_width, 1, 1024)
@@ -83,6 +96,40 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             draft_width=self.draft_width,
             draft_temperature=self.draft_temperature,
         )
+
+    def served_plans(self, paths: int, depth: int) -> list[Plan]:
+        """Return the plans of a server whose widest trees are ``paths`` of ``depth`` tokens.
+
+        Raises:
+            InvalidArgument: ``plans`` are not plans, or of another order, or the rule needs one.
+        """
+        if not self.plans:
+            return [self.plan(paths, depth)]
+        plans = [self._named(name.strip()) for name in self.plans.split(",")]
+        nodes = [plan.paths * plan.depth if plan.speculative else 0 for plan in plans]
+        falling = nodes == sorted({*nodes}, reverse=True)
+        if not falling or (plans[0].paths, plans[0].depth) != (paths, depth):
+            raise InvalidArgument("plans", self.plans, PLANS)
+        if self.verifier in STATEFUL_VERIFIERS and len(plans) > 1:
+            expected = f"one plan for {self.verifier!r}, which keeps a modified target"
+            raise InvalidArgument("plans", self.plans, expected)
+        return plans
+
+    def widest(self) -> tuple[int, int] | None:
+        """Return paths and depth of the first of several plans; None if none are named."""
+        if not self.plans:
+            return None
+        first = self._named(self.plans.split(",", maxsplit=1)[0].strip())
+        return first.paths, first.depth
+
+    def _named(self, name: str) -> Plan:
+        if name == PLAIN.verifier:
+            return PLAIN
+        shape = re.fullmatch(r"(\d+)x(\d+)", name)
+        if shape is None:
+            raise InvalidArgument("plans", self.plans, PLANS)
+        plan = self.plan(int(shape[1]), int(shape[2]))
+        return msgspec.structs.replace(plan, verifier="block") if plan.paths == 1 else plan
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables from which :meth:`from_environment` reads the same settings."""

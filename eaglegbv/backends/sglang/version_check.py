@@ -61,13 +61,18 @@ _SAMPLER = "sglang.srt.layers.sampler"
 
 OVERRIDE_POINTS: Mapping[str, str] = {
     f"{_WORKER}.verify": "self batch",
-    f"{_WORKER}.init_cuda_graphs": "self",
+    f"{_WORKER}.forward_batch_generation": "self batch",
+    f"{_WORKER}.build_adaptive_runtime_state": (
+        "self speculative_num_steps speculative_num_draft_tokens cuda_graph_bs"
+    ),
+    f"{_WORKER}.apply_runtime_state": "self state",
     f"{_WORKER}._forward_prefill_batch": "self batch",
     f"{_DRAFTER}.draft": "self batch",
     f"{_DRAFTER}.draft_forward": "self forward_batch",
     f"{_DRAFTER}._draft_extend_for_prefill": "self batch target_hidden_states next_token_ids",
     f"{_DRAFTER}._draft_extend_for_decode": "self batch batch_result",
     f"{_DRAFTER}._capture_cuda_graphs": "self",
+    f"{_DRAFTER}._rebuild_topk1_chain_buffers": "self",
     f"{_DRAFTER}.alloc_memory_pool": "self",
     f"{_EAGLE}_utils:per_step_draft_out_cache_loc": "out_cache_loc batch_size topk num_steps",
     f"{_EAGLE}_worker_common:eagle_sample": "verify_input batch logits_output grammar_mask",

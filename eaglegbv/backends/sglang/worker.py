@@ -20,6 +20,7 @@ from eaglegbv.backends.sglang.book import RequestBook
 from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 from eaglegbv.backends.sglang.modified_target import ModifiedTargets
 from eaglegbv.backends.sglang.penalties import TokenCounts
+from eaglegbv.backends.sglang.rounds import numbers_of
 from eaglegbv.backends.sglang.sampler import (
     SAMPLER,
     FirstTokens,
@@ -27,8 +28,8 @@ from eaglegbv.backends.sglang.sampler import (
     drawing_first,
 )
 from eaglegbv.backends.sglang.settings import Settings
-from eaglegbv.backends.sglang.verify import GraphJudge, Judge, verifying
-from eaglegbv.cuda_graphs import CudaRecorder, Recorder
+from eaglegbv.backends.sglang.states import Plans
+from eaglegbv.backends.sglang.verify import Judge, verifying
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
 
@@ -39,45 +40,54 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         eagle_worker_v2.EagleDraftWorker = SampledDraftWorker  # SGLang's worker creates one
         super().__init__(*arguments, **named)
         settings = Settings.from_environment(os.environ)
-        self._plan = settings.plan(self.topk, self.speculative_num_steps)
+        plans = settings.served_plans(self.topk, self.speculative_num_steps)
+        self.most = get_schedule().max_running_requests
         seed = self.target_worker.random_seed if settings.seed is None else settings.seed
-        self._book = RequestBook(self._plan, seed, replica=get_parallel().dp_rank)
-        self._draft_worker.configure(self._plan, self._book, self._redraw)
+        self._book = RequestBook(plans[0], seed, replica=get_parallel().dp_rank)
+        self.drafter: SampledDraftWorker = self._draft_worker
+        self.drafter.configure(plans[0], self._book, self._redraw)
         register_sampler_backend(SAMPLER, FirstTokenSampler)
         self.target_worker.model_runner.sampler = create_sampler(SAMPLER)
         self._first: FirstTokens | None = None  # those of the prompts that are read now
         self._targets: ModifiedTargets | None = None
-        self._most = get_schedule().max_running_requests
-        if self._plan.verifier in STATEFUL_VERIFIERS:
-            self._targets = ModifiedTargets(self._plan.verifier, self._draft_worker, self._book)
-        # SGLang sizes its pools by the memory that is left after this.
-        rows = 0 if self._targets else self._most * (1 + self._plan.paths * self._plan.depth)
+        rows = 0
+        if plans[0].verifier in STATEFUL_VERIFIERS:
+            self._targets = ModifiedTargets(plans[0].verifier, self.drafter, self._book)
+        else:
+            self.adaptive_controller = Plans(self, plans, settings.costs)
+            rows = self.adaptive_controller.rows()
         vocab = self.target_worker.model_config.vocab_size
-        self._probs = torch.zeros((rows, vocab), dtype=torch.float32, device=self.device)
+        # SGLang sizes its pools by the memory that is left after this.
+        self.probs = torch.zeros((rows, vocab), dtype=torch.float32, device=self.device)
+        self._counts = TokenCounts(vocab, self.device)
 
-    def init_cuda_graphs(self) -> None:
-        """Capture SGLang's graphs, then those that judge rounds, or run them uncaptured."""
-        super().init_cuda_graphs()
-        slots, vocab = len(self.req_to_token_pool.req_to_token), self._probs.shape[1]
-        self._counts = TokenCounts(slots, vocab, self.device)
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, *arguments: object, **named: object
+    ) -> Any:
+        """Run a prompt, or a round, whose plan may depend on whether a request has a seed."""
         if self._targets is None:
-            graphs = self.target_worker.model_runner.decode_cuda_graph_runner is not None
-            recorder = CudaRecorder() if graphs and self._probs.is_cuda else Recorder()
-            self._graphs = GraphJudge(self._draft_worker.buffers, self._probs, self._most)
-            self._graphs.record(recorder)
+            seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+            self.adaptive_controller.seeded = any(seed is not None for seed in seeds)
+        return super().forward_batch_generation(batch, *arguments, **named)
 
     def verify(self, batch: ScheduleBatch, *arguments: object, **named: object) -> Any:
         """Judge the trees of a round by the target's forward, and advance every row by a step."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *arguments, **named)
-        judge: Judge | None = None
-        if self._targets is not None:
-            judge = self._targets.judge(batch, batch.spec_info.start)
-        with verifying(judge or self._graphs, self._counts):
+        with verifying(self._judge(batch), self._counts):
             result = super().verify(batch, *arguments, **named)
         self._counts.add(batch, result.next_token_ids, result.accept_lens)
         self._book.advance(batch.reqs)
         return result
+
+    def _judge(self, batch: ScheduleBatch) -> Judge:
+        if self._targets is not None:
+            return self._targets.judge(batch, batch.spec_info.start)
+        state = self.adaptive_controller.now
+        if not state.plan.speculative:  # nothing was drafted, so nothing was loaded
+            numbers = self._book.uniforms(batch.reqs, numbers_of(state.plan))
+            state.buffers.load(numbers, batch.sampling_info)
+        return state.judge
 
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
