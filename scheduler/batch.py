@@ -15,7 +15,6 @@ from eaglegbv.attention.base import Segment, offsets_of
 from eaglegbv.config import Plan
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree
-from eaglegbv.utils import grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +171,8 @@ class Forward:
 
 def by_plan(requests: Iterable[Request]) -> list[list[Request]]:
     """Split requests into lists that share a plan, and are all greedy or not, with rules or not."""
-
-    def kind(request: Request) -> tuple[Plan, bool, bool]:
-        return request.plan, request.params.greedy, request.rules is not None
-
-    return list(grouped(requests, kind).values())
+    groups: dict[tuple[Plan, bool, bool], list[Request]] = {}
+    for request in requests:
+        kind = request.plan, request.params.greedy, request.rules is not None
+        groups.setdefault(kind, []).append(request)
+    return list(groups.values())
