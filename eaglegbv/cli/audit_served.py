@@ -57,7 +57,7 @@ def served(
     """Test whether a running server draws its tokens from the laws that it reports.
 
     Asks for log-probabilities, and tests the tokens against them; no model is needed. It says
-    beforehand how much it will ask for. docs/served_audit.md tells how to start servers for it.
+    beforehand how much it will ask for. docs/study/served_audit.md tells how to start servers.
 
     Exit status: 0 the server passes; 1 it fails; 2 bad input; 3 the audit cannot tell.
     """
