@@ -5,5 +5,5 @@ next token has the law of its report. Whatever function of the token was chosen 
 the sum of its differences from its expectation is a martingale, so long answers test without a
 second server; and many short answers to few prompts test by what follows the same text.
 
-Nothing here imports torch: an audit needs no model.
+Nothing here imports torch, as an audit needs no model, but `faults`, which no audit loads.
 """

@@ -1,0 +1,249 @@
+"""Servers of this package with planted faults: what an audit must find.
+
+Each is token verification of one path with one thing wrong, as engines have had it. Some faults
+show under a setting alone, which the audit must then ask for.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+from unittest import mock
+
+import msgspec
+import torch
+from torch import Tensor
+
+from eaglegbv import verification
+from eaglegbv.config import DraftSampling
+from eaglegbv.devices import entry_at
+from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.rng import RequestRng
+from eaglegbv.scheduler.batch import Group
+from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
+from eaglegbv.verifiers.paths import DraftedPath, correction_token
+from eaglegbv.verifiers.registry import ALL_VERIFIERS, VERIFIERS
+
+PRUNED_BELOW = 0.2
+LIKELY = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TwoTargets(TargetProbs):
+    """What last tokens are drawn from, and another law by which drafts are judged."""
+
+    of_drafts: TargetProbs
+
+
+class Planted(Verifier):
+    """Token verification, right as it stands; each fault changes one of its parts."""
+
+    name = "planted"
+    draft_samplings = frozenset({DraftSampling.IID})
+    max_paths = 1
+    ignored: ClassVar[dict[str, float]] = {}  # settings that drafts are not judged with
+
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
+        """See :meth:`Verifier.judge`."""
+        judged = target.of_drafts if isinstance(target, TwoTargets) else target
+        path = self.path(DraftedPath.drawn(tree, judged))
+        numbers = uniforms.acceptance[:, : tree.length]
+        inside = torch.arange(tree.length) < path.lengths.unsqueeze(1)
+        passed = (numbers < self.ratios(path)) & inside
+        accepted = passed.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        token_ids = self.last(path, accepted, target, uniforms)
+        return Verdict(path.nodes[:, 1:], accepted, token_ids)
+
+    def path(self, path: DraftedPath) -> DraftedPath:
+        """Return the path as it is judged."""
+        return path
+
+    def ratios(self, path: DraftedPath) -> Tensor:
+        """Return the chances of acceptance, ``[batch, length]``."""
+        return path.ratios()
+
+    def last(
+        self, path: DraftedPath, accepted: Tensor, target: TargetProbs, uniforms: VerifyUniforms
+    ) -> Tensor:
+        """Draw the correction or bonus token, ``[batch]``."""
+        residual = path.residual(accepted, torch.ones_like(uniforms.correction))
+        return correction_token(residual, target, uniforms.correction)
+
+
+class TemperatureIgnored(Planted):
+    """Drafts are judged at temperature 1."""
+
+    ignored: ClassVar = {"temperature": 1.0}
+
+
+class PenaltyIgnored(Planted):
+    """Drafts are judged without penalties."""
+
+    ignored: ClassVar = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class LateTopP(Planted):
+    """Top-p applies to corrections and bonus tokens alone."""
+
+    ignored: ClassVar = {"top_p": 1.0}
+
+
+class RawBonus(Planted):
+    """The bonus token is drawn at temperature 1."""
+
+    ignored: ClassVar = {"temperature": 1.0}
+
+    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
+        """See :meth:`Verifier.judge`."""
+        assert isinstance(target, TwoTargets)
+        sound = TargetProbs(target.logits, target.log_normaliser, target.rows)
+        raw, verdict = target.of_drafts, Planted.judge(self, tree, sound, uniforms)
+        path = DraftedPath.drawn(tree, raw)
+        residual = path.residual(path.lengths, torch.ones_like(uniforms.correction))
+        other = correction_token(residual, raw, uniforms.correction)
+        bonus = verdict.accepted == path.lengths
+        return replace(verdict, token_ids=torch.where(bonus, other, verdict.token_ids))
+
+
+class OtherTemperature(Planted):
+    """Drafts are judged by q at half the temperature that they were drawn at."""
+
+    def path(self, path: DraftedPath) -> DraftedPath:
+        """See :meth:`Planted.path`."""
+        sharper = path.draft**2
+        return replace(path, draft=sharper / sharper.sum(dim=2, keepdim=True).clamp(min=1e-300))
+
+
+class HalfThreshold(Planted):
+    """A draft is accepted with the chance p / (0.5 q)."""
+
+    def ratios(self, path: DraftedPath) -> Tensor:
+        """See :meth:`Planted.ratios`."""
+        return 2 * path.ratios()
+
+
+class LikelyAccepted(Planted):
+    """A draft of probability 0.5 or more is always accepted."""
+
+    def ratios(self, path: DraftedPath) -> Tensor:
+        """See :meth:`Planted.ratios`."""
+        likely = entry_at(path.target, path.chosen) >= LIKELY
+        return torch.where(likely, 1.0, path.ratios())
+
+
+class NoResidual(Planted):
+    """The correction is drawn from p."""
+
+    def last(
+        self, path: DraftedPath, accepted: Tensor, target: TargetProbs, uniforms: VerifyUniforms
+    ) -> Tensor:
+        """See :meth:`Planted.last`."""
+        nothing = replace(path, draft=torch.zeros_like(path.draft))
+        return Planted.last(self, nothing, accepted, target, uniforms)
+
+
+class NumberReused(Planted):
+    """The number that rejected a draft draws its correction too."""
+
+    def last(
+        self, path: DraftedPath, accepted: Tensor, target: TargetProbs, uniforms: VerifyUniforms
+    ) -> Tensor:
+        """See :meth:`Planted.last`."""
+        at = accepted.clamp(max=uniforms.acceptance.shape[1] - 1)
+        rejected = accepted < path.lengths
+        reused = torch.where(rejected, entry_at(uniforms.acceptance, at), uniforms.correction)
+        return Planted.last(self, path, accepted, target, replace(uniforms, correction=reused))
+
+
+class PrunedDrafts(Planted):
+    """A draft of small q, and the path behind it, is dropped after it was drawn."""
+
+    def path(self, path: DraftedPath) -> DraftedPath:
+        """See :meth:`Planted.path`."""
+        steps = torch.arange(path.chosen.shape[1])
+        likely = entry_at(path.draft, path.chosen) >= PRUNED_BELOW
+        kept = (likely & (steps < path.lengths.unsqueeze(1))).to(torch.int64)
+        return replace(path, lengths=kept.cumprod(dim=1).sum(dim=1))
+
+
+class AlikeUniforms(VerifyUniforms):
+    """The numbers of a step are those of the next one too."""
+
+    @classmethod
+    def draw(
+        cls,
+        rngs: Sequence[RequestRng],
+        steps: Sequence[int],
+        *,
+        drafts: int,
+        length: int,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """See :meth:`VerifyUniforms.draw`."""
+        alike = [step - step % 2 for step in steps]
+        return super().draw(rngs, alike, drafts=drafts, length=length, device=device)
+
+
+def _wrong_row(group: Group, logits: Tensor, target: TargetProbs, verdict: Verdict) -> Any:  # noqa: ANN401
+    """Report for a round's last token the law of the token before."""
+    nodes = torch.nn.functional.pad(verdict.path_nodes, (1, 0))
+    last = entry_at(nodes, verdict.accepted)
+    earlier = entry_at(nodes, (verdict.accepted - 1).clamp(min=0))
+    rows = target.rows.scatter(1, last[:, None], entry_at(target.rows, earlier)[:, None])
+    return _RANK(group, logits, replace(target, rows=rows), verdict)
+
+
+_RANK = verification._rank_committed
+_PROBS = verification.probs_of_nodes
+
+
+def _two_targets(ignored: dict[str, float]) -> Callable[..., TargetProbs]:
+    def probs(group: Group, logits: Tensor) -> TargetProbs:
+        others = [copy.copy(request) for request in group.requests]
+        for request in others:
+            request.params = msgspec.structs.replace(request.params, **ignored)
+        of_drafts = _PROBS(replace(group, requests=others), logits)
+        both = _PROBS(group, logits)
+        return TwoTargets(both.logits, both.log_normaliser, both.rows, of_drafts)
+
+    return probs
+
+
+FAULTS: dict[str, tuple[type[Planted], dict[str, Any]]] = {
+    "none": (Planted, {}),
+    "temperature-ignored": (TemperatureIgnored, {}),
+    "other-temperature": (OtherTemperature, {}),
+    "half-threshold": (HalfThreshold, {}),
+    "likely-accepted": (LikelyAccepted, {}),
+    "no-residual": (NoResidual, {}),
+    "number-reused": (NumberReused, {}),
+    "steps-alike": (Planted, {"VerifyUniforms": AlikeUniforms}),
+    "raw-bonus": (RawBonus, {}),
+    "pruned-drafts": (PrunedDrafts, {}),
+    "penalty-ignored": (PenaltyIgnored, {}),
+    "late-top-p": (LateTopP, {}),
+    "wrong-row": (Planted, {"_rank_committed": _wrong_row}),
+}
+"""The faults by name: the rule, and what it takes the place of in verification."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[str]:
+    """Plant a fault within this context; yields the name of the verifier that has it.
+
+    Raises:
+        InvalidArgument: No fault has that name.
+    """
+    if name not in FAULTS:
+        raise InvalidArgument("fault", name, one_of(FAULTS, name))
+    rule, changes = FAULTS[name]
+    if rule.ignored:
+        changes = {"probs_of_nodes": _two_targets(rule.ignored)}
+    with ExitStack() as stack:
+        for table in (VERIFIERS, ALL_VERIFIERS):
+            stack.enter_context(mock.patch.dict(table, {Planted.name: rule}))
+        for attribute, value in changes.items():
+            stack.enter_context(mock.patch.object(verification, attribute, value))
+        yield Planted.name
