@@ -6,11 +6,15 @@ for its beginning: ids, chat template and how digits are split are read from the
 
 import atexit
 import hashlib
+import json
 import logging
 import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,20 +22,27 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from eaglegbv.devices import dtype_name
 from eaglegbv.errors import InvalidArgument, NotInstalled, first_line
-from eaglegbv.utils import cache_folder, log_once
+from eaglegbv.utils import cache_folder, log_once, write_whole
 
 SMOLLM2 = "smollm2"  # name of SmolLM2-135M-Instruct, from wherever its weights are
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens: their names in transformers, and in a GGUF file."""
 
+RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""How SmolLM2's authors have it sampled; their files do not say so."""
+_FROM = "converted_from"  # key of a converted model's configuration: the name of its file
+
 _READERS = ("gguf", "accelerate")  # packages that transformers reads GGUF files with
+
+_STALE_SECONDS = 3600  # after which a folder that a conversion writes into is a killed one's
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +70,36 @@ def find_model(model: str | Path, dtype: torch.dtype = torch.float32) -> str | P
     return _cached(path, dtype) if path.suffix == ".gguf" else model
 
 
+def is_smollm2(model: str | Path) -> bool:
+    """Return whether a folder, a file or a hub name is SmolLM2-135M-Instruct's, by its name.
+
+    A converted folder may have another name than the file, which its configuration keeps.
+    """
+    names = [Path(model).name]
+    with suppress(OSError, ValueError):
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8-sig"))
+        names.append(str(config.get(_FROM)))
+    return model == SMOLLM2 or any("smollm2-135m-instruct" in name.lower() for name in names)
+
+
+def _recommend(folder: Path) -> None:
+    """Write SmolLM2's settings into its folder, if an older conversion did not."""
+    path = folder / "generation_config.json"
+    with suppress(OSError):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if "temperature" not in facts:
+            write_whole(path, json.dumps(facts | RECOMMENDED, indent=2).encode())
+
+
 def smollm2_at_hand() -> bool:
     """Return whether SmolLM2 can be opened without a download."""
     return _in_hub_cache() or bool(_packaged() and all(map(find_spec, _READERS)))
 
 
 def _in_hub_cache() -> bool:
-    return isinstance(try_to_load_from_cache(SMOLLM2_HUB, "model.safetensors"), str)
+    """Return whether the hub's cache has all of it; a download may have been interrupted."""
+    files = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    return all(isinstance(try_to_load_from_cache(SMOLLM2_HUB, name), str) for name in files)
 
 
 def _packaged() -> list[Path]:
@@ -98,17 +132,53 @@ def _cached(file: Path, dtype: torch.dtype) -> Path:
     name = f"{file.stem}-{digest[:12]}"
     kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     try:
-        exact = cache_folder() / "models" / name
-        if exact.exists():  # weights in float32 serve every dtype: loading rounds them
-            return exact
-        out = exact if kept is torch.float32 else Path(f"{exact}-{dtype_name(kept)}")
+        out = exact = cache_folder() / "models" / name
+        # Weights in float32 serve every dtype: loading rounds them.
+        if kept is not torch.float32 and not exact.exists():
+            out = Path(f"{exact}-{dtype_name(kept)}")
         if not out.exists():
             _log.info("converting %s once, to %s", file, out)
-            convert(file, out, kept)
+            _convert_unless_made(file, out, kept)
     except OSError as error:
         _log.warning("%s is converted for this process alone: %s", file, error)
         return _convert_for_now(file, name, kept)
+    if is_smollm2(file):
+        _recommend(out)
     return out
+
+
+def _convert_unless_made(file: Path, out: Path, dtype: torch.dtype) -> None:
+    """Convert a file; another process may be faster, and then its folder serves."""
+    _remove_remains(out)
+    try:
+        convert(file, out, dtype)
+    except (OSError, InvalidArgument):
+        if not out.exists():
+            raise
+
+
+def _remove_remains(out: Path) -> None:
+    """Remove what conversions to ``out`` left that were killed: on this machine, or long ago."""
+    here = _partial_name(out)
+    for partial in out.parent.glob(f"{out.name}.partial-*"):
+        owner = partial.name.removeprefix(here).partition("-")[0]
+        killed = owner.isdecimal() and not _runs(int(owner))
+        if killed or time.time() - partial.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial_name(out: Path) -> str:
+    return f"{out.name}.partial-{platform.node()}-"
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 @cache
@@ -135,10 +205,12 @@ def convert(file: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
     if out.exists():
         raise InvalidArgument("out", str(out), "a folder that does not exist yet")
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f"{_partial_name(out)}{os.getpid()}-", dir=out.parent))
     try:
         _write(file, partial, dtype)
         partial.chmod(0o755)
+        for written in partial.iterdir():  # weights are written for their owner alone
+            written.chmod(0o644)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -157,13 +229,17 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     _repair(tokenizer, facts)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
-    model.config.update(ids)
-    model.generation_config = GenerationConfig(**ids)
+    model.config.update(ids | {_FROM: file.name})
+    settings = RECOMMENDED if is_smollm2(file) else {}
+    model.generation_config = GenerationConfig(**ids, **settings)
     # The weights are plain ones by now, and would not be saved as quantised ones.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
-    model.to(dtype).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.to(dtype).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{folder}: {first_line(error)}") from error
 
 
 def _facts(file: Path) -> Mapping[str, Any]:

@@ -37,6 +37,7 @@ from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.devices import AUTO_DTYPE, end_idle_workers, place_of
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
+from eaglegbv.gguf import RECOMMENDED, is_smollm2
 from eaglegbv.loading import check_model, drafter_class, load_pair, model_revision, named_models
 from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_sampling_defaults
@@ -301,6 +302,9 @@ def sampling_defaults_of(model: str | Path, generation_config: str) -> SamplingP
     if generation_config == "none":
         return usual
     defaults = load_sampling_defaults(model)
+    if defaults == usual and is_smollm2(model):  # the hub's file says nothing
+        warmth, share = RECOMMENDED["temperature"], RECOMMENDED["top_p"]
+        defaults = SamplingParams(temperature=warmth, top_p=share)
     stated = msgspec.structs.asdict(defaults)
     differing = [
         f"{name}={stated[name]}"

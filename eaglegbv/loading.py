@@ -24,7 +24,7 @@ from eaglegbv.drafters.eagle import EagleFiles
 from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
 from eaglegbv.drafters.registry import DRAFTER_FILES, DRAFTERS, files_in, make_drafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
-from eaglegbv.gguf import SMOLLM2, find_model, smollm2_at_hand
+from eaglegbv.gguf import SMOLLM2, find_model, is_smollm2, smollm2_at_hand
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
 from eaglegbv.models.target import Target
 from eaglegbv.utils import log_once
@@ -83,7 +83,8 @@ def named_models(
         if name is not None and not (isinstance(name, str | Path) and str(name)):
             raise InvalidArgument(argument, name, "a folder or a name, or None")
     name = default_model(drafter) if model is None else str(model)
-    return NamedModels(name, find_target(name, dtype), drafter or _PACKAGED_HEADS.get(name))
+    packaged = _PACKAGED_HEADS.get(SMOLLM2 if is_smollm2(name) else name)
+    return NamedModels(name, find_target(name, dtype), drafter or packaged)
 
 
 def default_model(*drafters: str | Path | None) -> str:

@@ -65,6 +65,8 @@ from eaglegbv.models.self_check import (
     Probe,
     check_forward,
     check_layers,
+    foreign_code,
+    heeds_window,
     in_float32,
     plain_outputs,
     worst_error,
@@ -151,12 +153,15 @@ class HFTarget(Target):
         self._native: NativeModel | None = None
         model.set_attn_implementation("eager")
         self._captured = _captured_states(model, self.features, self.num_layers)
-        outputs = plain_outputs(model, self.features)
-        model.set_attn_implementation(PLAIN)
+        name, probe = type(model).__name__, Probe()
         self._compiled = False
-        probe = Probe()
-        self._probe(probe)
-        check_layers(type(model).__name__, probe.calls, config, self.max_context)
+        with foreign_code(name):
+            outputs = plain_outputs(model, self.features)
+            named = getattr(config, "sliding_window", None) is not None
+            windowed = named and heeds_window(model)
+            model.set_attn_implementation(PLAIN)
+            self._probe(probe)
+        check_layers(name, probe.calls, config, self.max_context, windowed=windowed)
         self._allowed = self._rounding(outputs, probe.calls[0], attention)
         compiled = None if compile_backend is None else model.base_model
         # Where forwards are padded, the padding writes to a slot of the pool without an owner.
@@ -265,8 +270,10 @@ class HFTarget(Target):
         self.attention = attention(self.pool)
 
     def _prove(self, expected: Sequence[TargetOutput], allowed: float) -> None:
+        name = type(self.model).__name__
         try:
-            check_forward(type(self.model).__name__, self, expected, allowed)
+            with foreign_code(name):
+                check_forward(name, self, expected, allowed)
         except ModelNotSupported as error:
             if self._must_pass:
                 raise

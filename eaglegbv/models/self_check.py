@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import AttentionCall, Segment, attend_for_layer, attend_opaque
 from eaglegbv.config import MIN_SLOTS
-from eaglegbv.errors import ModelNotSupported
+from eaglegbv.errors import EagleGBVError, ModelNotSupported, first_line
 from eaglegbv.models.target import Target, TargetOutput
 
 PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled model
@@ -100,9 +100,14 @@ class Probe:
 
 
 def check_layers(
-    name: str, calls: Sequence[LayerCall], config: PreTrainedConfig, max_context: int
+    name: str,
+    calls: Sequence[LayerCall],
+    config: PreTrainedConfig,
+    max_context: int,
+    *,
+    windowed: bool = True,
 ) -> None:
-    """Check the calls of one probing forward.
+    """Check the calls of one probing forward; ``windowed`` is :func:`heeds_window`.
 
     Raises:
         ModelNotSupported: A layer did not call the function, layers differ in shape, or a window
@@ -121,11 +126,45 @@ def check_layers(
     for call, kind in zip(calls, kinds, strict=True):
         if kind not in (None, "full_attention", "sliding_attention"):
             raise ModelNotSupported("model", name, f"full or sliding attention, got {kind!r}")
-        window = None if kind == "full_attention" else facts.get("sliding_window")
+        named_window = facts.get("sliding_window") if windowed else None
+        window = None if kind == "full_attention" else named_window
         asked, named = (min(w or max_context, max_context) for w in (call.window, window))
         if asked != named:
             where = f"of its configuration in layer {call.layer}, got {call.window}"
             raise ModelNotSupported("model", name, f"the window {window} {where}")
+
+
+@contextmanager
+def foreign_code(name: str) -> Iterator[None]:
+    """Say of whatever a model's own code raises in this context that the model is not supported.
+
+    A device that runs out of memory is no fault of the model.
+    """
+    try:
+        yield
+    except (EagleGBVError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        expected = f"a model that runs on paged attention ({first_line(error)})"
+        raise ModelNotSupported("model", name, expected) from error
+
+
+def heeds_window(model: PreTrainedModel) -> bool:
+    """Whether a plain model attends otherwise where its configuration names a window of 2.
+
+    Some configurations name one that the model's class does not know of.
+    """
+    config = model.config.get_text_config(decoder=True)
+    named = config.sliding_window
+    tokens = torch.tensor([_tokens(_SAMPLES[0], 0, int(config.vocab_size))], device=model.device)
+    with torch.no_grad():
+        usual = model(input_ids=tokens, use_cache=False).logits
+        try:
+            config.sliding_window = 2
+            narrow = model(input_ids=tokens, use_cache=False).logits
+        finally:
+            config.sliding_window = named
+    return not torch.equal(usual, narrow)
 
 
 def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> list[TargetOutput]:

@@ -1,14 +1,21 @@
 """A tiny GGUF file, made with gguf's writer, against the model it was written from."""
 
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from support.tiny_models import random_llama
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from eaglegbv import LLM, SamplingParams
@@ -16,7 +23,8 @@ from eaglegbv import gguf as converting
 from eaglegbv.cli.main import app
 from eaglegbv.errors import InvalidArgument, NotInstalled
 from eaglegbv.gguf import convert, find_model
-from eaglegbv.models.hf import load_model
+from eaglegbv.loading import named_models
+from eaglegbv.models.hf import load_model, load_sampling_defaults
 from eaglegbv.utils import CACHE_FOLDER
 
 TEMPLATE = (
@@ -198,3 +206,48 @@ def test_smollm2_is_found_in_the_hubs_cache_or_the_package(file, cache, tmp_path
     assert found.name.startswith("SmolLM2-")
     monkeypatch.setattr(converting, "try_to_load_from_cache", lambda *_: "somewhere")
     assert find_model("smollm2") == converting.SMOLLM2_HUB
+
+
+def test_smollm2_has_its_authors_settings_and_head_under_any_name(file, cache, tmp_path):
+    named = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    named.write_bytes(file.read_bytes())
+    folder = find_model(named)
+    recommended = SamplingParams(temperature=0.2, top_p=0.9)
+    assert load_sampling_defaults(folder) == recommended
+    facts = json.loads((folder / "generation_config.json").read_text())
+    old = {key: value for key, value in facts.items() if key not in converting.RECOMMENDED}
+    (folder / "generation_config.json").write_text(json.dumps(old))
+    assert find_model(named) == folder
+    assert load_sampling_defaults(folder) == recommended
+    other = tmp_path / "other"
+    convert(named, other)
+    for name in (named, folder, other, converting.SMOLLM2_HUB, "smollm2"):
+        assert converting.is_smollm2(name)
+    assert named_models(other, None).drafter == "smollm2"
+    assert named_models(other, "ngram").drafter == "ngram"
+    assert load_sampling_defaults(find_model(file)) == SamplingParams()
+    assert not converting.is_smollm2(file)
+
+
+def test_a_killed_conversion_s_remains_go_and_a_running_one_s_stay(file, cache):
+    folder = find_model(file)
+    shutil.rmtree(folder)
+    begin = f"{folder.name}.partial-{platform.node()}"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f"{begin}-{ended.pid}-x", f"{begin}-{os.getpid()}-x", f"{folder.name}.partial-y"):
+        (folder.parent / name).mkdir()
+    os.utime(folder.parent / f"{folder.name}.partial-y", (0, 0))
+    find_model(file)
+    left = {path.name for path in folder.parent.iterdir()}
+    assert left == {folder.name, f"{begin}-{os.getpid()}-x"}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+
+
+def test_a_full_disk_is_no_fault_of_the_model(file, cache, monkeypatch):
+    full = Mock(side_effect=SafetensorError("No space left on device"))
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    converting._convert_for_now.cache_clear()
+    with pytest.raises(OSError, match="No space left on device"):
+        find_model(file)
+    assert not list((cache / "models").iterdir())

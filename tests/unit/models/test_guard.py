@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import ModelNotSupported
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.models.self_check import LayerCall, check_layers, in_float32
+from eaglegbv.models.self_check import LayerCall, check_layers, heeds_window, in_float32
 from eaglegbv.sampling import SamplingParams
 
 MAX_CONTEXT = 128
@@ -60,6 +61,26 @@ def test_a_window_beyond_the_context_does_not_matter():
     config = CONFIGS["mistral"]()
     config.sliding_window = MAX_CONTEXT
     check_layers("model", calls(), config, MAX_CONTEXT)
+
+
+def test_a_window_that_the_model_s_class_ignores_is_no_reason_to_refuse():
+    model = tiny_model("llama")
+    model.config.sliding_window = 4
+    assert not heeds_window(model)
+    assert HFTarget(model, max_slots=64).self_check is None
+    assert heeds_window(tiny_model("mistral"))
+
+
+def test_what_a_model_s_own_code_raises_is_told(monkeypatch):
+    model = tiny_model("llama")
+    raised = Mock(side_effect=TypeError("'NoneType' object is not subscriptable\nand more"))
+    monkeypatch.setattr(model.model.layers[0], "forward", raised)
+    expected = r"runs on paged attention \('NoneType' object is not subscriptable\)$"
+    with pytest.raises(ModelNotSupported, match=expected):
+        HFTarget(model, max_slots=64)
+    raised.side_effect = torch.OutOfMemoryError("out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        HFTarget(model, max_slots=64)
 
 
 def test_other_kinds_of_attention_are_refused():
