@@ -1,6 +1,17 @@
-"""``python -m eaglegbv``: the command line, for use where its script is not on the path."""
+"""Entry point of the ``eaglegbv`` command and of ``python -m eaglegbv``."""
 
-from eaglegbv.cli.main import main
+INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell
+
+
+def run() -> None:
+    """Run the command; Ctrl-C ends it quietly at any moment, while it imports too."""
+    try:
+        from eaglegbv.cli.main import main
+
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
 
 if __name__ == "__main__":
-    main()
+    run()

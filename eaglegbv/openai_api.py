@@ -157,16 +157,17 @@ class ChatRequest(Request, frozen=True, kw_only=True):
                 name_of(tool)
             except (KeyError, TypeError):
                 raise InvalidArgument("tools", tool, "a function with a name") from None
-        choices = ["auto", "none", *(["required", *self.names] if self.tools else [])]
-        if (self.called or self.tool_choice) not in choices:
-            expected = one_of(choices) if self.tools else "'auto' or 'none' without tools"
+        choices = ["auto", "none", *(["required"] if self.tools else [])]
+        known = choices if self.called is None else self.names
+        if (self.tool_choice if self.called is None else self.called) not in known:
+            expected = f"{one_of(choices)}, or a function of tools, which are {self.names}"
             raise InvalidArgument("tool_choice", self.tool_choice, expected)
 
     @classmethod
     def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Request.settings`."""
-        most = fields.pop("max_completion_tokens", None)  # the newer name
-        settings = {"max_tokens": fields.pop("max_tokens", None) if most is None else most}
+        older = fields.pop("max_tokens", None)
+        settings = {"max_tokens": fields.pop("max_completion_tokens", older)}
         top = fields.pop("top_logprobs", 0)
         if fields.pop("logprobs", False):
             settings["logprobs"] = top

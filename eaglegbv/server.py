@@ -36,6 +36,19 @@ Value = TypeVar("Value")
 WARNING = "X-Eaglegbv-Warning"
 """Header of a response that says what of a request was not heeded."""
 
+ENDPOINTS: Mapping[tuple[str, str], str] = {
+    ("POST", "/v1/completions"): "complete",
+    ("POST", "/v1/chat/completions"): "chat",
+    ("GET", "/v1/models"): "models",
+    ("GET", "/v1/models/{name:path}"): "model",
+    ("POST", "/tokenize"): "tokenize",
+    ("POST", "/detokenize"): "detokenize",
+    ("GET", "/version"): "version",
+    ("GET", "/health"): "health",
+    ("GET", "/metrics"): "exposition",
+}
+"""Methods of :class:`Server` by what they answer."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -79,20 +92,9 @@ class Server:
 
     def app(self) -> Starlette:
         """Return the application."""
-        calls = {
-            "POST /v1/completions": self.complete,
-            "POST /v1/chat/completions": self.chat,
-            "GET /v1/models": self.models,
-            "GET /v1/models/{name:path}": self.model,
-            "POST /tokenize": self.tokenize,
-            "POST /detokenize": self.detokenize,
-            "GET /version": self.version,
-            "GET /health": self.health,
-            "GET /metrics": self.exposition,
-        }
         routes = [
-            Route(name.partition(" ")[2], call, methods=[name.partition(" ")[0]])
-            for name, call in calls.items()
+            Route(path, getattr(self, name), methods=[method])
+            for (method, path), name in ENDPOINTS.items()
         ]
         errors = {HTTPException: _refused, EagleGBVError: _refused, Exception: _refused}
         cors = Middleware(
@@ -114,20 +116,20 @@ class Server:
         await asyncio.to_thread(self.llm.close)
 
     async def complete(self, request: Request) -> Response:
-        """Answer ``/v1/completions``."""
+        """Answer text or token ids, one prompt or a list."""
         return await self._answer(request, api.CompletionRequest)
 
     async def chat(self, request: Request) -> Response:
-        """Answer ``/v1/chat/completions``."""
+        """Answer messages, through the model's chat template."""
         return await self._answer(request, api.ChatRequest)
 
     async def models(self, request: Request) -> Response:
-        """Answer ``/v1/models``."""
+        """Give the model, as a list of one."""
         self._check_key(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """Answer ``/v1/models/NAME``."""
+        """Give the model: its name, context (``max_model_len``) and when it was loaded."""
         self._check_key(request)
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
@@ -143,7 +145,7 @@ class Server:
         }
 
     async def tokenize(self, http: Request) -> Response:
-        """Answer ``/tokenize``."""
+        """Give the token ids of a text, or of messages, as vLLM does."""
         asked = await self._read(http, Tokenize)
         tokenizer = self.llm.tokenizer
         if (asked.prompt is None) == (asked.messages is None):
@@ -158,7 +160,7 @@ class Server:
         return JSONResponse({**told, "token_strs": pieces})
 
     async def detokenize(self, http: Request) -> Response:
-        """Answer ``/detokenize``."""
+        """Give the text of token ids, as vLLM does."""
         asked = await self._read(http, Detokenize)
         return JSONResponse({"prompt": self.llm.decode(asked.tokens)})
 
@@ -171,11 +173,11 @@ class Server:
         )
 
     async def version(self, _: Request) -> Response:
-        """Answer ``/version``."""
+        """Give this package's version."""
         return JSONResponse({"version": __version__})
 
     async def health(self, _: Request) -> Response:
-        """Answer ``/health``: whether the engine takes requests."""
+        """Say whether the engine takes requests (else 503), and how many answers are unfinished."""
         try:
             self.llm.check_health()
         except EagleGBVError as error:
@@ -183,7 +185,7 @@ class Server:
         return JSONResponse({"status": "ok", "unfinished": self.unfinished})
 
     async def exposition(self, _: Request) -> Response:
-        """Answer ``/metrics``, in Prometheus' format."""
+        """Give counters, gauges and histograms in Prometheus' format."""
         return Response(*self.metrics.exposition())
 
     async def _answer(self, http: Request, kind: type[api.Request]) -> Response:
