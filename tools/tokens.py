@@ -34,8 +34,8 @@ class Ceiling(NamedTuple):
 # makes room; a new capability raises those of its own rooms, in the commit that adds it. "Slack"
 # marks a ceiling above what is there now, for capabilities that are being written.
 CEILINGS = {
-    "eaglegbv": Ceiling(64_500, 9.0),  # slack
-    "eaglegbv/models": Ceiling(6_500, 9.0),
+    "eaglegbv": Ceiling(65_500, 9.0),  # slack
+    "eaglegbv/models": Ceiling(6_800, 9.0),
     "eaglegbv/attention": Ceiling(11_200, 10.3),
     "eaglegbv/backends/sglang": Ceiling(21_000, 9.2),
     "eaglegbv/cli": Ceiling(22_300, 8.5),
