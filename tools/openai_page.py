@@ -1,6 +1,6 @@
 """The page on OpenAI's endpoints and fields: what the local server does with each.
 
-python tools/openai_page.py          # write docs/openai.md
+python tools/openai_page.py          # write docs/use/openai.md
 """
 
 import re
@@ -11,7 +11,7 @@ from eaglegbv.cli.structs import documented_fields
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.server import ENDPOINTS, WARNING, Server
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "openai.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "use" / "openai.md"
 
 FIELDS = {
     "model": "may be left out; another name than the served one is 404",
