@@ -40,7 +40,7 @@ CEILINGS = {
     "eaglegbv/backends/sglang": Ceiling(21_000, 9.2),
     "eaglegbv/cli": Ceiling(22_300, 8.5),
     "eaglegbv/native": Ceiling(3_000, 9.5),  # slack
-    "eaglegbv/eval": Ceiling(66_000, 9.3),  # slack: the new beside what it replaces
+    "eaglegbv/eval": Ceiling(60_000, 9.8),  # slack: its rooms are new, and to be set plainer
     "eaglegbv/eval/audit/served": Ceiling(14_800, 10.3),  # to come down to 8,000
     "drafters": Ceiling(26_500, 10.4),  # slack
     "drafters/formats": Ceiling(6_000, 8.5),  # slack
@@ -50,7 +50,7 @@ CEILINGS = {
 }
 # What kernels have counts in their rooms' tokens, but not in their tokens a line.
 KERNELS_A_LINE = 10.8
-ALL_A_LINE = 9.5
+ALL_A_LINE = 9.6
 FUNCTION_LINES = 27  # 95 of 100 functions have at most so many
 DENSEST = 10
 SHORTEST_DENSE = 5  # lines of code: shorter functions are not called dense

@@ -14,12 +14,7 @@ from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms, find_faults
 from eaglegbv.verifiers.block import BlockVerifier, block
 from eaglegbv.verifiers.gbv import GbvVerifier, gbv
-from eaglegbv.verifiers.global_resolution import (
-    GlobalResolution,
-    GlobalResolutionVerifier,
-    Solver,
-    host_solver,
-)
+from eaglegbv.verifiers.global_resolution import GlobalResolutionVerifier, global_resolution
 from eaglegbv.verifiers.greedy_block import GreedyBlockVerifier, greedy_block
 from eaglegbv.verifiers.greedy_draft import GreedyDraftVerifier, greedy_draft
 from eaglegbv.verifiers.otbv import OtbvVerifier, otbv
@@ -46,12 +41,7 @@ _RULES: tuple[tuple[type[Verifier], Verify], ...] = (
     (SpecHubVerifier, spechub),
     (GreedyDraftVerifier, greedy_draft),
     (TraversalVerifier, traversal),
-    (GlobalResolutionVerifier, GlobalResolution()),
-    *(
-        (host_solver(solver), GlobalResolution(solver))
-        for solver in Solver
-        if solver is not Solver.EXACT
-    ),
+    (GlobalResolutionVerifier, global_resolution),
     (TargetOnlyVerifier, target_only),
 )
 """The batched class and the reference of each rule whose steps are lossless by themselves."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace as with_fields
 from eaglegbv.cli import options as opts
 from eaglegbv.cli.answers import messages
 from eaglegbv.cli.options import Models, opt
-from eaglegbv.cli.structs import Fields, entries
+from eaglegbv.cli.structs import Fields
 from eaglegbv.config import PLAIN, DraftSampling, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
 from eaglegbv.eval.audit.exact import Result, Subject, package_subjects
@@ -20,8 +20,6 @@ from eaglegbv.eval.audit.module import as_subject, load_verifiers
 from eaglegbv.eval.audit.pair import audit_pair
 from eaglegbv.eval.audit.problems import Sizes
 from eaglegbv.eval.audit.sampled import sampled_subject
-from eaglegbv.eval.audit_picture import NOISE, SHARPNESS, SyntheticSettings, draw, measure
-from eaglegbv.eval.plots import check_matplotlib
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.verifiers.registry import make_any_verifier
 
@@ -246,44 +244,3 @@ def pair(
 )
 def audit_served() -> None:
     """Stand in the list of commands; :mod:`eaglegbv.cli.main` runs it without torch."""
-
-
-@app.command(short_help="Measure block efficiency on synthetic models.")
-def picture(
-    out: Annotated[Path | None, opt("Picture to write (.svg, .png, ...).", shown="none")] = None,
-    verifiers: Annotated[
-        str, opt("Verifiers to compare.")
-    ] = "token,block,specinfer,spectr,global_resolution,traversal,gbv,otbv",
-    temperatures: Annotated[
-        tuple[float, ...], opt("Temperatures of both models, compared at --at-paths.")
-    ] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5),
-    at_paths: Annotated[int, opt("Paths, K, for comparing temperatures.")] = 4,
-    paths: Annotated[tuple[int, ...], opt("Numbers of paths.")] = (1, 2, 3, 4, 6, 8),
-    *,
-    settings: SyntheticSettings,
-    as_json: opts.AsJson = False,
-) -> None:
-    """Measure block efficiency on synthetic models, by temperature and by number of paths.
-
-    Prints a table and, with --out, draws a picture (matplotlib comes with '.[bench]'). At
-    every prefix, the target's logits are newly drawn normal numbers, and the drafter's are the
-    target's plus normal noise. Verifiers that leave a modified target need a whole text, so they
-    are left out.
-    """
-    if out is not None:
-        check_matplotlib()
-    chosen = entries("verifiers", verifiers, str)
-    # Both check their arguments before either measures.
-    first = measure(chosen, [at_paths], temperatures, settings)
-    second = measure(chosen, paths, [1.0], settings)
-    by_temperature = list(first)
-    by_paths = list(second)
-    figures = list(dict.fromkeys([*by_temperature, *by_paths]))
-    opts.print_results(figures, COLUMNS, as_json=as_json)
-    if out is not None:
-        caption = (
-            f"Synthetic models: V = {settings.vocab}, L = {settings.depth}, "
-            f"target logits N(0, {SHARPNESS:g}\u00b2), drafter's error N(0, {NOISE:g}\u00b2); "
-            f"{settings.trees} trees a point; bars: 95%"
-        )
-        opts.print_wrote(draw(by_temperature, by_paths, out, caption=caption))

@@ -16,22 +16,23 @@ from eaglegbv.cli.structs import Fields
 from eaglegbv.config import AUTO, PLAIN
 from eaglegbv.eval.baselines import PLAIN as TRANSFORMERS
 from eaglegbv.eval.baselines import Library, baseline
+from eaglegbv.eval.figures import Sums
+from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.questions import load_questions, make_prompts
-from eaglegbv.eval.report import plain_text
-from eaglegbv.eval.throughput import (
+from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.tables import plain_text
+from eaglegbv.eval.ways.calls import (
     AUTOMATIC,
-    BASELINE,
+    Caller,
+    Calls,
     Grid,
-    Timing,
-    Way,
-    measure,
-    paired_ratio,
-    run_engine,
+    Prompts,
+    engine_caller,
+    faster,
     run_library,
 )
 from eaglegbv.llm import LLM
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import grouped
 
 app = opts.make_app()
 
@@ -41,7 +42,7 @@ LONGEST = 300  # tokens of the first answer, which ends by itself before
 SECONDS = 100.0  # after so many no further question is asked
 WAYS = {
     TRANSFORMERS: "transformers' generate",
-    BASELINE: "eaglegbv, plain decoding",
+    "": "eaglegbv, plain decoding",
     AUTOMATIC: "eaglegbv, the default plan",
 }
 NEXT = """
@@ -58,7 +59,7 @@ def demo(
     ),
     *,
     models: Annotated[opts.Models, Fields("model")],
-    questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 6,
+    questions: Annotated[int, opt("Questions in the table, 1 to 16.")] = 8,
     max_tokens: Annotated[int, opt("Tokens of an answer in the table.", "--max-tokens", "-n")] = 48,
     seed: opts.Seed = 0,
 ) -> None:
@@ -86,21 +87,21 @@ def demo(
         seed=seed,
     )
     prompts = [llm.encode(messages(question.turns[0])) for question in chosen.questions]
-    timings: list[Timing] = []
+    observed: list[Observation] = []
     start = time.perf_counter()
     try:
         with opts.progress(len(WAYS) * questions, "answer") as bar:
-            for timing in measure(_ways(llm), partial(make_prompts, prompts), grid):
-                timings.append(timing)
+            for one in measure(llm, prompts, grid):
+                observed.append(one)
                 bar.update()
-                every_way = len(timings) % len(WAYS) == 0
+                every_way = len(observed) % len(WAYS) == 0
                 if every_way and time.perf_counter() - start > SECONDS:
-                    typer.echo(f"(asked {len(timings) // len(WAYS)}, as time was up)", err=True)
+                    typer.echo(f"(asked {len(observed) // len(WAYS)}, as time was up)", err=True)
                     break
     except KeyboardInterrupt:
-        _report(timings)
+        _report(observed)
         raise typer.Exit(INTERRUPTED) from None
-    _report(timings)
+    _report(observed)
     given = "" if models.model is None else f" {name}"
     named = given and f" --model{given}"
     typer.echo(NEXT.format(model=given, named=named, served=name))
@@ -118,47 +119,58 @@ def _show(llm: LLM, prompt: str, params: SamplingParams) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _ways(llm: LLM) -> list[Way]:
+def measure(llm: LLM, prompts: Prompts, grid: Grid) -> Iterator[Observation]:
+    """Yield the calls of every way, which take turns."""
     library = Library(llm.model_name, dtype=llm.dtype, device=llm.device)
     generation = library.generation(baseline(TRANSFORMERS), ends=False)
-    return [
-        Way(TRANSFORMERS, partial(run_library, generation)),
-        Way(BASELINE, partial(run_engine, llm, PLAIN)),
-        Way(AUTOMATIC, partial(run_engine, llm, AUTO)),
+    callers = [
+        Caller(Setting(who=TRANSFORMERS), partial(run_library, generation)),
+        engine_caller(llm, PLAIN),
+        engine_caller(llm, AUTO),
     ]
+    way = Calls(callers, partial(make_prompts, prompts), grid)
+    for part in way(grid.settings(callers)):
+        yield from part.measure()
 
 
-def _report(timings: Sequence[Timing]) -> None:
-    if timings:
-        typer.echo(plain_text(demo_table(timings)))
-        typer.echo(opts.styled(conclusion(timings), bold=True))
+def _report(observed: Sequence[Observation]) -> None:
+    if observed:
+        typer.echo(plain_text(demo_table(observed)))
+        typer.echo(opts.styled(conclusion(observed), bold=True))
 
 
-def demo_table(timings: Sequence[Timing]) -> list[list[str]]:
+def demo_table(observed: Sequence[Observation]) -> list[list[str]]:
     """Return the table's rows, headings first: each way, prompts included."""
+    sums = Sums(observed)
     rows = [["", "tokens/s", "tokens a forward"]]
-    for way, calls in grouped(timings, lambda t: t.way).items():
-        tokens = sum(t.tokens for t in calls)
-        seconds = sum(t.seconds for t in calls)
-        forwards = sum(sum(t.plans.values()) for t in calls)
+    for name in sums.settings:
+        tokens, seconds = (sums.total(name, part) for part in ("answer_tokens", "wall_seconds"))
+        forwards = sum(sums.total(name, f"plans.{plan}") for plan in sums.names("plans.", [name]))
         # The first token of an answer comes with the prompt, and of no decoding forward.
-        decoded = tokens - len(calls)
+        decoded = tokens - sums.count(name)
         each = f"{decoded / forwards:.2f}" if forwards else "1.00"
-        rows.append([WAYS[way], f"{tokens / seconds:.1f}", each])
+        rows.append([_way(name), f"{tokens / seconds:.1f}", each])
     return rows
 
 
-def conclusion(timings: Sequence[Timing]) -> str:
+def _way(name: str) -> str:
+    return WAYS.get(name.split()[0], WAYS[""])
+
+
+def conclusion(observed: Sequence[Observation]) -> str:
     """Return in words what the default plan gained over transformers and over plain decoding."""
-    gains = "; ".join(_gains(timings))
+    gains = "; ".join(_gains(Sums(observed)))
     return f"The default plan, for text of the same distribution: {gains}."
 
 
-def _gains(timings: Sequence[Timing]) -> Iterator[str]:
-    for way in (TRANSFORMERS, BASELINE):
-        ratio = paired_ratio(timings, AUTOMATIC, way)
+def _gains(sums: Sums) -> Iterator[str]:
+    names = {_way(name): name for name in sums.settings}
+    for way in (WAYS[TRANSFORMERS], WAYS[""]):
+        ratio = None
+        if {way, WAYS[AUTOMATIC]} <= names.keys():
+            ratio = faster(sums, names[WAYS[AUTOMATIC]], names[way])
         if ratio is None:
-            yield f"too few questions to compare it with {WAYS[way]}"
+            yield f"too few questions to compare it with {way}"
             continue
         told = ratio.told("", "", ", which is not told apart")
-        yield f"{ratio.value:.2f} times as fast as {WAYS[way]}{told}"
+        yield f"{ratio.value:.2f} times as fast as {way}{told}"

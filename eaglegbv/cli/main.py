@@ -48,7 +48,7 @@ def _add(name: str, place: str, text: str) -> None:
 _add("demo", "demo:app", "Answer a prompt, and show what speculation gains.")
 _add("bench", "bench:app", "Measure block efficiency and speed.")
 _add("audit", "audit:app", "Check that verifiers are lossless.")
-_add("view", "bench_results:view_app", "Write an HTML page with the charts of a run or a trace.")
+_add("view", "view:app", "Write an HTML page with the charts of a run or a trace.")
 _add("train", "train:app", "Train an EAGLE head or a bigram table.")
 
 

@@ -25,7 +25,6 @@ from eaglegbv.errors import InvalidArgument, one_of
 if TYPE_CHECKING:
     from eaglegbv.config import Planning
     from eaglegbv.eval.questions import QuestionSet
-    from eaglegbv.eval.records import RunSettings, Setting
     from eaglegbv.llm import LLM
     from eaglegbv.loading import NamedModels
 
@@ -58,6 +57,7 @@ def make_app(text: str | None = None) -> App:
 Verifier = Annotated[str, opt("Verifier, as in generate.")]
 Temperatures = Annotated[tuple[float, ...], opt("Sampling temperatures.", *NAMES["temperature"])]
 Seed = Annotated[int, opt("Seed of all random numbers.")]
+MaxTokens = Annotated[int, opt("Most tokens of an answer.")]
 AsJson = Annotated[bool, opt("Print JSON.", "--json")]
 
 
@@ -146,27 +146,19 @@ class Questions:
 # What the texts of options mean.
 
 
-def run_settings(
-    questions: "QuestionSet",
-    models: Models,
-    settings: "tuple[Setting, ...]",
-    **asked: Any,  # noqa: ANN401
-) -> "RunSettings":
-    """Return the settings of a run, of one repeat unless more are ``asked`` for."""
-    from eaglegbv.eval.records import RunSettings
-
+def setup(questions: "QuestionSet", models: Models, **facts: object) -> dict[str, Any]:
+    """Return what determines a run's figures besides its settings."""
     named = models.named
-    return RunSettings(
-        suite=questions.suite,
-        origin=questions.origin,
-        question_ids=tuple(question.id for question in questions.questions),
-        questions_sha256=questions.sha256,
-        model=named.name,
-        drafter=named.drafter_name,
-        settings=settings,
-        compile_backend=models.compile_backend or "",
-        **asked,
-    )
+    return {
+        "suite": questions.suite,
+        "origin": questions.origin,
+        "question_ids": tuple(question.id for question in questions.questions),
+        "questions_sha256": questions.sha256,
+        "model": named.name,
+        "drafter": named.drafter_name,
+        "compile_backend": models.compile_backend or "",
+        **facts,
+    }
 
 
 def check_verifier(name: str) -> None:
@@ -243,7 +235,7 @@ def print_json(content: object) -> None:
 
 def print_rows(rows: Sequence[Any], columns: Mapping[str, tuple[str, str]]) -> None:
     """Print a table: under each heading a field that structs have, in a format; "-" for none."""
-    from eaglegbv.eval.report import plain_text
+    from eaglegbv.eval.tables import plain_text
 
     def cell(value: object, layout: str) -> str:
         return "-" if value is None else format(value, layout)

@@ -271,7 +271,7 @@ def tune(
             if abs(reached - wanted) <= _TUNED_WITHIN * wanted:
                 return reached
     expected = f"a number above 1 that this pair and plan can reach, not {reached:.2f} or more"
-    raise InvalidArgument("efficiency", wanted, expected)
+    raise InvalidArgument("acceptance_length", wanted, expected)
 
 
 @torch.no_grad()

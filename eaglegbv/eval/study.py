@@ -1,34 +1,31 @@
 """Sampled against deterministic draft trees, and the draft temperature, at equal nodes verified.
 
-What is compared with what is in docs/study/benchmarks.md, and in :func:`of_size`. At temperature 0
-all sampled paths coincide: a sampled tree is one path, whatever K.
+What is compared with what is in docs/study/benchmarks.md, and in :meth:`Sums.mixture`. At
+temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval import plots
-from eaglegbv.eval.paired_comparison import Cell, Sampling, Text, same_drafts
-from eaglegbv.eval.records import Environment, Setting, grid
-from eaglegbv.eval.report import with_interval
-from eaglegbv.eval.statistics import Estimate, bootstrap_ratio
-from eaglegbv.loading import Pair
+from eaglegbv.eval import pictures
+from eaglegbv.eval.experiment import Experiment, Sheet
+from eaglegbv.eval.figures import ACCEPTANCE, NODES, Estimate, Sums
+from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.tables import Table, shown
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-
 SAMPLED, FIXED = "otbv", "target_only"
 EAGLE1 = "eagle1"  # the name of EAGLE-1's tree
-BATCH = 32  # number of texts read together
+WORDS = ("more tokens", "fewer tokens", "not told apart")
 
 
 class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,26 +84,38 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             expected = f"ascending numbers of nodes up to {needed} or more"
             raise InvalidArgument("sizes", self.sizes, expected)
 
-    def trees(self, temperature: float) -> tuple[list[Setting], list[Setting]]:
-        """Return the sampled trees of a temperature, and the fixed ones by size.
+    def settings(self, drafters: Sequence[str]) -> tuple[Setting, ...]:
+        """Return all trees of all drafters, by temperature."""
+        return tuple(
+            Setting(plan=plan, temperature=temperature, who=drafter)
+            for temperature in self.temperatures
+            for drafter in drafters
+            for plan in dict.fromkeys(self._plans(temperature))
+        )
 
-        At temperature 0, sampled trees are one path. Otherwise the last of the fixed trees is the
-        largest once more, judged by the sampled trees' verifier.
-        """
-        ladder = [self._fixed(temperature, nodes=size) for size in self.sizes]
+    def _plans(self, temperature: float) -> Iterator[Plan]:
         if temperature == 0:
-            return [self._fixed(0, nodes=self.depth, beam=1)], ladder
-        base = Plan(draft_sampling=DraftSampling.IID, draft_width=self.draft_width)
-        lists = (SAMPLED,), self.paths, (self.depth,), (temperature,)
-        sampled = grid(*lists, base=base, draft_temperatures=self.draft_temperatures).settings
-        judged = self._fixed(temperature, nodes=self.sizes[-1], verifier=SAMPLED)
-        return list(sampled), [*ladder, judged]
+            yield self._fixed(self.depth, beam=1)
+        elif self.shapes:
+            yield from map(self.shape_plan, self.shapes)
+            yield from (self._sampled(k, 1.0) for k in self.paths)
+        else:
+            yield from (self._sampled(k, t) for t in self.draft_temperatures for k in self.paths)
+        yield from map(self._fixed, self.sizes)
 
-    def _fixed(
-        self, temperature: float, *, nodes: int, beam: int | None = None, verifier: str = FIXED
-    ) -> Setting:
-        plan = Plan(
-            verifier=verifier,
+    def _sampled(self, paths: int, draft_temperature: float) -> Plan:
+        return Plan(
+            verifier=SAMPLED,
+            paths=paths,
+            depth=self.depth,
+            draft_sampling=DraftSampling.IID,
+            draft_width=self.draft_width,
+            draft_temperature=draft_temperature,
+        )
+
+    def _fixed(self, nodes: int, beam: int | None = None) -> Plan:
+        return Plan(
+            verifier=FIXED,
             paths=max(self.paths),
             depth=self.depth,
             draft_sampling=DraftSampling.FIXED,
@@ -114,7 +123,6 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             beam=beam or self.beam,
             nodes=nodes,
         )
-        return Setting(plan=plan, temperature=temperature)
 
     def shape_plan(self, name: str) -> Plan:
         """Return the plan of a tree with such a name: ``eagle1``, or widths such as 3x2x2x1.
@@ -147,247 +155,176 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class FixedCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a fixed tree: mean number of nodes, and tokens a step."""
+def study(settings: tuple[Setting, ...]) -> Experiment:
+    """Return the study of these trees, by drafter and temperature."""
+    of_shapes = any(_shape(setting) for setting in settings)
+    sheet = Sheet(
+        name="trees",
+        way="trees",
+        title="text",
+        settings=settings,
+        tables=shape_tables if of_shapes else study_tables,
+        pictures=lambda sums, own: {} if of_shapes else {"trees": lambda: canvas(sums, own)},
+    )
+    return Experiment(name="study", sheets=(sheet,))
+
+
+def _shape(setting: Setting) -> str:
+    """Return the name of a tree that is neither paths nor a fixed one of the ladder."""
+    plan = setting.plan
+    if plan.shape:
+        return EAGLE1
+    widths = "x".join(map(str, plan.widths))
+    return f"{widths} {plan.draft_sampling or ''}".rstrip() if widths else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trees:
+    """The trees of a drafter at a temperature."""
 
     drafter: str
     temperature: float
-    nodes: float
-    tokens: Estimate
-    verifier: str = SAMPLED
+    settings: Sequence[Setting]
 
-
-class SampledCell(FixedCell, frozen=True, kw_only=True):
-    """Results of a sampled tree."""
-
-    paths: int  # number of paths, K; 1 at temperature 0
-    draft_temperature: float  # draft temperature as a multiple of `temperature`
-    fixed: float  # tokens a step of fixed trees with as many nodes
-    over_fixed: Estimate  # ratio of `tokens` to `fixed`
-    over_equal: Estimate  # ratio to the same tree drafted at the target's own temperature
-
-
-class ShapeCell(FixedCell, frozen=True, kw_only=True):
-    """Results of a tree of a named shape."""
-
-    tree: str  # its name
-    # Ratio of `tokens` to those of independent paths with as many nodes; None where none have.
-    over_paths: Estimate | None
-    over_fixed: Estimate  # and to those of fixed trees with as many nodes
-
-
-class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings and results of a study of the answers to questions, known by their ids."""
-
-    model: str
-    drafters: tuple[str, ...]
-    questions: tuple[str, ...]
-    suite: str
-    settings: StudySettings
-    environment: Environment
-    sampled: tuple[SampledCell, ...]
-    fixed: tuple[FixedCell, ...]
-    shapes: tuple[ShapeCell, ...] = ()
-
-
-def study_cells(
-    name: str,
-    pair: Pair,
-    texts: Sequence[Text],
-    temperature: float,
-    settings: StudySettings,
-    *,
-    on_texts: Callable[[int], object] = lambda _: None,
-) -> tuple[tuple[SampledCell, ...], tuple[FixedCell, ...]]:
-    """Measure one drafter on texts that the target wrote at ``temperature``.
-
-    ``on_texts`` is called with the number of texts that have just been done.
-    """
-    sampled, fixed = settings.trees(temperature)
-    sampling = Sampling(settings.places, settings.judgements, BATCH)
-    tallies = same_drafts(pair, texts, [*sampled, *fixed], sampling, on_texts=on_texts)
-    drawn, sizes = tallies[: len(sampled)], tallies[len(sampled) :]
-    ladder = [tally for tally in sizes if tally.setting.plan.verifier == FIXED]
-    equal = {t.setting.plan.paths: t for t in drawn if t.setting.plan.draft_temperature == 1.0}
-
-    def known(tally: Cell) -> dict[str, Any]:
-        own = {"drafter": name, "temperature": temperature, "nodes": tally.mean_nodes}
-        return {**own, "tokens": tally.estimate(), "verifier": tally.setting.plan.verifier}
-
-    cells = []
-    for tally in drawn:
-        plan, places = tally.setting.plan, tally.steps
-        tokens = of_size(ladder, tally.mean_nodes)
-        cells.append(
-            SampledCell(
-                **known(tally),
-                paths=plan.paths if temperature > 0 else 1,
-                draft_temperature=plan.draft_temperature,
-                fixed=sum(tokens) / sum(places),
-                over_fixed=bootstrap_ratio(tally.tokens, places, tokens, places),
-                over_equal=tally.over(equal[plan.paths]),
-            )
-        )
-    return tuple(cells), tuple(FixedCell(**known(tally)) for tally in sizes)
-
-
-def shape_cells(
-    name: str,
-    pair: Pair,
-    texts: Sequence[Text],
-    temperature: float,
-    settings: StudySettings,
-    *,
-    on_texts: Callable[[int], object] = lambda _: None,
-) -> tuple[ShapeCell, ...]:
-    """Measure the shapes with one drafter on texts that the target wrote at ``temperature``.
-
-    Trees of shapes are compared with mixtures of paths, and of fixed trees, with as many nodes.
-    """
-    shapes = [
-        Setting(plan=settings.shape_plan(shape), temperature=temperature)
-        for shape in settings.shapes
-    ]
-    base = Plan(draft_sampling=DraftSampling.IID, draft_width=settings.draft_width)
-    lists = (SAMPLED,), settings.paths, (settings.depth,), (temperature,)
-    paths = grid(*lists, base=base).settings
-    _, fixed = settings.trees(temperature)
-    sampling = Sampling(settings.places, settings.judgements, BATCH)
-    tallies = same_drafts(pair, texts, [*shapes, *paths, *fixed[:-1]], sampling, on_texts=on_texts)
-    drawn = tallies[: len(shapes)]
-    of_paths = tallies[len(shapes) :][: len(paths)]
-    of_fixed = tallies[len(shapes) + len(paths) :]
-
-    most = max(tally.mean_nodes for tally in of_paths)
-
-    def over(tally: Cell, ladder: Sequence[Cell]) -> Estimate:
-        tokens = of_size(ladder, tally.mean_nodes)
-        return bootstrap_ratio(tally.tokens, tally.steps, tokens, tally.steps)
-
-    return tuple(
-        ShapeCell(
-            drafter=name,
-            temperature=temperature,
-            nodes=tally.mean_nodes,
-            tokens=tally.estimate(),
-            verifier=tally.setting.plan.verifier,
-            tree=shape,
-            over_paths=over(tally, of_paths) if tally.mean_nodes <= most else None,
-            over_fixed=over(tally, of_fixed),
-        )
-        for shape, tally in zip(settings.shapes, drawn, strict=True)
-    )
-
-
-def of_size(ladder: Sequence[Cell], nodes: float) -> list[float]:
-    """Return, for each text, the tokens of a mixture of trees with a mean of ``nodes`` nodes.
-
-    The mixture takes the next larger tree with the probability that makes the means equal. Below
-    the smallest tree, the other part is plain decoding: one token a step with no node.
-
-    Raises:
-        InvalidArgument: No tree is large enough.
-    """
-    places = ladder[0].steps
-    known = [(0.0, np.array(places, dtype=np.float64))]
-    known += [(tally.mean_nodes, np.array(tally.tokens)) for tally in ladder]
-    known.sort(key=lambda pair: pair[0])
-    for (less, low), (more, high) in pairwise(known):
-        if less <= nodes <= more and less < more:
-            share = (nodes - less) / (more - less)
-            return list(((1 - share) * low + share * high).tolist())
-    raise InvalidArgument("nodes", nodes, f"at most {known[-1][0]}, the largest tree's")
-
-
-# Its tables, findings and picture.
-
-
-WORDS = ("more tokens", "fewer tokens", "not told apart")
-
-
-def study_table(study: Study) -> list[list[str]]:
-    """Return one row for each drafter, temperature and K, headings first."""
-    rows = [
-        [
-            *("drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes", "ratio"),
-            *("best draft T", "sampled so", "over 1x", "over fixed, as many nodes"),
+    @property
+    def ladder(self) -> list[str]:
+        """The fixed trees by size."""
+        return [
+            own.name
+            for own in self.settings
+            if own.plan.verifier == FIXED and own.plan.beam != 1 and not own.plan.shape
         ]
+
+    @property
+    def sampled(self) -> dict[int, list[Setting]]:
+        """The sampled trees of each number of paths; at temperature 0 all are one."""
+        if self.temperature == 0:
+            return {1: [own for own in self.settings if own.plan.beam == 1]}
+        iid = (own for own in self.settings if own.plan.draft_sampling is DraftSampling.IID)
+        paths = [own for own in iid if not own.plan.widths]
+        return dict(sorted(grouped(paths, lambda own: own.plan.paths).items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The sampled trees of one number of paths, beside fixed ones of as many nodes."""
+
+    sums: Sums
+    trees: _Trees
+    paths: int
+    members: Sequence[Setting]
+
+    @property
+    def equal(self) -> Setting:
+        """Drafted at the target's own temperature."""
+        return next(own for own in self.members if own.plan.draft_temperature == 1)
+
+    def best(self, *, than: float | None = None, colder: bool = False) -> Setting | None:
+        """Return the one with the most tokens, of all or of the colder or hotter ones."""
+        kept = [
+            own
+            for own in self.members
+            if than is None
+            or (
+                own.plan.draft_temperature != than and (own.plan.draft_temperature < than) == colder
+            )
+        ]
+        return max(kept, key=lambda own: self.sums.value(ACCEPTANCE, own.name), default=None)
+
+    def fixed(self, setting: Setting) -> str:
+        """Return the name of a mixture of fixed trees with as many nodes."""
+        return self.sums.mixture(self.trees.ladder, self.sums.value(NODES, setting.name))
+
+    def over(self, setting: Setting, base: str) -> Estimate:
+        """Return how many times as many tokens a tree commits."""
+        return self.sums.ratio(ACCEPTANCE, [setting.name], [base])
+
+
+def _rows(sums: Sums, settings: Sequence[Setting]) -> list[_Row]:
+    measured = [own for own in settings if sums.has(own.name)]
+    groups = grouped(measured, lambda own: (own.temperature, own.who))
+    trees = (_Trees(who, heat, own) for (heat, who), own in groups.items())
+    return [_Row(sums, one, paths, own) for one in trees for paths, own in one.sampled.items()]
+
+
+def study_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
+    """Return one row for each drafter, temperature and K, and where which tree wins."""
+    headings = ["drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes", "ratio"]
+    headings += ["best draft T", "sampled so", "over 1x", "over fixed, as many nodes"]
+    rows = _rows(sums, settings)
+    sentences = [*tree_findings(rows), *temperature_findings(rows)]
+    return [Table(rows=[headings, *map(_cells, rows)]), *_as_lines(sentences)]
+
+
+def _cells(row: _Row) -> list[str]:
+    equal, best = row.equal, row.best()
+    assert best is not None  # it is one of those it is compared with
+    fixed = row.fixed(equal)
+    value = row.sums.value
+    return [
+        row.trees.drafter,
+        f"{row.trees.temperature:g}",
+        str(row.paths) if row.trees.temperature > 0 else "any",
+        f"{value(NODES, equal.name):.1f}",
+        f"{value(ACCEPTANCE, equal.name):.3f}",
+        f"{value(ACCEPTANCE, fixed):.3f}",
+        row.over(equal, fixed).text(3),
+        f"{best.plan.draft_temperature:g}x",
+        f"{value(ACCEPTANCE, best.name):.3f}",
+        row.over(best, equal.name).text(3),
+        row.over(best, row.fixed(best)).text(3),
     ]
-    for group in _groups(study):
-        own, top = _equal(group), _best(group)
-        k = str(own.paths) if own.temperature > 0 else "any"
-        tokens = [f"{own.tokens.value:.3f}", f"{own.fixed:.3f}", with_interval(own.over_fixed, 3)]
-        ratios = [with_interval(top.over_equal, 3), with_interval(top.over_fixed, 3)]
-        better = [f"{top.draft_temperature:g}x", f"{top.tokens.value:.3f}", *ratios]
-        known = [own.drafter, f"{own.temperature:g}", k, f"{own.nodes:.1f}"]
-        rows.append([*known, *tokens, *better])
-    return rows
 
 
-def shapes_table(study: Study) -> list[list[str]]:
-    """Return one row for each drafter, temperature and shape, headings first."""
-    against = "over paths, as many nodes", "over fixed, as many nodes"
-    rows = [["drafter", "T", "tree", "nodes", "tokens a step", *against]]
-    for cell in study.shapes:
-        paths = "none as large" if cell.over_paths is None else with_interval(cell.over_paths, 3)
-        row = [cell.drafter, f"{cell.temperature:g}", cell.tree, f"{cell.nodes:.1f}"]
-        rows.append([*row, with_interval(cell.tokens, 3), paths, with_interval(cell.over_fixed, 3)])
-    return rows
+def _as_lines(sentences: Sequence[str]) -> list[Table]:
+    rows = [["seen"], *([sentence] for sentence in sentences)]
+    return [Table(rows=rows)] if sentences else []
 
 
-def shape_findings(study: Study) -> list[str]:
-    """Return sentences on which shapes win over independent paths, and over fixed trees."""
-    found: list[str] = []
-    trees = grouped(study.shapes, lambda cell: (cell.drafter, cell.tree))
-    for (drafter, tree), cells in trees.items():
-        paths = [(c.temperature, c.over_paths) for c in cells if c.over_paths is not None]
-        fixed = [(c.temperature, c.over_fixed) for c in cells]
-        for against, ratios in (("paths", paths), ("fixed", fixed)):
-            if ratios:
-                found.append(
-                    f"{drafter}, {tree}: against {against}, as many nodes: {_by_side(ratios)}"
-                )
+def tree_findings(rows: Sequence[_Row]) -> list[str]:
+    """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
+    found = []
+    for drafter, k, own in _by_paths(rows):
+        ratios = [(r.trees.temperature, r.over(r.equal, r.fixed(r.equal))) for r in own]
+        if k > 1:
+            found.append(
+                f"{drafter}, K = {k}: sampled at the target's own temperature against fixed, as "
+                f"many nodes: {_by_side(ratios)}"
+            )
     return found
 
 
-def tree_findings(study: Study) -> list[str]:
-    """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
-    return [
-        f"{drafter}, K = {k}: sampled at the target's own temperature against fixed, as many "
-        f"nodes: {_by_side([(c.temperature, c.over_fixed) for c in map(_equal, groups)])}"
-        for drafter, k, groups in _by_paths(study)
-        if k > 1
-    ]
-
-
-def temperature_findings(study: Study) -> list[str]:
+def temperature_findings(rows: Sequence[_Row]) -> list[str]:
     """Return sentences on which draft temperatures pay."""
     found = []
-    for drafter, k, groups in _by_paths(study):
+    for drafter, k, own in _by_paths(rows):
         for name, colder in (("hotter", False), ("colder", True)):
-            turned = [
-                [c for c in g if c.draft_temperature != 1 and (c.draft_temperature < 1) == colder]
-                for g in groups
+            turned = [(row, row.best(than=1, colder=colder)) for row in own]
+            ratios = [
+                (row.trees.temperature, row.over(best, row.equal.name))
+                for row, best in turned
+                if best is not None
             ]
-            ratios = [(c.temperature, c.over_equal) for c in map(_best, filter(None, turned))]
             if ratios:
                 found.append(
                     f"{drafter}, K = {k}: sampled {name}, at the best such multiple, against "
                     f"at the target's own temperature: {_by_side(ratios)}"
                 )
         multiples = [
-            f"{c.draft_temperature:g} at T = {c.temperature:g}" for c in map(_best, groups)
+            f"{best.plan.draft_temperature:g} at T = {row.trees.temperature:g}"
+            for row in own
+            if (best := row.best()) is not None
         ]
         found.append(f"{drafter}, K = {k}: best of all multiples {', '.join(multiples)}")
     return found
 
 
-def _by_paths(study: Study) -> Iterator[tuple[str, int, list[list[SampledCell]]]]:
-    """Yield the groups of each drafter and number of paths, without temperature 0."""
-    for drafter in study.drafters:
-        own = [g for g in _groups(study) if g[0].drafter == drafter and g[0].temperature > 0]
-        for k, groups in sorted(grouped(own, lambda group: group[0].paths).items()):
-            yield drafter, k, groups
+def _by_paths(rows: Sequence[_Row]) -> Iterator[tuple[str, int, list[_Row]]]:
+    """Yield the rows of each drafter and number of paths, without temperature 0."""
+    warm = [row for row in rows if row.trees.temperature > 0]
+    for drafter, own in grouped(warm, lambda row: row.trees.drafter).items():
+        for paths, of_paths in sorted(grouped(own, lambda row: row.paths).items()):
+            yield drafter, paths, of_paths
 
 
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
@@ -399,58 +336,87 @@ def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
     return "; ".join(parts)
 
 
-def _groups(study: Study) -> list[list[SampledCell]]:
-    cells = grouped(study.sampled, lambda cell: (cell.drafter, cell.temperature, cell.paths))
-    return list(cells.values())
+# Shapes beside paths and fixed trees of as many nodes.
 
 
-def _best(group: Sequence[SampledCell]) -> SampledCell:
-    return max(group, key=lambda cell: cell.tokens.value)
-
-
-def _equal(group: Sequence[SampledCell]) -> SampledCell:
-    return next(cell for cell in group if cell.draft_temperature == 1.0)
-
-
-def study_canvas(study: Study) -> "Canvas":
-    """Draw each drafter above by temperature, and below by draft temperature."""
-    most = max(study.settings.paths)
-    above, below = [], []
-    for drafter in study.drafters:
-        own = [group for group in _groups(study) if group[0].drafter == drafter]
-        groups = [g for g in own if g[0].paths == most or g[0].temperature == 0]
-        title = f"{drafter}, K = {most}"
-        above.append(plots.Panel(lines=_by_temperature(groups), x="temperature", title=title))
-        x = "draft temperature, multiple of the target's"
-        below.append(plots.Panel(lines=_by_draft_temperature(groups), x=x))
-    canvas = plots.draw_panels([*above, *below], "tokens a step", columns=len(above))
-    caption = (
-        f"{study.suite}, {len(study.questions)} questions, L = {study.settings.depth}; "
-        f"{study.model}; {study.environment.started[:10]}"
+def shape_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
+    """Return one row for each drafter, temperature and shape, and which win over what."""
+    against = "over paths, as many nodes", "over fixed, as many nodes"
+    table = [["drafter", "T", "tree", "nodes", "tokens a step", *against]]
+    ratios: dict[tuple[str, str, str], list[tuple[float, Estimate]]] = {}
+    groups = grouped(
+        (own for own in settings if sums.has(own.name)), lambda own: (own.temperature, own.who)
     )
-    plots.add_caption(canvas, caption)
-    return canvas
+    for (temperature, who), members in groups.items():
+        trees = _Trees(who, temperature, members)
+        paths = [own.name for of_paths in trees.sampled.values() for own in of_paths]
+        most = max(sums.value(NODES, name) for name in paths)
+        for own in (one for one in members if _shape(one)):
+            nodes = sums.value(NODES, own.name)
+            over: dict[str, Estimate] = {}
+            for word, ladder in (("paths", paths), ("fixed", trees.ladder)):
+                if word == "fixed" or nodes <= most:
+                    base = sums.mixture(ladder, nodes)
+                    over[word] = sums.ratio(ACCEPTANCE, [own.name], [base])
+                    key = (who, _shape(own), word)
+                    ratios.setdefault(key, []).append((temperature, over[word]))
+            beside = over["paths"].text(3) if "paths" in over else "none as large"
+            accepted = shown(sums.estimate(ACCEPTANCE, own.name), 3)
+            facts = [who, f"{temperature:g}", _shape(own), f"{nodes:.1f}", accepted]
+            table.append([*facts, beside, over["fixed"].text(3)])
+    sentences = [
+        f"{who}, {tree}: against {word}, as many nodes: {_by_side(own)}"
+        for (who, tree, word), own in ratios.items()
+    ]
+    return [Table(rows=table), *_as_lines(sentences)]
 
 
-def _by_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
-    own, colour = [_equal(group) for group in groups], plots.colour_of(SAMPLED)
-    tops = [(group[0].temperature, Estimate.exactly(_best(group).tokens.value)) for group in groups]
-    fixed = [(cell.temperature, Estimate.exactly(cell.fixed)) for cell in own]
+# Its picture.
+
+
+def canvas(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
+    """Draw each drafter above by temperature, and below by draft temperature."""
+    rows = _rows(sums, settings)
+    most = max(row.paths for row in rows)
+    above, below = [], []
+    for drafter, own in grouped(rows, lambda row: row.trees.drafter).items():
+        shown_rows = [row for row in own if row.paths == most or row.trees.temperature == 0]
+        title = f"{drafter}, K = {most}"
+        lines = _by_temperature(shown_rows)
+        above.append(pictures.Panel(lines=lines, x="temperature T", title=title))
+        x = "draft temperature, multiple of the target's"
+        below.append(pictures.Panel(lines=_by_draft_temperature(shown_rows), x=x))
+    return pictures.draw_panels([*above, *below], "tokens a step", columns=len(above))
+
+
+def _by_temperature(rows: Sequence[_Row]) -> list[pictures.Line]:
+    sampled: list[tuple[float, Estimate]] = []
+    best: list[tuple[float, Estimate]] = []
+    fixed: list[tuple[float, Estimate]] = []
+    for row in sorted(rows, key=lambda row: row.trees.temperature):
+        heat, equal, top = row.trees.temperature, row.equal, row.best()
+        assert top is not None  # as above
+        sampled.append((heat, row.sums.estimate(ACCEPTANCE, equal.name)))
+        best.append((heat, row.sums.estimate(ACCEPTANCE, top.name)))
+        fixed.append((heat, row.sums.estimate(ACCEPTANCE, row.fixed(equal))))
+    colour = pictures.colour_of(SAMPLED)
     return [
-        plots.Line("sampled (otbv)", [(cell.temperature, cell.tokens) for cell in own], colour),
-        plots.Line("sampled, best draft temperature", tops, colour, ":"),
-        plots.Line("fixed, as many nodes", fixed, plots.colour_of(FIXED)),
+        pictures.Line("sampled (otbv)", sampled, colour),
+        pictures.Line("sampled, best draft temperature", best, colour, ":"),
+        pictures.Line("fixed, as many nodes", fixed, pictures.colour_of(FIXED)),
     ]
 
 
-def _by_draft_temperature(groups: Sequence[Sequence[SampledCell]]) -> list[plots.Line]:
+def _by_draft_temperature(rows: Sequence[_Row]) -> list[pictures.Line]:
     from matplotlib import colormaps
 
-    warm = [group for group in groups if group[0].temperature > 0]
+    warm = [row for row in rows if row.trees.temperature > 0]
     lines = []
-    for number, group in enumerate(warm):
-        cells = sorted(group, key=lambda cell: cell.draft_temperature)
-        points = [(c.draft_temperature, Estimate.exactly(c.tokens.value)) for c in cells]
+    for number, row in enumerate(warm):
+        points = sorted(
+            (own.plan.draft_temperature, row.sums.estimate(ACCEPTANCE, own.name))
+            for own in row.members
+        )
         colour = colormaps["viridis"](number / len(warm))
-        lines.append(plots.Line(f"T = {group[0].temperature:g}", points, colour))
+        lines.append(pictures.Line(f"T = {row.trees.temperature:g}", points, colour))
     return lines

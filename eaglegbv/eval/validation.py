@@ -1,6 +1,7 @@
 """What training asks of the engine: the target's answers, and how much of a head's is accepted."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +15,6 @@ from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError
 from eaglegbv.eval.random_models import PairEngine
-from eaglegbv.eval.statistics import Acceptance
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.models.hf import HFTarget, load_config, load_model
@@ -101,11 +101,14 @@ class HeadValidator:
         # Training may run its forward in bfloat16, but here the weights' own dtype counts.
         with torch_as_usual():
             metrics = self._answer(head, prompts)
-        plan, acceptance = self._plan, Acceptance.of(metrics, self._plan.depth)
+        plan, forwards = self._plan, max(1, sum(m.target_forwards for m in metrics))
         name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"
-        return {f"acceptance length, {name}": acceptance.length} | {
+        by_depth = zip_longest(*(m.accepted_by_depth for m in metrics), fillvalue=0)
+        shares = [sum(counts) / forwards for counts in by_depth]
+        length = sum(m.committed_tokens for m in metrics) / forwards
+        return {f"acceptance length, {name}": length} | {
             f"{depth} or more accepted, {name}": share
-            for depth, share in enumerate(acceptance.shares, start=1)
+            for depth, share in enumerate(shares, start=1)
         }
 
     def _answer(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:

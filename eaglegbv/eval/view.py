@@ -12,10 +12,18 @@ from typing import Any, TypeAlias
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.records import Record, Results
-from eaglegbv.eval.report import facts
-from eaglegbv.eval.runner import load_results, read_results
-from eaglegbv.eval.statistics import FIGURES, summarise
+from eaglegbv.eval.benches import facts
+from eaglegbv.eval.figures import (
+    ACCEPTANCE,
+    CONVERSATIONS,
+    SPEED,
+    Sums,
+    phase_figures,
+    position_figures,
+)
+from eaglegbv.eval.observations import Observation, Run
+from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.tables import plain_of
 from eaglegbv.trace import PROMPT_TOKENS
 
 Content: TypeAlias = dict[str, object]
@@ -44,24 +52,20 @@ class _Event(msgspec.Struct):
 
 
 def view(path: Path) -> str:
-    """Return the page of a run's folder, a ``results.json``, or a trace of the engine.
+    """Return the page of a run's folder or compact file, or of a trace of the engine.
 
     Raises:
         InvalidArgument: The path is none of these.
     """
     if path.is_dir():
-        return page(results_content(load_results(path, "path")))
+        return page(results_content(Run.read(path, "path")))
     try:
         with path.open("rb") as file:
             start = file.read(64).lstrip()
     except OSError as error:
         raise _unreadable(path, error) from error
     if start.startswith(b"{"):
-        expected = "a trace, or a results.json"
-        if start.removeprefix(b"{").lstrip().startswith(b'"timings"'):
-            expected += ", not what bench batch wrote, which bench results reads"
-        results = read_results(path, "path", expected=expected)
-        return page(results_content(results))
+        return page(results_content(Run.read(path, "path")))
     try:
         content = trace_content(path)
     except (KeyError, TypeError) as error:  # a step or a tree lacks something
@@ -90,18 +94,35 @@ def _asset(name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def results_content(results: Results) -> Content:
+def results_content(run: Run) -> Content:
     """Return what a page shows of a run: facts, figures by setting, and the conversations."""
+    settings = [setting for sheet in run.head.sheets.values() for setting in sheet]
+    observations = [one for sheet in run.sheets for one in run.observations(sheet)]
+    sums = Sums(observations)
+    measured = [setting for setting in settings if sums.has(setting.name)]
     return {
         "kind": "results",
-        "title": f"{results.settings.suite}: {results.settings.model}",
-        "facts": list(facts(results).items()),
-        "definitions": {name: figure.definition for name, figure in FIGURES.items()},
-        "settings": [
-            {"name": summary.setting, **msgspec.to_builtins(summary)}
-            for summary in summarise(results)
-        ],
-        **_conversations(results.records),
+        "title": f"{run.head.setup.get('suite', run.head.experiment)}: {run.head.setup['model']}",
+        "facts": list(facts(run).items()),
+        "definitions": {figure.name: figure.definition for figure in CONVERSATIONS},
+        "settings": [_setting(sums, measured, setting) for setting in measured],
+        **_conversations(observations),
+    }
+
+
+def _setting(sums: Sums, settings: Sequence[Setting], setting: Setting) -> Content:
+    name = setting.name
+    plain = plain_of(settings, setting)
+    depth = len(sums.names("offered.", [name]))
+    phases = {figure.name: sums.value(figure, name) for figure in phase_figures()}
+    speedup = None if plain is None else sums.ratio(SPEED, [name], [plain.name])
+    return {
+        "name": name,
+        "acceptance_length": msgspec.to_builtins(sums.estimate(ACCEPTANCE, name)),
+        "tokens_per_second": msgspec.to_builtins(sums.estimate(SPEED, name)),
+        "speedup": msgspec.to_builtins(speedup),
+        "acceptance_by_position": [sums.value(f, name) for f in position_figures(depth)],
+        "milliseconds_by_phase": {phase: spent for phase, spent in phases.items() if spent},
     }
 
 
@@ -174,7 +195,7 @@ def _facts(committed: int, steps: int, drafted: Sequence[Tree]) -> list[tuple[st
         accepted = sum(len(tree["accepted"]) for tree in drafted)
         facts += [
             ("Draft trees", f"{len(drafted):,}"),
-            ("Acceptance length", f"{accepted / len(drafted):.2f} accepted tokens a tree"),
+            ("Acceptance length", f"{1 + accepted / len(drafted):.2f} tokens a tree"),
         ]
     return facts
 
@@ -224,31 +245,25 @@ def _beginning(tree: Tree) -> str:
     return f"[{tokens} tokens]" if tokens else "…"
 
 
-def _conversations(records: Sequence[Record]) -> Content:
+def _conversations(observations: Sequence[Observation]) -> Content:
     """Return as many conversations as fit, and a note on the others."""
-    letters = accumulate(sum(len(turn.text) for turn in record.turns) for record in records)
+    letters = accumulate(sum(map(len, one.texts)) for one in observations)
     shown = sum(total <= MOST_LETTERS for total in letters)
-    cut = f"The first {shown:,} of {len(records):,} conversations are shown; the charts have all."
+    cut = f"The first {shown:,} of {len(observations):,} conversations are shown; "
     return {
-        "notes": [] if shown == len(records) else [cut],
+        "notes": [] if shown == len(observations) else [f"{cut}the charts have all."],
         "conversations": [
             {
-                "question": record.question_id,
-                "category": record.category,
-                "setting": record.setting,
-                "repeat": record.repeat,
-                "error": record.error,
-                "turns": [
-                    {
-                        "text": turn.text,
-                        "tokens": turn.completion_tokens,
-                        "finish": turn.finish_reason,
-                        "block_efficiency": turn.metrics.block_efficiency,
-                    }
-                    for turn in record.turns
-                ],
+                "question": one.unit,
+                "category": one.category,
+                "setting": one.setting,
+                "repeat": one.repeat,
+                "error": one.error,
+                "turns": one.texts,
+                "tokens": one.sums.get("answer_tokens", 0),
+                "acceptance_length": one.sums.get("tokens", 0) / (one.sums.get("steps") or 1),
             }
-            for record in records[:shown]
+            for one in observations[:shown]
         ],
     }
 
@@ -264,5 +279,5 @@ def _boxes(path: Path) -> list[_Event]:
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgument:
-    expected = f"a results.json, its folder, or a Chrome trace ({error})"
+    expected = f"a run's folder or file, or a Chrome trace ({error})"
     return InvalidArgument("path", str(path), expected)

@@ -1,13 +1,12 @@
 """Small benchmark runs for tests."""
 
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Iterable, Sequence
 
 from eaglegbv.config import PLAIN, Plan
+from eaglegbv.eval.observations import Environment, Head, Observation, Part, Run
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Environment, Record, RunSettings, Setting, Turn
-from eaglegbv.metrics import Phase, RequestMetrics
+from eaglegbv.eval.settings import Setting
+from eaglegbv.metrics import RequestMetrics
 
 NONE = Setting(plan=PLAIN)
 OTBV = Setting(plan=Plan(verifier="otbv", paths=2, depth=3))
@@ -25,16 +24,33 @@ ENVIRONMENT = Environment(
     threads=1,
     device="cpu",
 )
+SETUP = {
+    "suite": "test",
+    "question_ids": ["q0", "q1", "q2"],
+    "model": "target",
+    "drafter": "drafter",
+    "dtype": "float32",
+    "system": None,
+    "max_tokens": 8,
+    "seed": 0,
+}
 
 
-RUN = RunSettings(
-    suite="test", origin="here", question_ids=tuple(q.id for q in QUESTIONS), model="target",
-    drafter="drafter", system=None, settings=(NONE, OTBV), max_tokens=8, seed=0, repeats=2,
-)  # fmt: skip
+def head(experiment: str = "mt-bench", settings: Sequence[Setting] = (NONE, OTBV), **setup) -> Head:
+    return Head(
+        experiment=experiment,
+        setup=SETUP | setup,
+        sheets={"conversations": tuple(settings)},
+        environment=ENVIRONMENT,
+    )
 
 
-def run_settings(**changes: object) -> RunSettings:
-    return msgspec.structs.replace(RUN, **changes)
+def run_of(observations: Iterable[Observation], of: Head | None = None) -> Run:
+    parts = (
+        Part(sheet="conversations", key=str(number), observations=[one])
+        for number, one in enumerate(observations)
+    )
+    return Run(of or head(), parts)
 
 
 def counted(accepted: Sequence[int], *, offered: int, nodes: int, plan: str) -> RequestMetrics:
@@ -47,33 +63,47 @@ def counted(accepted: Sequence[int], *, offered: int, nodes: int, plan: str) -> 
     return metrics
 
 
-def record(
+def observation(
     setting: Setting,
     question: str,
-    repeat: int,
     *,
     forwards: int,
     committed: int,
     decode_seconds: float,
+    repeat: int = 0,
     error: str | None = None,
-) -> Record:
+    texts: tuple[str, ...] = (),
+) -> Observation:
     """One conversation of one turn: a second of prefill, and forwards that accept alike."""
-    metrics = RequestMetrics(target_forwards=forwards, committed_tokens=committed)
-    metrics.accepted_tokens = committed - forwards
     depth = setting.plan.depth if setting.plan.speculative else 0
-    metrics.offered_by_depth = [forwards] * depth
-    metrics.accepted_by_depth = [max(0, forwards - d) for d in range(depth)]
-    metrics.add_seconds(Phase.PREFILL, 1.0)
-    metrics.add_seconds(Phase.FORWARD, 0.75 * decode_seconds)
-    told = {"completion_tokens": committed + 1, "wall_seconds": 1.0 + decode_seconds}
-    turn = Turn(text="", finish_reason="length", metrics=metrics, **told)
-    asked = {"question_id": question, "category": "math", "setting": setting.name}
-    return Record(**asked, repeat=repeat, turns=[turn], error=error)
+    sums = {"steps": forwards, "tokens": committed, "seconds": decode_seconds}
+    sums |= {"answer_tokens": committed + 1, "wall_seconds": 1 + decode_seconds}
+    sums |= {"seconds.prefill": 1.0, "seconds.forward": 0.75 * decode_seconds}
+    sums |= {f"offered.{d}": forwards for d in range(1, depth + 1)}
+    sums |= {f"accepted.{d}": max(0, forwards - d) for d in range(1, depth + 1)}
+    return Observation(
+        setting=setting.name,
+        unit=question,
+        category="math",
+        repeat=repeat,
+        sums={name: float(value) for name, value in sums.items()},
+        error=error,
+        texts=texts,
+    )
 
 
-def records(setting: Setting, *figures: tuple[int, int, float], repeat: int = 0) -> list[Record]:
+def observations(
+    setting: Setting, *figures: tuple[int, int, float], repeat: int = 0
+) -> list[Observation]:
     """Questions q0, q1, ... by forwards, committed tokens and seconds of decoding."""
     return [
-        record(setting, f"q{n}", repeat, forwards=forwards, committed=tokens, decode_seconds=time)
+        observation(
+            setting,
+            f"q{n}",
+            forwards=forwards,
+            committed=tokens,
+            decode_seconds=time,
+            repeat=repeat,
+        )
         for n, (forwards, tokens, time) in enumerate(figures)
     ]

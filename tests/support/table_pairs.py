@@ -1,6 +1,6 @@
 """Pairs of tables, texts and questions: what comparisons measure, without networks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from eaglegbv.drafters.tabular import Table, TabularDrafter
-from eaglegbv.eval.paired_comparison import Text
 from eaglegbv.eval.questions import Question, QuestionSet
+from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.ways.places import Sampling, Text, same_drafts
 from eaglegbv.loading import Pair
 from support.tabular_target import TabularTarget
 
@@ -37,6 +38,37 @@ def random_texts(vocab: int, count: int, length: int) -> list[Text]:
     ]
 
 
+@dataclass(frozen=True)
+class Tally:
+    """What a setting came to, text by text."""
+
+    setting: Setting
+    tokens: tuple[float, ...]
+    steps: tuple[float, ...]
+    nodes: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.tokens) / sum(self.steps)
+
+
+def judged(
+    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling | None = None
+) -> list[Tally]:
+    """What all settings come to on the same drafts."""
+    observed = same_drafts(pair, texts, settings, sampling or Sampling())
+    return [
+        Tally(
+            setting,
+            *(
+                tuple(one.sums[name] for one in observed if one.setting == setting.name)
+                for name in ("tokens", "steps", "nodes")
+            ),
+        )
+        for setting in settings
+    ]
+
+
 def question_set(count: int) -> QuestionSet:
     own = (Question(id=f"q{n}", category="c", turns=("hi",), source="s") for n in range(count))
     return QuestionSet("test", "here", tuple(own))
@@ -48,7 +80,8 @@ class Bar:
 
     done: int = 0
 
-    def update(self, count: int) -> None:
+    def update(self, count: int, note: str = "") -> None:
+        del note
         self.done += count
 
 

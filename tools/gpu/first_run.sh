@@ -28,7 +28,9 @@ SECONDS=0
 say() { echo "[$SECONDS s] $*" | tee -a "$logs/summary.txt"; }
 pack() {
   cp "$logs/summary.txt" "$back/"
-  [ ! -e "$logs/steps.jsonl" ] || cp "$logs/steps.jsonl" "$back/"
+  for run in "$logs"/steps-*; do
+    [ ! -e "$run/observations.jsonl" ] || { tr -d '\n' < "$run/head.json"; echo; cat "$run/observations.jsonl"; }
+  done > "$back/steps.jsonl"
   tar -C "$logs" -czf "$scratch/logs.part" . && mv "$scratch/logs.part" "$back/logs.tar.gz"
 }
 
@@ -85,9 +87,9 @@ phase() {                              # phase NAME COMMAND...
   say "END $name: rc $?"
   tail -n "${TAIL:-12}" "$logs/$name.log" | cut -c1-220 | tee -a "$logs/summary.txt"
 }
-step() { phase "$1" $PY -m eaglegbv bench step --shape $SHAPE --device $DEV $SHORT --out "$logs/steps.jsonl" "${@:2}"; }
+step() { phase "$1" $PY -m eaglegbv bench step --shape $SHAPE --device $DEV $SHORT --out "$logs/steps-$1" "${@:2}"; }
 batch() {
-  phase "$1" $PY -m eaglegbv bench batch --device $DEV --batches $BATCHES --out "$logs/$1.json" --tokens 128 --repeats 2 \
+  phase "$1" $PY -m eaglegbv bench batch --device $DEV --batches $BATCHES --out "$logs/batch-$1" --tokens 128 --repeats 2 \
     --prompts 4 $LESS "${@:2}"
 }
 probe() { phase probe $PY $tools/probe.py; }

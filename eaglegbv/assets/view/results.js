@@ -14,15 +14,15 @@ function drawResults(data) {
     const label = `${format(value)} [${format(low)}, ${format(high)}]`;
     return { name: s.name, low, high, parts, label };
   });
-  rows("Block efficiency", data.definitions["block efficiency"], estimated("block_efficiency"));
+  rows("Acceptance length", data.definitions["acceptance length"], estimated("acceptance_length"));
   rows("Tokens per second", data.definitions["tokens/s"], estimated("tokens_per_second"));
   const speedups = estimated("speedup");
   if (speedups.length) rows("Speed-up over plain decoding", "prefill is not counted", speedups);
-  const drafted = data.settings.filter(s => s.acceptance_by_depth.length);
+  const drafted = data.settings.filter(s => s.acceptance_by_position.length);
   if (drafted.length)
-    lines("Acceptance by depth", "share of the forwards that accept a token so deep",
+    lines("Acceptance by position", "share of the trees so deep that accept a token there",
       drafted.map(s => ({ name: s.name, colour: colour.get(s.name),
-                          values: s.acceptance_by_depth })), "depth");
+                          values: s.acceptance_by_position })), "position");
   const section = rows("Milliseconds per token of the answers, by phase", "prefill is counted",
     data.settings.map(s => {
       const parts = phaseParts(s.milliseconds_by_phase);
@@ -43,9 +43,10 @@ function showConversations(data) {
     for (const one of data.conversations.filter(c => c.question === choice.value)) {
       one.turns.forEach((turn, number) => {
         const box = element(answers, "div", { class: "answer" });
-        element(box, "b", {}, `${one.setting}, repeat ${one.repeat + 1}, turn ${number + 1}: ` +
-          `${turn.tokens} tokens, ${turn.block_efficiency.toFixed(2)} a forward, ${turn.finish}`);
-        box.append(turn.text);
+        const turns = `turn ${number + 1} of ${one.turns.length}`;
+        element(box, "b", {}, `${one.setting}, repeat ${one.repeat + 1}, ${turns}` + (number ? "" :
+          `: ${one.tokens} tokens in all, ${one.acceptance_length.toFixed(2)} a forward`));
+        box.append(turn);
       });
       if (one.error) element(answers, "p", { class: "note" }, `${one.setting}: ${one.error}`);
     }

@@ -145,21 +145,3 @@ def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair):
             "audit", "pair", *pair, *options, "100", "--dtype", "bfloat16", *wrong, status=2
         )
         assert wrong[0].strip("-") in refused.err
-
-
-def test_picture(cli, tmp_path):
-    out = tmp_path / "picture.svg"
-    sizes = ("--trees", "20", "--vocab", "8", "--depth", "2", "--temperatures", "0.5,1")
-    arguments = ("audit", "picture", *sizes, "--paths", "1,2", "--at-paths", "2")
-    result = cli(*arguments, "--out", str(out))
-    headings, *rows = result.out.splitlines()
-    assert "block efficiency" in headings
-    assert len({tuple(row.split()[:3]) for row in rows}) == len(rows)
-    text = out.read_text(encoding="utf-8")
-    assert "otbv" in text
-    assert "20 trees a point" in text
-    again = tmp_path / "again.svg"
-    cli(*arguments, "--out", str(again))
-    assert again.read_text(encoding="utf-8") == text
-    unknown = cli(*arguments, "--out", str(tmp_path / "picture.nope"), status=2)
-    assert "picture.nope" in unknown.err

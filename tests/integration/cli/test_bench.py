@@ -1,18 +1,17 @@
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from support.cli import process
 
-from eaglegbv.eval import plots as picture
-from eaglegbv.eval.runner import read_results
-from eaglegbv.eval.statistics import Summary
-from eaglegbv.eval.study import Study
+from eaglegbv.eval import pictures as picture
+from eaglegbv.eval.figures import ACCEPTANCE, SPEED, Sums
+from eaglegbv.eval.observations import Run
 
 QUICK = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "6", "--repeats", "1"]
 
@@ -37,22 +36,21 @@ def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path):
     out = tmp_path / "run"
     verifiers = ["--verifiers", "none,token,otbv", "--paths", "1,2", "--depth", "2"]
     result = bench(cli, pair, *QUICK, *verifiers, "--plots", "--out", str(out))
-    content = json.loads((out / "results.json").read_bytes())
-    measured = ["none", "token K1 L2", "otbv K1 L2", "otbv K2 L2"]
-    assert [s["setting"] for s in content["summary"]] == measured
-    results = read_results(out / "results.json")
-    assert len(results.records) == 2 * len(measured)
-    assert all(len(one.turns) == 2 and one.error is None for one in results.records)
-    none, *_, otbv = msgspec.convert(content["summary"], list[Summary])
-    assert none.block_efficiency.value == none.speedup.value == 1 <= otbv.block_efficiency.value
-    assert len(otbv.acceptance_by_depth) == 2
-    assert otbv.tokens_per_second.value > 0
+    measured = ["none", "token 1x2", "otbv 1x2", "otbv 2x2"]
+    observed = Run.read(out).observations("conversations")
+    sums = Sums(observed)
+    assert sums.settings == measured
+    assert len(observed) == 2 * len(measured)
+    assert all(len(one.texts) == 2 and one.error is None for one in observed)
+    assert sums.value(ACCEPTANCE, "none") == 1 <= sums.value(ACCEPTANCE, "otbv 2x2")
+    assert sums.names("offered.", ["otbv 2x2"]) == ["1", "2"]
+    assert sums.value(SPEED, "otbv 2x2") > 0
     report = (out / "results.md").read_text(encoding="utf-8")
     assert all(name in report and name in result.out for name in measured)
     assert "\r" not in result.err  # a bar is for a terminal
     pictures = {path.name for path in (out / "plots").iterdir()}
-    assert {"block_efficiency_by_paths.png", "tokens_per_second.svg"} <= pictures
-    cli("bench", "plot", str(out / "results.json"), "--out", str(tmp_path / "plots"))
+    assert {"acceptance_by_paths.png", "tokens_per_second.svg"} <= pictures
+    cli("bench", "plot", str(out), "--out", str(tmp_path / "plots"))
     assert {path.name for path in (tmp_path / "plots").iterdir()} == pictures
 
     cli("bench", "results", str(tmp_path / "kept"), "--add", f"mt-bench={out}")
@@ -61,23 +59,23 @@ def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path):
     assert (tmp_path / "kept" / "mt-bench_tokens_per_second.svg").is_file()
 
     both = cli("bench", "compare", str(out), str(out), "--out", str(tmp_path / "c.json"))
-    assert "A: otbv K2 L2   B: otbv K2 L2   questions: 2" in both.out
+    assert "A: otbv 2x2   B: otbv 2x2   questions: 2" in both.out
     assert "two sittings" in both.out
     content = json.loads((tmp_path / "c.json").read_bytes())
     assert len(content) == 4
     assert all(
-        d["ratio"] is None or d["ratio"] == {"value": 1, "low": 1, "high": 1}
+        d["ratio"] is None or (d["ratio"]["low"], d["ratio"]["high"]) == (1, 1)
         for comparison in content
         for d in comparison["differences"]
     )
 
-    names = ["--setting-a", "otbv K1 L2", "--setting-b", "otbv K2 L2"]
+    names = ["--setting-a", "otbv 1x2", "--setting-b", "otbv 2x2"]
     within = cli("bench", "compare", str(out), *names)
-    assert "A: otbv K1 L2   B: otbv K2 L2" in within.out
+    assert "A: otbv 1x2   B: otbv 2x2" in within.out
     assert "two sittings" not in within.out
     for arguments, message in (
         ([str(out)], "b=None"),
-        ([str(out), "--setting-a", "otbv K1 L2"], "b=None"),
+        ([str(out), "--setting-a", "otbv 1x2"], "b=None"),
         ([str(out), *names[:2], "--setting-b", "nope"], "setting='nope'"),
         ([str(tmp_path / "nowhere"), str(out)], "a="),
         ([str(out), str(tmp_path / "nowhere")], "b="),
@@ -92,7 +90,7 @@ def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path):
         ("bench", "mt-bench", *QUICK, "--plots"),
         ("bench", "study"),
         ("bench", "results"),
-        ("audit", "picture"),
+        ("bench", "paper", "synthetic"),
     ],
     ids=" ".join,
 )
@@ -118,11 +116,11 @@ def test_pictures_are_drawn_whatever_backend_is_named(backend, tmp_path):
     pytest.importorskip("matplotlib")
     code = (
         "import os, sys, pathlib\n"
-        "from eaglegbv.eval import plots\n"
-        "with plots.picture_style():\n"
-        "    line = plots.Line('a', [(1.0, plots.Estimate(1.0, 1.0, 1.0))])\n"
-        "    canvas = plots.draw_panels([plots.Panel(lines=[line], x='x')], 'y')\n"
-        "    written = plots.save_pictures(canvas, pathlib.Path(sys.argv[1]), 'drawn')\n"
+        "from eaglegbv.eval import pictures\n"
+        "with pictures.picture_style():\n"
+        "    line = pictures.Line('a', [(1.0, pictures.Estimate(1.0, 1.0, 1.0))])\n"
+        "    canvas = pictures.draw_panels([pictures.Panel(lines=[line], x='x')], 'y')\n"
+        "    written = pictures.save_pictures(canvas, pathlib.Path(sys.argv[1]), 'drawn')\n"
         "print([path.stat().st_size > 0 for path in written], os.environ['MPLBACKEND'])\n"
     )
     done = process(sys.executable, "-c", code, tmp_path, env=os.environ | {"MPLBACKEND": backend})
@@ -139,26 +137,25 @@ def test_any_set_runs_and_what_determines_it_is_recorded(cli, pair, tmp_path, mo
     options += ["--system", "Be brief."]
     result = bench(cli, pair, *options, "--questions-set", "gsm8k")
     folder = tmp_path / "runs" / "gsm8k"
-    results = read_results(folder / "results.json")
-    settings = results.settings
-    assert (settings.suite, settings.origin) == ("gsm8k", str(data))
-    assert (settings.model, settings.drafter) == (pair[1], pair[3])
-    assert (settings.system, settings.max_tokens, settings.dtype) == ("Be brief.", 4, "float32")
-    assert settings.template == (Path(pair[1]) / "chat_template.jinja").read_text(encoding="utf-8")
-    assert len(settings.questions_sha256) == 64
-    [record] = results.records
-    assert len(record.turns) == 1
+    run = Run.read(folder)
+    setup = run.head.setup
+    assert (setup["suite"], setup["origin"]) == ("gsm8k", str(data))
+    assert (setup["model"], setup["drafter"]) == (pair[1], pair[3])
+    assert (setup["system"], setup["max_tokens"], setup["dtype"]) == ("Be brief.", 4, "float32")
+    assert setup["template"] == (Path(pair[1]) / "chat_template.jinja").read_text(encoding="utf-8")
+    assert len(setup["questions_sha256"]) == 64
+    [one] = run.observations("conversations")
+    assert len(one.texts) == 1
     report = (folder / "results.md").read_text(encoding="utf-8")
-    for expected in ("# gsm8k", "- System prompt: Be brief.", "(float32)", "- Chat template: "):
+    for expected in ("system Be brief.", "(float32)", "- Chat template: "):
         assert expected in report
-    definitions = json.loads((folder / "results.json").read_bytes())["definitions"]
-    assert "prefill is not counted" in definitions["tokens/s"]
-    assert "are counted" in definitions["tokens/s with prefill"]
+    assert "prefill is not counted" in report
+    assert "are counted" in report
 
     mine = tmp_path / "mine.jsonl"
     mine.write_text(json.dumps({"prompt": "Hello?"}), encoding="utf-8")
     result = bench(cli, pair, *options, "--questions-set", str(mine))
-    assert read_results(tmp_path / "runs/mine/results.json").settings.origin == str(mine)
+    assert Run.read(tmp_path / "runs/mine").head.setup["origin"] == str(mine)
     # The same folder does not go on with other questions under the same ids.
     mine.write_text(json.dumps({"prompt": "Good-bye?"}), encoding="utf-8")
     result = bench(cli, pair, *options, "--questions-set", str(mine), status=2)
@@ -170,8 +167,7 @@ def test_what_the_engine_is_compiled_by_is_recorded(cli, pair, tmp_path, monkeyp
     options = ["--questions", "1", "--repeats", "1", "--max-tokens", "4", "--out", str(tmp_path)]
     options += ["--verifiers", "none,otbv", "--questions-set", "builtin"]
     bench(cli, pair, *options, "--compile", "eager")
-    assert read_results(tmp_path / "results.json").settings.compile_backend == "eager"
-    assert "- Backend: local (compiled by eager)" in (tmp_path / "results.md").read_text()
+    assert Run.read(tmp_path).head.setup["compile_backend"] == "eager"
     again = bench(cli, pair, *options, status=2)
     assert "(--compile eager, now none)" in again.err
 
@@ -191,70 +187,92 @@ def test_a_grid_of_everything_runs_at_once(cli, pair, tmp_path):
     lists += ["--temperature", "0.5,1", "--draft-sampling", "iid,fixed", "--draft-temperature", "2"]
     short = ["--questions-set", "builtin", "--questions", "1", "--repeats", "1"]
     result = bench(cli, pair, *short, "--max-tokens", "3", *lists, "--out", str(tmp_path))
-    assert "left out, not lossless: block K1 L1 fixed D2 T0.5" in result.err
-    content = json.loads((tmp_path / "results.json").read_bytes())
-    settings = [s["setting"] for s in content["summary"]]
+    assert "left out, not lossless: block 1x1 fixed at 2 T0.5" in result.err
+    sums = Sums(Run.read(tmp_path).observations("conversations"))
+    settings = sums.settings
     # At each temperature: none, block with one path of one distribution, otbv with one and two of
     # both.
     assert len(settings) == len(set(settings)) == 2 * (1 + 1 + 2 * 2)
-    assert "otbv K2 L1 fixed D2 T0.5" in settings
-    assert all(s["errors"] == 0 and s["speedup"] is not None for s in content["summary"])
+    assert "otbv 2x1 fixed at 2 T0.5" in settings
+    assert not any(sums.errors.values())
 
 
-def test_a_paper_s_comparison_says_what_should_agree(cli, pair, tmp_path):
+def test_a_paper_s_table_stands_beside_ours(cli, pair, tmp_path):
     short = ["--questions-set", "builtin", "--questions", "2", "--max-tokens", "4"]
     short += ["--places", "1", "--judgements", "1", "--engine-questions", "1"]
-    result = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
-    assert "Block verification" in result.out
-    assert "block K1 L8 at least token K1 L8" in result.out
-    assert "block K1 L6 at least greedy_block K1 L6" in result.out
-    # Five temperatures: an order at three lengths, two trends, a lead; then the engine's, and time.
-    assert f"of {5 * (3 + 2 + 1) + 2 * 3 + 1} directions: " in result.out
-    assert "the paper's figure of each cell is not at hand" in result.out
+    command = ["bench", "paper", "bv", "--table", "4,figure3", *pair, *short]
+    result = cli(*command, "--out", str(tmp_path))
+    assert result.out.startswith("Block verification")
+    rows = [line for line in result.out.splitlines() if line.startswith("GSM8K")]
+    assert re.fullmatch(r"GSM8K +\S+ \(3.81\) +\S+ \(4.15\) +\S+ \(3.96\)", rows[0])
+    assert "fewer than 8 questions" in result.out
+    assert " same" not in result.out
+    assert "deviations" not in result.out
     report = json.loads((tmp_path / "report.json").read_bytes())
-    assert len(report["report"]["findings"]) == 37
-    assert report["environment"]["versions"]["torch"]
+    assert len(report["tables"]) == 2
     assert (tmp_path / "report.txt").read_text().startswith("Block verification")
-    again = cli("bench", "paper", "bv", *pair, *short, "--out", str(tmp_path))
-    assert again.out == result.out
+    assert cli(*command, "--out", str(tmp_path)).out == result.out
     unknown = cli("bench", "paper", "nope", *pair, status=2)
     assert "name='nope': expected one of " in unknown.err
+    other = cli("bench", "paper", "bv", "--table", "x", status=2)
+    assert "table='x': expected one of " in other.err
+
+
+def test_papers_list_their_tables_without_a_model(cli):
+    listed = cli("bench", "paper", "gbv", "--list").out.splitlines()
+    assert len(listed) == 2 + 7
+    tables = json.loads(cli("bench", "paper", "gbv", "--list", "--json").out)["tables"]
+    assert tables[0]["cells"][0][0] == 3.294
+    exact = cli("bench", "paper", "bv", "--table", "figure3").out
+    assert exact.splitlines()[2].split() == [
+        *("TokenV", "0.667", "0.444", "0.296", "0.198", "0.132"),
+        *("0.088", "0.059", "0.039", "0.026", "0.017"),
+    ]
+
+
+def test_synthetic_trees_are_a_paper_of_their_own(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--vocab", "8", "--trees", "60", "--out", str(tmp_path)]
+    result = cli("bench", "paper", "synthetic", *sizes)
+    assert "K = 4" in result.out
+    assert (tmp_path / "plots" / "by_paths.svg").is_file()
 
 
 SIZES = ["--vocab", "10,100", "--drafts", "2", "--width", "all,8", "--instances", "2"]
 
 
-def test_solvers_as_one_json_object_and_as_a_table(cli):
-    result = cli("bench", "solvers", *SIZES, "--seed", "3", "--time-limit", "60000", "--json")
-    report = json.loads(result.out)
-    assert report.keys() == {"seed", "time_limit_ms", "tolerance", "rows"}
-    assert (report["seed"], report["time_limit_ms"]) == (3, 60_000)
-    rows = {(r["vocab"], r["width"], r["solver"]): r for r in report["rows"]}
-    assert len(rows) == len(report["rows"]) == 4 * 4
-    for (vocab, width, solver), row in rows.items():
-        refused = 2 if solver in ("max_flow", "lp") and (vocab, width) == (100, 100) else 0
-        assert (row["refused"], row["success"]) == (refused, 0 if refused else 1)
-    headings, *lines = cli("bench", "solvers", *SIZES, "--solver", "exact,lp").out.splitlines()
-    assert headings.split()[:4] == ["V", "width", "n", "solver"]
-    assert len(lines) == 4 * 2
+def test_solvers_as_one_json_object_and_as_a_table(cli, tmp_path):
+    out = ["--out", str(tmp_path)]
+    result = cli("bench", "solvers", *SIZES, "--seed", "3", "--time-limit", "60000", *out, "--json")
+    [table] = json.loads(result.out)["tables"]
+    headings, *rows = table["rows"]
+    assert headings[:4] == ["V", "width", "n", "solver"]
+    assert len(rows) == 4 * 4
+    for row in rows:
+        found = dict(zip(headings, row, strict=True))
+        large = found["solver"] in ("max_flow", "lp") and found["width"] == "100"
+        assert (found["too large"], found["success"]) == (("2", "0%") if large else ("0", "100%"))
+    assert Run.read(tmp_path).head.setup["seed"] == 3
+    lines = cli("bench", "solvers", *SIZES, "--solver", "exact,lp").out.splitlines()
+    assert len(lines) == 1 + 4 * 2
 
 
-def test_study_writes_json_and_a_picture(cli, tmp_path):
+def test_the_study_resumes_and_draws(cli, tmp_path):
     pytest.importorskip("matplotlib")
-    result = cli(
+    command = (
         *("bench", "study", "--questions-set", "builtin", "--questions", "2", "--places", "1"),
         *("--judgements", "1", "--temperatures", "0,1", "--draft-temperatures", "1,2"),
         *("--paths", "2", "--depth", "2", "--sizes", "2,4", "--max-tokens", "4"),
         *("--drafter", "small=eagle1", "--out", str(tmp_path)),
     )
+    result = cli(*command)
     assert "small, K = 2: sampled at the target's own temperature against fixed" in result.out
-    study = msgspec.json.decode((tmp_path / "study.json").read_bytes(), type=Study)
-    assert {(c.temperature, c.draft_temperature) for c in study.sampled} == {(0, 1), (1, 1), (1, 2)}
-    facts = json.loads((tmp_path / "study.json").read_text())
-    assert facts["settings"]["seed"] == 0
-    assert facts["environment"]["versions"]["torch"]
-    assert (tmp_path / "study.png").stat().st_size > 1000
-    assert "<svg" in (tmp_path / "study.svg").read_text()
+    run = Run.read(tmp_path)
+    assert run.head.setup["seed"] == 0
+    assert run.head.environment.versions["torch"]
+    assert "<svg" in (tmp_path / "plots" / "trees.svg").read_text()
+    again = cli(*command)
+    assert (again.out, "going on with the run" in again.err) == (result.out, True)
 
 
 def test_study_of_shapes(cli, tmp_path):
@@ -264,7 +282,41 @@ def test_study_of_shapes(cli, tmp_path):
         *("--depth", "2", "--max-tokens", "4", "--drafter", "eagle1", "--out", str(tmp_path)),
     )
     assert "eagle1, 2x2: against fixed, as many nodes" in result.out
-    study = msgspec.json.decode((tmp_path / "study.json").read_bytes(), type=Study)
-    assert [cell.tree for cell in study.shapes] == ["2x2", "eagle1"]
-    assert not study.sampled
-    assert not (tmp_path / "study.svg").exists()
+    assert not (tmp_path / "plots").exists()
+
+
+def test_drafters_stand_side_by_side(cli, pair, tmp_path):
+    target, head = pair[1], pair[3]
+    command = ["bench", "drafters", "--model", target, "--questions-set", "builtin"]
+    command += ["--questions", "2", "--max-tokens", "4", "--paths", "1,2", "--depth", "3"]
+    command += ["--drafter", f"head={head}", "--drafter", f"same={target}", "--out", str(tmp_path)]
+    lines = cli(*command).out.splitlines()
+    assert lines[0].split()[:3] == ["drafter", "verifier", "K"]
+    named = [line.split()[:3] for line in lines[1:5]]
+    assert named == [[name, "otbv", k] for name in ("head", "same") for k in ("1", "2")]
+    # The target itself drafts best: nearly every token is accepted.
+    sums = Sums(Run.read(tmp_path).observations("conversations"))
+    for k in (1, 2):
+        assert sums.value(ACCEPTANCE, f"same otbv {k}x3") >= 3
+    shown = json.loads(cli(*command, "--json").out)
+    assert len(shown["tables"]) == 2
+
+
+def test_what_an_older_version_measured_is_converted(cli, tmp_path):
+    settings = {"suite": "mt-bench", "model": "m", "drafter": "d", "question_ids": ["q"]}
+    settings["settings"] = [{"plan": {"verifier": "otbv", "paths": 2, "depth": 3}}]
+    turn = {"completion_tokens": 9, "wall_seconds": 5.0, "text": "hi", "finish_reason": "length"}
+    turn["metrics"] = {"target_forwards": 4, "committed_tokens": 8, "seconds": {"prefill": 1.0}}
+    record = {"question_id": "q", "category": "c", "setting": "otbv K2 L3", "repeat": 0}
+    environment = {"started": "2026-01-01", "versions": {}, "platform": "", "processor": ""}
+    environment |= {"cores": 1, "threads": 1, "device": "cpu"}
+    content = {"settings": settings, "environment": environment, "format": 1}
+    old, new = tmp_path / "results.json", tmp_path / "new.json"
+    old.write_text(json.dumps(content | {"records": [record | {"turns": [turn]}]}))
+    refused = cli("bench", "plot", str(tmp_path), status=2)
+    assert "eaglegbv bench convert reads what 0.1 has measured" in refused.err
+    cli("bench", "convert", str(old), str(new))
+    sums = Sums(Run.read(new).observations("conversations"))
+    assert (sums.value(ACCEPTANCE, "otbv 2x3"), sums.value(SPEED, "otbv 2x3")) == (2, 2)
+    old.write_text(json.dumps({"report": {}}))
+    assert "0.1 kept no sums" in cli("bench", "convert", str(old), str(new), status=2).err

@@ -14,7 +14,8 @@ from support.fake_llm import answer
 from transformers.utils import logging
 
 from eaglegbv.backends.sglang import llm as sglang_llm
-from eaglegbv.eval.runner import read_results
+from eaglegbv.eval.figures import ACCEPTANCE, SPEED, Sums
+from eaglegbv.eval.observations import Run
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.text import Delta
 
@@ -36,37 +37,32 @@ def test_baselines_take_turns_with_the_engine(cli, pair, tmp_path):
     names = ["transformers", "lookup:2", "exit:1:2", f"assistant:{pair[1]}"]
     options = ["--verifiers", "none,otbv", "--depth", "2", "--baselines", ",".join(names)]
     bench(cli, pair, *options, "--temperature", "0", "--out", str(tmp_path))
-    results = read_results(tmp_path / "results.json")
-    settings = ["none T0", "otbv K3 L2 T0", *(f"{name} T0" for name in names)]
-    first, second = results.records[:6], results.records[6:]
-    assert [record.setting for record in first] == settings
-    assert [record.setting for record in second] == [*settings[1:], settings[0]]
-    for records in (first, second):
-        texts = {tuple(turn.text for turn in record.turns) for record in records}
-        assert len(texts) == 1  # greedy: whoever decodes
-    content = json.loads((tmp_path / "results.json").read_bytes())
-    for summary in content["summary"]:
-        assert summary["errors"] == 0
-        assert summary["speedup"]["value"] > 0
-        assert summary["block_efficiency"]["value"] >= 1
-    alone = {s["setting"]: set(s["milliseconds_by_phase"]) for s in content["summary"]}
-    assert alone["transformers T0"] == {"prefill", "other"}
-    assert "forward" in alone["none T0"]
-    report = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert "| transformers T0 | " in report
-    assert "Of transformers' ways prefill is" in report
-    assert "question by question in turns" in report
+    observed = Run.read(tmp_path).observations("conversations")
+    settings = ["none T0", "otbv 3x2 T0", *(f"{name} T0" for name in names)]
+    first, second = observed[:6], observed[6:]
+    assert [one.setting for one in first] == settings
+    assert [one.setting for one in second] == [*settings[1:], settings[0]]
+    for some in (first, second):
+        assert len({one.texts for one in some}) == 1  # greedy: whoever decodes
+    sums = Sums(observed)
+    for name in settings:
+        assert sums.errors[name] == 0
+        assert sums.ratio(SPEED, [name], ["none T0"]).value > 0
+        assert sums.value(ACCEPTANCE, name) >= 1
+    assert set(sums.names("seconds.", ["transformers T0"])) == {"prefill", "other"}
+    assert "forward" in sums.names("seconds.", ["none T0"])
+    assert "| transformers T0 | " in (tmp_path / "results.md").read_text(encoding="utf-8")
 
 
 def test_transformers_alone_runs_no_plan(cli, pair, tmp_path):
-    bench(cli, pair, "--backend", "transformers", "--out", str(tmp_path))
-    results = read_results(tmp_path / "results.json")
-    assert [setting.name for setting in results.settings.settings] == ["transformers"]
-    assert (results.settings.backend, results.settings.dtype) == ("transformers", "float32")
-    content = json.loads((tmp_path / "results.json").read_bytes())
-    [summary] = content["summary"]
-    assert summary["speedup"] is None  # nothing to compare with
-    assert summary["block_efficiency"]["value"] == 1
+    result = bench(cli, pair, "--backend", "transformers", "--out", str(tmp_path))
+    run = Run.read(tmp_path)
+    [settings] = run.head.sheets.values()
+    assert [setting.name for setting in settings] == ["transformers"]
+    assert (run.head.setup["backend"], run.head.setup["dtype"]) == ("transformers", "float32")
+    _, row = result.out.splitlines()
+    assert row.split()[-2:] == ["-", "-"]  # nothing to compare with
+    assert row.split()[1] == "1.00"
 
 
 class FakeSGLang:
@@ -99,7 +95,7 @@ class FakeSGLang:
 def sglang(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     monkeypatch.setattr(FakeSGLang, "log", [])
     monkeypatch.setattr(sglang_llm, "SGLangLLM", FakeSGLang)
-    monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")
+    monkeypatch.setattr("eaglegbv.eval.observations.metadata.version", lambda name: f"{name} 1")
     return FakeSGLang.log
 
 
@@ -113,24 +109,22 @@ def test_sglang_answers_one_engine_a_plan(cli, pair, sglang, tmp_path):
     arguments = dict(sglang)["arguments"]
     assert arguments["mem_fraction_static"] == 0.5
     assert arguments["disable_radix_cache"] is True
-    results = read_results(tmp_path / "results.json")
-    assert results.settings.backend == "sglang"
-    assert results.settings.backend_arguments == {"mem_fraction_static": 0.5}
-    assert results.environment.versions["sglang"] == "sglang 1"
-    assert len(results.records) == 3 * 2 * 2
-    for record in results.records:
-        if record.setting.startswith("gbv"):
-            assert "too long for SGLang" in record.error
+    run = Run.read(tmp_path)
+    assert run.head.setup["backend"] == "sglang"
+    assert run.head.setup["backend_arguments"] == {"mem_fraction_static": 0.5}
+    assert run.head.environment.versions["sglang"] == "sglang 1"
+    observed = run.observations("conversations")
+    assert len(observed) == 3 * 2 * 2
+    for one in observed:
+        if one.setting.startswith("gbv"):
+            assert "too long for SGLang" in one.error
             continue
-        assert [turn.text for turn in record.turns] == ["abcde"] * 2
-        for turn in record.turns:
-            assert 0.02 <= turn.metrics.seconds["prefill"] < turn.wall_seconds
-            assert turn.decode_seconds >= 0.01
-    content = json.loads((tmp_path / "results.json").read_bytes())
-    assert all(s["block_efficiency"]["value"] in (0, 2) for s in content["summary"])
+        assert one.texts == ("abcde",) * 2
+        assert 2 * 0.02 <= one.sums["seconds.prefill"] < one.sums["wall_seconds"]
+        assert one.sums["seconds"] >= 2 * 0.01
+        assert one.sums["tokens"] == 2 * one.sums["steps"]
     report = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert "- Backend: sglang, mem_fraction_static=0.5" in report
-    assert "settings did not take turns" in report
+    assert "mem_fraction_static" in report
 
     del sglang[:]  # all measured: nothing is started again
     bench(cli, pair, *options, "--out", str(tmp_path))
@@ -149,7 +143,7 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(cli, pair, tmp
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def lines() -> list[bytes]:
-        records = out / "records.jsonl"
+        records = out / "observations.jsonl"
         return records.read_bytes().splitlines(keepends=True) if records.is_file() else []
 
     start = [sys.executable, "-c", "from eaglegbv.cli.main import main; main()", *command]
@@ -163,15 +157,15 @@ def test_a_killed_process_is_resumed_and_nothing_measured_is_lost(cli, pair, tmp
     assert process.wait() == -signal.SIGKILL
     measured = [line for line in lines() if line.endswith(b"\n")]
     assert 5 <= len(measured) < whole
-    assert not (out / "results.json").exists()
+    assert not (out / "results.md").exists()
     # What a kill in the middle of a write would leave behind.
-    with (out / "records.jsonl").open("ab") as file:
+    with (out / "observations.jsonl").open("ab") as file:
         file.write(measured[0][:50])
 
     again = cli(*command)
     after = lines()
     assert after[: len(measured)] == measured
-    keys = [(r["setting"], r["question_id"], r["repeat"]) for r in map(json.loads, after)]
+    keys = [part["key"] for part in map(json.loads, after)]
     assert len(keys) == len(set(keys)) == whole
-    assert f"{len(measured)}/{whole}" in again.err  # it goes on where it stopped
-    assert len(read_results(out / "results.json").records) == whole
+    assert f": {len(measured)} observations of it are measured" in again.err
+    assert len(Run.read(out).observations("conversations")) == whole

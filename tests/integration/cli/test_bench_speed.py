@@ -1,16 +1,17 @@
 """``bench batch`` and ``bench step`` on tiny models: tables, files, and clear errors."""
 
-import json
 import re
 
 import pytest
+
+from eaglegbv.eval.observations import Run
 
 QUICK = ("--questions-set", "builtin", "--tokens", "6", "--repeats", "1", "--prompts", "1")
 SIZES = "hidden=32,layers=4,heads=2,kv_heads=1,intermediate=48,vocab=64,draft_vocab=32"
 
 
 def test_ways_stand_side_by_side(cli, pair, tmp_path):
-    out = tmp_path / "batch.json"
+    out = tmp_path / "batch"
     ways = ("--ways", "auto,2x2,none,transformers,lookup:2", "--batches", "1,2")
     result = cli("bench", "batch", *pair, *QUICK, *ways, "--explain", "--out", str(out))
     lines = result.out.splitlines()
@@ -18,15 +19,15 @@ def test_ways_stand_side_by_side(cli, pair, tmp_path):
     rows = {line.split()[1]: line for line in lines if line.startswith("T=1, ")}
     choices = [line for line in lines if line.startswith("T=1, auto, batch ")]
     rows.pop("auto,")
-    assert set(rows) == {"auto", "2x2", "none", "transformers", "lookup:2"}
+    assert set(rows) == {"auto", "otbv", "none", "transformers", "lookup:2"}
     assert "(1.00)" in rows["none"]
     # Assisted generation takes one prompt at a time.
     assert rows["lookup:2"].split()[-1] == "-"
     assert [line.split(":")[0].split()[-1] for line in choices] == ["1", "2"]
     assert not any("fixed" in line for line in choices)  # as the plan 2x2 is
-    timings = json.loads(out.read_text())["timings"]
-    assert len(timings) == 5 + 4
-    assert all(timing["tokens"] == 6 * timing["batch"] for timing in timings)
+    observed = Run.read(out).observations("batch")
+    assert len(observed) == 5 + 4
+    assert [one.sums["answer_tokens"] for one in observed] == [6] * 5 + [12] * 4
 
 
 def test_a_missing_file_is_said_before_any_model_is_loaded(cli, monkeypatch, tmp_path):
@@ -37,40 +38,38 @@ def test_a_missing_file_is_said_before_any_model_is_loaded(cli, monkeypatch, tmp
 
 @pytest.mark.thorough
 def test_a_made_pair_says_what_it_is_and_drafts_as_well_as_asked(cli, tmp_path):
-    out = tmp_path / "made.json"
+    out = tmp_path / "made"
     made = ("--shape", "tiny", "--efficiency", "3.5", "--ways", "2x4,none", "--device", "cpu")
     result = cli("bench", "batch", *made, *QUICK, "--batches", "2", "--out", str(out))
     told = re.search(r"Made weights .* otbv 2x4 commits (\S+) tokens a step", result.out)
     assert told
     assert float(told[1]) == pytest.approx(3.5, rel=0.05)
-    facts = json.loads(out.read_text())
-    assert (facts["model"], facts["suite"]) == ("tiny", "random tokens")
-    assert facts["drafter"] == f"made for block efficiency {told[1]}"
-    assert [timing["tokens"] for timing in facts["timings"]] == [2 * 6] * 2
+    run = Run.read(out)
+    setup = run.head.setup
+    assert (setup["model"], setup["suite"]) == ("tiny", "random tokens")
+    assert setup["drafter"] == f"made for acceptance length {told[1]}"
+    assert [one.sums["answer_tokens"] for one in run.observations("batch")] == [2 * 6] * 2
 
 
 def test_many_settings_over_one_pair_lose_nothing(cli, tmp_path):
-    out = tmp_path / "step.jsonl"
-    out.write_text('{"an": "earlier run"}\n')
+    out = tmp_path / "steps"
     options = ("--plans", "2x2,token:2x2,none", "--contexts", "8", "--steps", "2", "--batches", "2")
     how = ("--cuda-graphs", "eager", "--dtype", "bfloat16", "--out", str(out))
     result = cli("bench", "step", "--sizes", SIZES, *options, *how, status=1)
-    headings, *rows = result.out.splitlines()
+    headings, drafted, plain, _, failed = result.out.splitlines()
     assert headings.split()[:3] == ["milliseconds", "draft", "forward"]
-    assert rows[0].startswith("otbv 2x2, batch 2, 8, T=1 ")
-    assert rows[1].startswith("token 2x2, batch 2, 8, T=1: SamplingMismatch: paths=2")
-    assert rows[2].startswith("none, batch 2")
-    earlier, facts, *settings = map(json.loads, out.read_text().splitlines())
-    assert earlier == {"an": "earlier run"}
-    assert (facts["model"]["hidden"], facts["dtype"]) == (32, "bfloat16")
-    assert [set(setting) for setting in settings] == [
-        {"setting", "report"},
-        {"setting", "error"},
-        {"setting", "report"},
-    ]
-    assert settings[0]["report"]["operations"] > 0
-    assert settings[0]["report"]["eager"] == {}  # padded and replayed, as on a GPU
-    assert settings[0]["report"]["launches"] is None
+    assert drafted.startswith("otbv 2x2 batch 2 prompt 8 ")
+    assert plain.startswith("none batch 2")
+    assert failed.startswith("token 2x2 batch 2 prompt 8: SamplingMismatch: paths=2")
+    run = Run.read(out)
+    assert (run.head.setup["sizes"], run.head.setup["dtype"]) == (SIZES, "bfloat16")
+    first, second, third = run.observations("step")
+    assert first.sums["operations"] > 0
+    # Padded and replayed, as on a GPU; nothing is launched on one.
+    assert not any(name.startswith("eager.") for name in first.sums)
+    assert "launches" not in first.sums
+    assert second.error is not None
+    assert third.error is None
 
 
 def test_steps_of_a_real_model(cli, pair):

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from eaglegbv.cli import audit, bench, bench_results, demo, main, serve_local, train
-from eaglegbv.eval.runner import read_results
+from eaglegbv.cli import audit, bench, demo, main, serve_local, train, view
+from eaglegbv.eval.observations import Run
 
 REVISION = "0" * 40
 ONE_BY_ONE = """
@@ -98,16 +98,16 @@ def test_they_run_as_documented(tmp_path):
     words = json.dumps([[*command[1:], *short] for command in commands()])
     process(sys.executable, "-c", ONE_BY_ONE, words, env=environment, cwd=tmp_path)
     for command in commands():
-        results = read_results(tmp_path / option(command, "--out") / "results.json")
-        settings = results.settings
+        run = Run.read(tmp_path / option(command, "--out"))
+        setup, [settings] = run.head.setup, run.head.sheets.values()
         named = option(command, "--model"), option(command, "--drafter")
-        assert (settings.model, settings.drafter, settings.template) == (*named, TEMPLATE)
-        assert len(results.records) == len(settings.settings)
-        for record in results.records:
-            assert record.error is None
-            assert [turn.completion_tokens for turn in record.turns] == [5, 5]
-        baselines = [s.baseline for s in settings.settings if s.baseline is not None]
-        assert ",".join(baselines) == option(command, "--baselines")
+        assert (setup["model"], setup["drafter"], setup["template"]) == (*named, TEMPLATE)
+        observed = run.observations("conversations")
+        assert len(observed) == len(settings)
+        for one in observed:
+            assert one.error is None
+            assert one.sums["answer_tokens"] == 10
+        assert ",".join(s.who for s in settings if s.who) == option(command, "--baselines")
 
 
 def named_options() -> list[tuple[str, list[str]]]:
@@ -127,7 +127,7 @@ def test_every_option_that_the_pages_name_is_there(place, words):
     apps = {"audit": audit.app, "bench": bench.app, "demo": demo.app, "train": train.app}
     command = typer.main.get_command(apps.get(name, main.app))
     if name == "view":
-        command = typer.main.get_command(bench_results.view_app)
+        command = typer.main.get_command(view.app)
     elif name == "serve" and "local" in rest:
         command = typer.main.get_command(serve_local.app)
     elif name not in apps:

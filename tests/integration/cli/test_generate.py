@@ -15,7 +15,7 @@ import pytest
 from eaglegbv.cli.main import main
 from eaglegbv.config import AUTO, plan_name
 from eaglegbv.engine import Engine
-from eaglegbv.eval.records import Journal
+from eaglegbv.eval.observations import Run
 from eaglegbv.llm import LLM, Stream
 from eaglegbv.request import RequestOutput
 from eaglegbv.text import Delta, TextDecoder
@@ -242,11 +242,11 @@ def test_a_full_disk_is_one_line(cli, pair, tmp_path):
 
 
 def test_an_error_of_the_disk_is_one_line(cli, pair, tmp_path, monkeypatch):
-    error = OSError(errno.EROFS, "Read-only file system", "records.jsonl")
-    monkeypatch.setattr(Journal, "add", Mock(side_effect=error))
+    error = OSError(errno.EROFS, "Read-only file system", "observations.jsonl")
+    monkeypatch.setattr(Run, "part", Mock(side_effect=error))
     short = ("--questions-set", "builtin", "--questions", "1", "--max-tokens", "4")
     result = cli("bench", "mt-bench", *pair, *short, "--out", str(tmp_path / "run"), status=2)
-    assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'records.jsonl'\n"
+    assert result.err == "eaglegbv: [Errno 30] Read-only file system: 'observations.jsonl'\n"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ import typer
 from support.cli import process
 
 import eaglegbv
-from eaglegbv.cli import audit, bench, bench_results, demo
+from eaglegbv.cli import audit, bench, demo, view
 from eaglegbv.cli.demo import conclusion, demo_table
 from eaglegbv.cli.main import app
 from eaglegbv.cli.options import Questions
 from eaglegbv.cli.structs import documented_fields
 from eaglegbv.config import PlanChoices
+from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.questions import SUITES
-from eaglegbv.eval.throughput import Timing
+from eaglegbv.eval.settings import Setting
 from eaglegbv.verifiers import registry
 
 
@@ -34,7 +35,6 @@ def test_it_runs_as_a_module_too():
         (["bench", "batch", "-h"], ["--ways"]),
         (["bench", "plot", "--help"], ["pip install -e '.[bench]' in a checkout."]),
         (["bench", "study", "--help"], ["'.[bench]')"]),
-        (["audit", "picture", "--help"], ["'.[bench]')"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -52,7 +52,7 @@ def test_every_option_has_help():
         for sub, one in getattr(command, "commands", {}).items():
             yield from silent(one, f"{name} {sub}")
 
-    for one in (app, audit.app, bench.app, demo.app, bench_results.view_app):
+    for one in (app, audit.app, bench.app, demo.app, view.app):
         assert list(silent(typer.main.get_command(one), "eaglegbv")) == []
 
 
@@ -66,11 +66,10 @@ def test_help_names_every_set_of_questions():
 
 
 def test_help_names_the_verifiers_there_are(cli):
-    """All but the engine's own, and variants of one."""
+    """All but the engine's own."""
     known = {*registry.VERIFIERS, *registry.STATEFUL_VERIFIERS}
-    variants = {name for name in known if name.startswith("global_resolution_")}
     said = documented_fields(PlanChoices)["verifier"]
-    assert listed(said.removeprefix("Verifier: ").partition(";")[0]) == known - variants
+    assert listed(said.removeprefix("Verifier: ").partition(";")[0]) == known
     assert said in " ".join(cli("generate", "--help").out.split())
 
 
@@ -118,9 +117,14 @@ def test_the_demo_answers_and_says_what_was_gained(cli, model):
     assert [command.split()[1] for command in commands] == ["chat", "bench", "serve"]
 
 
-def timed(way: str, first: int, seconds: float, **counts: Any) -> Timing:
-    cell = {"batch": 1, "context": 0, "temperature": 0.2, "repeat": 0}
-    return Timing(way=way, first=first, seconds=seconds, tokens=9, **cell, **counts)
+PLAIN_SETTING = Setting(temperature=0.2, batch=1)
+DEFAULT = Setting(who="auto", temperature=0.2, batch=1)
+LIBRARY = Setting(who="transformers", temperature=0.2, batch=1)
+
+
+def timed(setting: Setting, question: int, seconds: float, **plans: float) -> Observation:
+    sums = {"answer_tokens": 9.0, "wall_seconds": seconds, **plans}
+    return Observation(setting=setting.name, unit=str(question), sums=sums)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +133,16 @@ def timed(way: str, first: int, seconds: float, **counts: Any) -> Timing:
         ((1.0, 1.0, 1.0), "2.00 times as fast as eaglegbv, plain decoding."),
         ((4.0, 4.1, 3.9), "0.50 times as fast as eaglegbv, plain decoding."),
         (
-            (1.0, 2.0, 4.0),
+            (1.0, 2.0, 3.0),
             "1.00 times as fast as eaglegbv, plain decoding, which is not told apart.",
         ),
     ],
 )
 def test_what_the_demo_measured_is_said_in_words(seconds, gain):
-    plain = [timed("none", first, 2.0) for first in range(3)]
-    plans = {"otbv 3x4": 3, "none": 1}
-    default = [timed("auto", first, s, plans=plans) for first, s in enumerate(seconds)]
-    library = [timed("transformers", first, 4 * s) for first, s in enumerate(seconds)]
+    plain = [timed(PLAIN_SETTING, n, 2.0) for n in range(9)]
+    plans = {"plans.otbv 3x4": 3.0, "plans.none": 1.0}
+    default = [timed(DEFAULT, n, seconds[n % 3], **plans) for n in range(9)]
+    library = [timed(LIBRARY, n, 4 * seconds[n % 3]) for n in range(9)]
     said = conclusion(library + plain + default)
     assert said.endswith(gain)
     assert ": 4.00 times as fast as transformers' generate;" in said
@@ -150,9 +154,9 @@ def test_what_the_demo_measured_is_said_in_words(seconds, gain):
 
 
 def test_the_demo_asks_no_further_question_when_time_is_up(cli, monkeypatch):
-    def endless(*_: object) -> Iterator[Timing]:
+    def endless(*_: object) -> Iterator[Observation]:
         for first in range(99):
-            yield from [timed(way, first, 2.0) for way in ("transformers", "none", "auto")]
+            yield from [timed(way, first, 2.0) for way in (LIBRARY, PLAIN_SETTING, DEFAULT)]
 
     monkeypatch.setattr(demo, "measure", endless)
     monkeypatch.setattr(demo, "SECONDS", 0.0)
@@ -160,8 +164,8 @@ def test_the_demo_asks_no_further_question_when_time_is_up(cli, monkeypatch):
 
 
 def test_ctrl_c_keeps_what_the_demo_measured(cli, monkeypatch):
-    def interrupted(*_: object) -> Iterator[Timing]:
-        yield from [timed(way, 0, 2.0) for way in ("transformers", "none")]
+    def interrupted(*_: object) -> Iterator[Observation]:
+        yield from [timed(way, 0, 2.0) for way in (LIBRARY, PLAIN_SETTING)]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "measure", interrupted)

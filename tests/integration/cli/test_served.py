@@ -10,7 +10,7 @@ from support.cli import documented_commands
 from support.fake_llm import answer
 
 from eaglegbv.backends.sglang.launch import Launch
-from eaglegbv.eval.runner import load_results
+from eaglegbv.eval.observations import Run
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.text import Completion
@@ -37,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(f"{home}.ready.check_ready", lambda _: None)
     monkeypatch.setattr(f"{home}.launch.running", running)
     monkeypatch.setattr(f"{home}.llm.Endpoint", lambda *_: fake_answer)
-    monkeypatch.setattr("eaglegbv.eval.records.metadata.version", lambda name: f"{name} 1")
+    monkeypatch.setattr("eaglegbv.eval.observations.metadata.version", lambda name: f"{name} 1")
     return commands
 
 
@@ -46,24 +46,23 @@ def test_one_server_a_plan_and_nothing_twice(cli, started, tmp_path):
     command += ["--eagle", "0", "--seed", "7", "--out", str(tmp_path), "--tp", "2"]
     result = cli(*command)
     assert [line.partition(":")[0] for line in started] == [
-        *("none T0.5", "gbv K2 L4 T0.5", "eagle K2 L4 T0")
+        *("none T0.5", "gbv 2x4 T0.5", "eagle 2x4 T0")
     ]
     assert all(f"--model-path {TINY_TARGET}" in line and "--tp 2" in line for line in started)
     assert ["draft-model-path" in line for line in started] == [False, True, True]
-    results = load_results(tmp_path)
-    settings = results.settings
-    assert [s.name for s in settings.settings] == [
-        *("none T0.5", "gbv K2 L4 T0.5", "none", "gbv K2 L4", "eagle K2 L4 T0")
+    run = Run.read(tmp_path)
+    setup, [settings] = run.head.setup, run.head.sheets.values()
+    assert [setting.name for setting in settings] == [
+        *("none T0.5", "gbv 2x4 T0.5", "none", "gbv 2x4", "eagle 2x4 T0")
     ]
-    assert (settings.model, settings.drafter, settings.system) == ("tiny", "eagle3", None)
-    assert (settings.suite, settings.seed, settings.repeats) == ("builtin", 7, 1)
-    assert settings.questions_sha256
-    assert settings.backend == "sglang server"
-    assert settings.backend_arguments == {"arguments": "--tp 2", "at_once": 16}
-    assert (settings.template, settings.dtype, settings.compile_backend) == (None, "", "")
-    assert results.environment.device == "SGLang's"
-    assert results.environment.versions["sglang"] == "sglang 1"
-    assert len(results.records) == 5 * 2
+    assert (setup["model"], setup["drafter"], setup["suite"]) == ("tiny", "eagle3", "builtin")
+    assert setup["seed"] == 7
+    assert setup["questions_sha256"]
+    assert setup["backend"] == "sglang server"
+    assert setup["backend_arguments"] == {"arguments": "--tp 2", "at_once": 16}
+    assert run.head.environment.device == "SGLang's"
+    assert run.head.environment.versions["sglang"] == "sglang 1"
+    assert len(run.observations("conversations")) == 5 * 2
     table = (tmp_path / "table.txt").read_text(encoding="utf-8")
     assert table == result.out
     assert len(table.splitlines()) >= 1 + 5
@@ -83,7 +82,7 @@ def test_the_documented_command(cli, started, tmp_path):
 def test_other_models_keep_their_names(cli, pair, started, tmp_path):
     named = [*pair[:2], "--verifiers", "none", "--out", str(tmp_path)]
     cli("bench", "served", *QUICK, *named)
-    header = json.loads((tmp_path / "run.json").read_bytes())["settings"]
+    header = json.loads((tmp_path / "head.json").read_bytes())["setup"]
     assert (header["model"], header["drafter"]) == (pair[1], None)
     refused = cli(
         "bench", "served", *QUICK, *named[:-1], str(tmp_path / "e"), "--eagle", "0", status=2

@@ -2,10 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support.runs import ENVIRONMENT, OTBV, record, run_settings
+from support.runs import OTBV, head, observations
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.runner import RunFolder
+from eaglegbv.eval.observations import Run
 from eaglegbv.llm import LLM
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.trace import Tracer
@@ -13,15 +13,15 @@ from eaglegbv.trace import Tracer
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    folder = RunFolder(tmp_path / "run", run_settings(), ENVIRONMENT)
-    folder.add(record(OTBV, "q0", 0, forwards=4, committed=8, decode_seconds=2.0))
-    return folder.path
+    run = Run.open(tmp_path / "run", head())
+    run.part("conversations", "q0", lambda: observations(OTBV, (4, 8, 2.0)))
+    return tmp_path / "run"
 
 
 def test_writes_a_page_where_it_is_told_or_beside(cli, run_folder, tmp_path):
     cli("view", str(run_folder))
     text = (run_folder / "view.html").read_text(encoding="utf-8")
-    assert "otbv K2 L3" in text
+    assert "otbv 2x3" in text
     out = tmp_path / "page.html"
     result = cli("view", str(run_folder), "--out", str(out))
     assert f"wrote {out}" in result.err
@@ -76,8 +76,8 @@ def test_errors_are_one_line(cli, run_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for arguments, message in (
         ([str(tmp_path / "nowhere")], "path="),
-        ([str(other)], f"path='{other}': expected a trace, or a results.json ("),
-        ([str(tmp_path / "empty")], "results.json"),
+        ([str(other)], f"path='{other}': expected a run's folder or file ("),
+        ([str(tmp_path / "empty")], "a run's folder"),
         ([str(run_folder), "--out", str(tmp_path / "no" / "page.html")], "out="),
     ):
         result = cli("view", *arguments, status=2)

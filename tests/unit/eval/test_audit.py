@@ -11,7 +11,6 @@ from support.saved_pair import save_pair
 
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval import audit_picture
 from eaglegbv.eval.audit import exact as auditing
 from eaglegbv.eval.audit import g_test as g_tests
 from eaglegbv.eval.audit import problems
@@ -26,7 +25,10 @@ from eaglegbv.eval.audit.g_test import (
 from eaglegbv.eval.audit.pair import PairResult, audit_pair
 from eaglegbv.eval.audit.problems import DRAFTS, Sizes, instance
 from eaglegbv.eval.audit.sampled import batch_of, sampled_subject
-from eaglegbv.eval.audit_picture import SyntheticSettings, draw_batch, measure
+from eaglegbv.eval.figures import ACCEPTANCE, Sums
+from eaglegbv.eval.settings import sweep
+from eaglegbv.eval.ways import synthetic
+from eaglegbv.eval.ways.synthetic import SyntheticSettings, SyntheticTrees, draw_batch
 from eaglegbv.llm import LLM
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -330,12 +332,12 @@ def test_synthetic_trees_are_sound() -> None:
 
 
 def test_synthetic_figures(monkeypatch) -> None:
-    settings = SyntheticSettings(vocab=16, depth=3, trees=600)
-    figures = list(measure(["token", "otbv"], [1, 3], [1.0], settings))
-    found = {(f.verifier, f.paths): f for f in figures}
-    assert set(found) == {("token", 1), ("otbv", 1), ("otbv", 3)}
-    assert found["otbv", 3].block_efficiency > found["otbv", 1].block_efficiency
-    assert found["otbv", 1].block_efficiency >= found["token", 1].block_efficiency
-    monkeypatch.setattr(audit_picture, "NOISE", 0.0)
-    perfect = next(measure(["block"], [1], [1.0], SyntheticSettings(trees=50)))
-    assert perfect.block_efficiency == SyntheticSettings().depth + 1
+    settings = sweep("{token,otbv} {1,3}x3")
+    way = SyntheticTrees(SyntheticSettings(vocab=16, depth=3, trees=600))
+    sums = Sums(one for part in way(settings) for one in part.measure())
+    found = {name: sums.value(ACCEPTANCE, name) for name in sums.settings}
+    assert set(found) == {"token 1x3", "otbv 1x3", "otbv 3x3"}
+    assert found["otbv 3x3"] > found["otbv 1x3"] >= found["token 1x3"]
+    monkeypatch.setattr(synthetic, "NOISE", 0.0)
+    [part] = SyntheticTrees(SyntheticSettings(trees=50))(sweep("block 1x6"))
+    assert Sums(part.measure()).value(ACCEPTANCE, "block 1x6") == 7

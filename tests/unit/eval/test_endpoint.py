@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.eval.endpoint import Answer, _answer
+from eaglegbv.eval.ways.clients import Answer, _answer
 
 WORD = {"choices": [{"index": 0, "delta": {"content": "word "}}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}}

@@ -19,11 +19,18 @@ from eaglegbv.config import Plan
 from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit.problems import as_probs
-from eaglegbv.eval.collect_probs import Harvest, harvest, node_cells
-from eaglegbv.eval.node_acceptance import RULES, NodeProbs, optimum_iid, optimum_wor, rejection_wor
-from eaglegbv.eval.paired_comparison import Sampling, Text
-from eaglegbv.eval.records import Setting
-from eaglegbv.eval.solvers import exact, optimal_acceptance
+from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.ways.nodes import (
+    RULES,
+    NodeProbs,
+    harvest,
+    node_acceptance,
+    optimum_iid,
+    optimum_wor,
+    rejection_wor,
+)
+from eaglegbv.eval.ways.places import Sampling, Text
+from eaglegbv.eval.ways.solvers import exact, nodes_of, optimal_acceptance
 from eaglegbv.loading import Pair
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.proof.enumeration import Shape
@@ -150,32 +157,36 @@ def test_what_cannot_be_harvested_is_refused() -> None:
         harvest(drafting, texts()[1:2], [Setting(plan=Plan())], Sampling())
 
 
-def some_probs() -> Harvest:
+def some_probs() -> NodeProbs:
     generator = torch.Generator().manual_seed(1)
     q, p = torch.rand((2, 4, VOCAB), generator=generator, dtype=torch.float64)
     ids = torch.arange(VOCAB).expand(4, -1)
     q = q / q.sum(dim=1, keepdim=True)
     p = 0.9 * p / p.sum(dim=1, keepdim=True)
-    return Harvest(NodeProbs.of(ids, q, p), np.array([0, 0, 2, 1]))
+    return NodeProbs.of(ids, q, p)
 
 
 def test_cells_are_sums_over_the_places_of_a_text() -> None:
     pair, sampling = table_pair(VOCAB), Sampling(places=9)
     plans = [Plan(verifier=rule, paths=n, draft_width=3) for rule in RULES for n in (1, 2)]
-    cells = node_cells(pair, texts(), [Setting(plan=plan) for plan in plans], sampling)
+    settings = [Setting(plan=plan) for plan in plans]
+    observed = node_acceptance(pair, texts(), settings, sampling)
     found = harvest(pair, texts(), [Setting(plan=Plan(draft_width=3))], sampling)
-    for cell, plan in zip(cells, plans, strict=True):
+    for setting in settings:
+        plan = setting.plan
         accepted = RULES[plan.verifier](found.probs.top(3), plan.paths)
-        own = [accepted[found.texts == text].sum().item() for text in range(3)]
-        assert cell.tokens == pytest.approx(own)
-        assert cell.steps == (5, 0, 3)
+        own = {one.unit: one.sums for one in observed if one.setting == setting.name}
+        assert {name: sums["steps"] for name, sums in own.items()} == {"0": 5, "2": 3}
+        for name, sums in own.items():
+            there = accepted[found.texts == int(name)].sum().item()
+            assert sums["tokens"] == pytest.approx(there)
 
 
 def test_solvers_get_the_harvested_distributions() -> None:
     """Truncated ones are renormalised; what they cannot propose is one token at the end."""
     found = some_probs()
-    nodes = found.nodes(width=3, drafts=2, count=9, seed=0)
-    probs = found.probs.top(3)
+    nodes = nodes_of(found, width=3, drafts=2, count=9, seed=0)
+    probs = found.top(3)
     assert [optimal_acceptance(node) for node in nodes] == pytest.approx(
         optimum_iid(probs, 2).tolist(), abs=1e-12
     )
@@ -184,4 +195,4 @@ def test_solvers_get_the_harvested_distributions() -> None:
         answer = exact(node)
         assert answer.deviation(node) < 1e-12
         assert answer.acceptance == pytest.approx(optimal_acceptance(node), abs=1e-12)
-    assert len(found.nodes(width=3, drafts=2, count=2, seed=0)) == 2
+    assert len(nodes_of(found, width=3, drafts=2, count=2, seed=0)) == 2

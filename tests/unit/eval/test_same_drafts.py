@@ -1,7 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from support.batched_trees import target_of
 from support.grown_trees import Candidates, Prefix, check_tree, grown
-from support.runs import ENVIRONMENT
-from support.table_pairs import PROMPT, random_texts, table_pair, tables
+from support.table_pairs import PROMPT, judged, random_texts, table_pair, tables
 from support.tables import iterate
 from support.tabular_target import TabularTarget
 from support.tiny_engine import served
@@ -25,13 +23,10 @@ from eaglegbv.drafters.host_drafting import trimmed
 from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, InvalidProbabilities, SamplingMismatch
-from eaglegbv.eval import paired_comparison
-from eaglegbv.eval import study as studies
-from eaglegbv.eval.paired_comparison import Cell, Offer, Sampling, Text, collect, same_drafts
 from eaglegbv.eval.questions import Question
-from eaglegbv.eval.records import Setting, grid
-from eaglegbv.eval.statistics import Estimate
-from eaglegbv.eval.study import SampledCell, StudySettings, of_size, shape_cells, study_cells
+from eaglegbv.eval.settings import Setting, sweep
+from eaglegbv.eval.ways import places
+from eaglegbv.eval.ways.places import Offer, Sampling, Text, collect
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
 from eaglegbv.models.target import TargetOutput
@@ -80,9 +75,9 @@ def test_means_agree_with_exact_expectations() -> None:
     target, table = tables(VOCAB)
     texts = texts_of(target, count=30, length=51)
     rules = ("block", "otbv", "specinfer")
-    settings = grid(rules, (1, 2), (LENGTH,), (temperature,), base=Plan()).settings
+    settings = sweep(f"{{{','.join(rules)}}} {{1,2}}x{LENGTH}", (temperature,))
     sampling = Sampling(places=50, judgements=3, batch=30)
-    tallies = same_drafts(Pair(target, TabularDrafter(table)), texts, settings, sampling)
+    tallies = judged(Pair(target, TabularDrafter(table)), texts, settings, sampling)
     assert [tally.setting for tally in tallies] == list(settings)
 
     @cache
@@ -118,27 +113,27 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
     for rule, judge in zip(rules, judges, strict=True):
         monkeypatch.setattr(rule, "judge", judge)
     pair = table_pair(VOCAB)
-    settings = grid(("otbv", "traversal", "block"), (1, 3), (2, 4), (1.0,), base=Plan()).settings
+    settings = sweep("{otbv,traversal,block} {1,3}x{2,4}")
     texts = texts_of(pair.target, count=2, length=6)
-    same_drafts(pair, texts, settings, Sampling(places=1, judgements=2))
+    judged(pair, texts, settings, Sampling(places=1, judgements=2))
     by_size: dict[tuple[int, int], list[Any]] = {}
     for one in (call.args for judge in judges for call in judge.call_args_list):
         by_size.setdefault((one[1].drafts, one[1].length), []).append(one)
-    counts = {size: len(judged) for size, judged in by_size.items()}
+    counts = {size: len(calls) for size, calls in by_size.items()}
     assert counts == {(1, 2): 6, (1, 4): 6, (3, 2): 4, (3, 4): 4}
-    for judged in by_size.values():
-        trees, dists = {id(j[1]) for j in judged}, {id(j[2]) for j in judged}
+    for calls in by_size.values():
+        trees, dists = {id(j[1]) for j in calls}, {id(j[2]) for j in calls}
         assert len(trees) == len(dists) == 1
         # Every judgement has numbers of its own, which the verifiers share: of the two that decide
         # one thing, one lies in each half.
-        first, second = {id(j[3]): j[3] for j in judged}.values()
+        first, second = {id(j[3]): j[3] for j in calls}.values()
         for name in ("selection", "acceptance", "correction"):
             one, other = getattr(first, name), getattr(second, name)
             assert bool(((one < 0.5) ^ (other < 0.5)).all())
             assert bool(((one >= 0) & (one < 1) & (other >= 0) & (other < 1)).all())
     whole = by_size[3, 4][0][1]
-    for (_, length), judged in by_size.items():
-        part = judged[0][1]
+    for (_, length), calls in by_size.items():
+        part = calls[0][1]
         for b in range(2):
             for k in range(part.drafts):
                 mine = part.token_ids[b, part.draws[b, :, k]]
@@ -148,16 +143,14 @@ def test_all_verifiers_judge_the_same_objects(monkeypatch: pytest.MonkeyPatch) -
 def test_one_path_rules_coincide_and_results_do_not_depend_on_the_batch() -> None:
     pair = table_pair(VOCAB)
     texts = texts_of(pair.target, count=5, length=9)
-    settings = grid(("block", "gbv", "otbv", "traversal"), (1, 2), (3,), (1.0,), base=Plan())
+    settings = sweep("{block,gbv,otbv,traversal} {1,2}x3")
     tallies = {
-        batch: same_drafts(pair, texts, settings.settings, Sampling(places=3, batch=batch))
-        for batch in (2, 5)
+        batch: judged(pair, texts, settings, Sampling(places=3, batch=batch)) for batch in (2, 5)
     }
     assert tallies[2] == tallies[5]
     alone = [t for t in tallies[2] if t.setting.plan.paths == 1]
     assert len(alone) == 4
     assert len({t.tokens for t in alone}) == 1
-    assert alone[1].over(alone[0]) == Estimate(1.0, 1.0, 1.0)
     assert pair.target.allocator.num_free == pair.target.allocator.num_slots
 
 
@@ -171,8 +164,8 @@ def test_other_distributions_and_temperature_zero() -> None:
         for name, rule in VERIFIERS.items()
         if draft_sampling in rule.draft_samplings
     ]
-    settings += [*grid(("otbv", "gbv"), (2,), (3,), (0.0,), base=Plan()).settings]
-    tallies = same_drafts(pair, texts, settings, Sampling(places=4))
+    settings += sweep("{otbv,gbv} 2x3", (0.0,))
+    tallies = judged(pair, texts, settings, Sampling(places=4))
     assert all(1 <= t.mean <= 4 and t.steps == (4, 4, 4) for t in tallies)
     # At temperature 0 the greedy walk judges, whatever verifier is named.
     assert tallies[-1].tokens == tallies[-2].tokens
@@ -182,10 +175,10 @@ def test_other_distributions_and_temperature_zero() -> None:
 def test_numbers_follow_from_the_seeds() -> None:
     """Whatever reads the texts, drafts and scores, on tables, which do not round."""
     texts = random_texts(6, count=5, length=9)
-    sampled = grid(("otbv", "traversal"), (3,), (2, 4), (1.0,), base=Plan()).settings
-    greedy = grid(("gbv",), (2,), (3,), (0.0,), base=Plan()).settings
+    sampled = sweep("{otbv,traversal} 3x{2,4}")
+    greedy = sweep("gbv 2x3", (0.0,))
     sampling = Sampling(places=3, judgements=2, batch=2)
-    cells = same_drafts(table_pair(6), texts, [*sampled, *greedy], sampling)
+    cells = judged(table_pair(6), texts, [*sampled, *greedy], sampling)
     assert [(cell.tokens, cell.nodes) for cell in cells] == [
         ((7.5, 7.5, 8.0, 6.0, 7.5), (10, 8, 14, 6, 8)),
         ((9.0, 10.0, 11.0, 9.0, 8.0), (22, 20, 30, 14, 18)),
@@ -202,7 +195,7 @@ def test_a_comparison_that_breaks_off_leaves_the_pool_as_it_was(
     pair, texts = table_pair(VOCAB), random_texts(VOCAB, count=3, length=40)
     allocator, forward = pair.target.allocator, pair.target.forward
     settings, sampling = [Setting(plan=Plan(paths=2, depth=3))], Sampling(places=2, judgements=1)
-    expected = same_drafts(pair, texts, settings, sampling)
+    expected = judged(pair, texts, settings, sampling)
 
     def spoilt(*arguments: Any, **named: Any) -> TargetOutput:
         output = forward(*arguments, **named)
@@ -211,15 +204,15 @@ def test_a_comparison_that_breaks_off_leaves_the_pool_as_it_was(
 
     monkeypatch.setattr(pair.target, "forward", spoilt)
     with pytest.raises(InvalidProbabilities, match="logits of request 0"):
-        same_drafts(pair, texts, settings, sampling)
+        judged(pair, texts, settings, sampling)
     monkeypatch.undo()
     assert allocator.num_free == allocator.num_slots
     taken = allocator.allocate(allocator.num_free - 100)
     with pytest.raises(InvalidArgument, match="KV pool"):
-        same_drafts(pair, texts, settings, sampling)
+        judged(pair, texts, settings, sampling)
     assert allocator.num_free == 100
     allocator.release(taken)
-    assert same_drafts(pair, texts, settings, sampling) == expected
+    assert judged(pair, texts, settings, sampling) == expected
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
@@ -232,10 +225,10 @@ def test_what_cannot_be_measured_is_refused() -> None:
         (pair, [text_of(0, (1,))], Plan(), "texts"),
     ):
         with pytest.raises(InvalidArgument, match=name):
-            same_drafts(own, read, [Setting(plan=plan)])
+            judged(own, read, [Setting(plan=plan)])
     fixed = Plan(verifier="gbv", draft_sampling=DraftSampling.FIXED)
     with pytest.raises(SamplingMismatch, match="draft_sampling"):
-        same_drafts(pair, texts, [Setting(plan=fixed)])
+        judged(pair, texts, [Setting(plan=fixed)])
     with pytest.raises(InvalidArgument, match="places"):
         Sampling(places=0)
 
@@ -243,9 +236,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_a_text_of_one_token_has_no_place() -> None:
     pair = table_pair(VOCAB)
     texts = [text_of(7, (1,)), *texts_of(pair.target, count=1, length=3)]
-    [tally] = same_drafts(pair, texts, [Setting(plan=Plan())], Sampling(places=9))
-    assert tally.steps == (0, 2)
-    assert tally.tokens[0] == 0
+    [tally] = judged(pair, texts, [Setting(plan=Plan())], Sampling(places=9))
+    assert tally.steps == (2,)
 
 
 def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
@@ -259,9 +251,9 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     setting = Setting(plan=Plan(paths=2, depth=3))
     count = len(text.token_ids) - 1
     assert count > 1
-    [all_places] = same_drafts(llm.pair, [text], [setting], Sampling(places=count))
+    [all_places] = judged(llm.pair, [text], [setting], Sampling(places=count))
     each = [
-        same_drafts(
+        judged(
             llm.pair,
             [msgspec.structs.replace(text, token_ids=text.token_ids[: 1 + place])],
             [setting],
@@ -283,14 +275,14 @@ def test_numbers_are_a_latin_hypercube() -> None:
     def columns(count: int, step: int = 7) -> torch.Tensor:
         """All numbers, ``[judgements, numbers]``, of the right shapes."""
         seeds = [(n, step) for n in range(BATCH)]
-        found = paired_comparison.latin_hypercube(seeds, count, drafts=MANY, length=LONG)
+        found = places.latin_hypercube(seeds, count, drafts=MANY, length=LONG)
         parts = [(own.selection, own.acceptance, own.correction) for own in found]
         shapes = [(BATCH, LONG, MANY, 2), (BATCH, LONG * MANY), (BATCH,)]
         assert [[x.shape for x in own] for own in parts] == [shapes] * count
         return torch.stack([torch.cat([x.flatten() for x in own]) for own in parts])
 
-    places = (columns(4) * 4).floor().sort(dim=0).values
-    assert (places == torch.arange(4.0).unsqueeze(1)).all()
+    parts = (columns(4) * 4).floor().sort(dim=0).values
+    assert (parts == torch.arange(4.0).unsqueeze(1)).all()
     for own in columns(4):
         assert ((own >= 0) & (own < 1)).all()
         assert stats.kstest(own.numpy(), "uniform").pvalue > 1e-4
@@ -375,164 +367,3 @@ def test_the_whole_is_a_part_and_other_distributions_have_none() -> None:
     other = replace(tree, draft_sampling=DraftSampling.WOR)
     with pytest.raises(SamplingMismatch, match="iid"):
         Offer(other, offer.target).part(1, 2)
-
-
-# --- sampled and fixed trees at equal nodes: the comparison and its findings
-WORDS = 6
-SMALL = StudySettings(
-    temperatures=(0.0, 0.8),
-    draft_temperatures=(1.0, 2.0),
-    paths=(1, 2),
-    depth=2,
-    sizes=(1, 2, 4),
-    places=4,
-    judgements=40,
-)
-
-
-def a_tally(nodes: float, tokens: tuple[float, ...]) -> Cell:
-    return Cell(
-        setting=Setting(plan=Plan()), tokens=tokens, steps=(2, 2), nodes=(2 * nodes, 2 * nodes)
-    )
-
-
-LADDER = [a_tally(1, (2.5, 3.0)), a_tally(3, (3.5, 5.0))]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [(0.0, [2.0, 2.0]), (0.5, [2.25, 2.5]), (1.0, [2.5, 3.0]), (2.5, [3.25, 4.5])],
-)
-def test_a_mixture_of_fixed_trees_has_the_nodes_asked_for(nodes, expected) -> None:
-    """Text by text: a share of the larger tree such that the mean number of nodes is right."""
-    assert of_size(LADDER, nodes) == pytest.approx(expected)
-
-
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="nodes"):
-        of_size(LADDER, 3.5)
-    with pytest.raises(InvalidArgument, match="draft_temperatures"):
-        StudySettings(draft_temperatures=(2.0,))
-    for sizes in ((4, 2, 16), (2, 4), (0, 16)):
-        with pytest.raises(InvalidArgument, match="sizes"):
-            StudySettings(sizes=sizes)
-
-
-def test_cells_of_a_pair_of_tables() -> None:
-    """Fixed trees nest, so more nodes commit more; target_only and otbv commit as much of them."""
-    pair, texts = table_pair(WORDS), random_texts(WORDS, count=12, length=9)
-    sampled, fixed = study_cells("table", pair, texts, 0.8, SMALL)
-    assert {(c.paths, c.draft_temperature) for c in sampled} == {
-        (k, hotter) for k in (1, 2) for hotter in (1.0, 2.0)
-    }
-    for cell in sampled:
-        assert cell.nodes == 2 if cell.paths == 1 else 2 < cell.nodes <= 4
-        assert cell.over_fixed.value == pytest.approx(cell.tokens.value / cell.fixed)
-        if cell.draft_temperature == 1.0:
-            assert cell.over_equal.value == 1.0
-    *ladder, otbv = fixed
-    assert [cell.nodes for cell in ladder] == [1.0, 2.0, 4.0]
-    for less, more in pairwise(ladder):
-        assert less.tokens.value < more.tokens.value
-    # 12 texts, 4 places, 40 judgements each: a standard deviation is below 0.02.
-    assert otbv.verifier == "otbv"
-    assert otbv.tokens.value == pytest.approx(ladder[-1].tokens.value, abs=0.1)
-
-    [path], cold = study_cells("table", pair, texts, 0.0, SMALL)
-    assert (path.paths, path.nodes, path.over_equal.value) == (1, 2.0, 1.0)
-    assert len(cold) == 3
-
-
-def test_shapes_are_compared_with_as_many_nodes() -> None:
-    pair, texts = table_pair(WORDS), random_texts(WORDS, count=12, length=9)
-    settings = StudySettings(
-        shapes=("4x1", "2x2", "1x3", "2x1 greedy", "eagle1"),
-        temperatures=(0.8,),
-        paths=(1, 2, 4),
-        depth=2,
-        sizes=(1, 2, 4, 8, 16, 25),
-        places=4,
-        judgements=40,
-    )
-    cells = {cell.tree: cell for cell in shape_cells("table", pair, texts, 0.8, settings)}
-    assert list(cells) == list(settings.shapes)
-    four, two, one, greedy, eagle1 = cells.values()
-    assert four.over_paths == Estimate.exactly(1.0)  # it is among them
-    assert 2 < one.nodes <= two.nodes <= 6
-    assert greedy.nodes == 4  # its drafts of a node all differ
-    assert one.over_paths is not None
-    assert one.over_paths.value < 1  # of one draft at the root there is only one chance
-    assert (eagle1.nodes, eagle1.verifier, eagle1.over_paths) == (25, "target_only", None)
-    study = studies.Study(
-        model="target",
-        drafters=("table",),
-        questions=("1",),
-        suite="builtin",
-        settings=settings,
-        environment=ENVIRONMENT,
-        sampled=(),
-        fixed=(),
-        shapes=tuple(cells.values()),
-    )
-    rows = studies.shapes_table(study)
-    assert [row[2] for row in rows[1:]] == list(settings.shapes)
-    assert rows[-1][5] == "none as large"
-    found = studies.shape_findings(study)
-    assert "table, 4x1: against paths, as many nodes: not told apart at T = 0.8" in found
-    assert not any("eagle1: against paths" in finding for finding in found)
-
-
-def test_shapes_that_cannot_be_compared_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"temperatures.*above 0"):
-        StudySettings(shapes=("2x2",))
-    for name in ("eagle9", "2x", "2x2,", "2x2 gredy"):
-        with pytest.raises(InvalidArgument, match="shapes"):
-            StudySettings(shapes=(name,), temperatures=(1.0,))
-    with pytest.raises(InvalidArgument, match="sizes"):  # 20 nodes
-        StudySettings(shapes=("4x4",), sizes=(1, 16), temperatures=(1.0,))
-
-
-def a_cell(temperature: float, hotter: float, tokens: float, **ratios: Estimate) -> SampledCell:
-    one = Estimate.exactly(1.0)
-    return SampledCell(
-        drafter="head",
-        temperature=temperature,
-        paths=2,
-        draft_temperature=hotter,
-        nodes=6.0,
-        tokens=Estimate.exactly(tokens),
-        fixed=2.0,
-        **{"over_fixed": one, "over_equal": one, **ratios},
-    )
-
-
-def test_findings_follow_the_intervals() -> None:
-    above, below, open_ = Estimate(1.1, 1.05, 1.2), Estimate(0.9, 0.8, 0.95), Estimate(1, 0.9, 1.1)
-    cells = (
-        a_cell(0.2, 1.0, 2.0, over_fixed=below),
-        a_cell(0.2, 2.0, 2.4, over_equal=above),
-        a_cell(1.0, 1.0, 2.5, over_fixed=above),
-        a_cell(1.0, 2.0, 2.3, over_equal=open_),
-    )
-    study = studies.Study(
-        model="target",
-        drafters=("head",),
-        questions=("1",),
-        suite="builtin",
-        settings=StudySettings(),
-        environment=ENVIRONMENT,
-        sampled=cells,
-        fixed=(),
-    )
-    [trees], (hotter, multiples) = studies.tree_findings(study), studies.temperature_findings(study)
-    assert trees.endswith("as many nodes: more tokens at T = 1; fewer tokens at T = 0.2")
-    assert "sampled hotter" in hotter
-    assert hotter.endswith("own temperature: more tokens at T = 0.2; not told apart at T = 1")
-    assert multiples.endswith("best of all multiples 2 at T = 0.2, 1 at T = 1")
-    colder = [msgspec.structs.replace(c, draft_temperature=1 / c.draft_temperature) for c in cells]
-    turned = msgspec.structs.replace(study, sampled=tuple(colder))
-    assert studies.tree_findings(turned) == [trees]
-    assert studies.temperature_findings(turned)[0].replace("colder", "hotter") == hotter
-    rows = studies.study_table(study)
-    assert [row[:3] for row in rows[1:]] == [["head", "0.2", "2"], ["head", "1", "2"]]
-    assert rows[1][7] == "2x"

@@ -16,7 +16,10 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.cuda_graphs import GraphMode, OperationWatch
 from eaglegbv.drafters.eagle_model import RotaryEmbedding
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.eval import random_models, step_bench
+from eaglegbv.eval import random_models
+from eaglegbv.eval.figures import Sums
+from eaglegbv.eval.observations import Observation
+from eaglegbv.eval.ways import steps
 from eaglegbv.loading import Pair
 
 CPU = torch.device("cpu")
@@ -32,13 +35,18 @@ def made(shape: random_models.Shape = SMALL, dtype=torch.float32, **options: obj
     return Pair(*pair)
 
 
-def report(setting: step_bench.StepSetting, pair: Pair | None = None) -> step_bench.StepReport:
+def report(setting: steps.StepSetting, pair: Pair | None = None) -> steps.StepReport:
     pair = made() if pair is None else pair
-    return step_bench.time_steps(pair, setting, step_bench.Floors(pair))
+    return steps.time_steps(pair, setting, steps.Floors(pair))
+
+
+def row(found: steps.StepReport) -> list[str]:
+    sums = Sums([Observation(setting="s", unit="medians", sums=steps.facts_of(found))])
+    return steps.step_row(sums, "s")
 
 
 def test_phases_of_a_step_and_their_floors() -> None:
-    setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), batch=2, context=16, steps=4)
+    setting = steps.StepSetting(plan=Plan(paths=2, depth=3), batch=2, context=16, steps=4)
     pair = made()
     found = report(setting, pair)
     *parts, step = found.seconds.values()
@@ -50,9 +58,9 @@ def test_phases_of_a_step_and_their_floors() -> None:
     assert found.operations > 100
     assert 1 <= found.block_efficiency <= 4
     assert found.eager == {"all": 4}  # nothing is recorded here
-    assert msgspec.json.decode(msgspec.json.encode(found), type=step_bench.StepReport) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=steps.StepReport) == found
     # Attention 2 x 32 x 32 and 2 x 32 x 16, feed-forward 3 x 32 x 48, and the output layer.
-    assert step_bench.Floors(pair).weights == 4 * (4 * (3 * 32 * 32 + 3 * 32 * 48) + 32 * 64)
+    assert steps.Floors(pair).weights == 4 * (4 * (3 * 32 * 32 + 3 * 32 * 48) + 32 * 64)
 
 
 def test_products_run_over_the_rows_of_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +69,8 @@ def test_products_run_over_the_rows_of_a_setting(monkeypatch: pytest.MonkeyPatch
     calls = []
     for name, module in (("fc", head.fc), ("draft", head.lm_head), ("forward", layer)):
         module.register_forward_hook(lambda *_, name=name: calls.append((name, _[1][0].shape[0])))
-    floors = step_bench.Floors(pair)
-    setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), batch=3, context=8, steps=1)
+    floors = steps.Floors(pair)
+    setting = steps.StepSetting(plan=Plan(paths=2, depth=3), batch=3, context=8, steps=1)
     found = floors.of(setting)
     assert set(calls) == {("draft", 3 * 2), ("forward", 3 * 7)}
     calls.clear()
@@ -71,12 +79,12 @@ def test_products_run_over_the_rows_of_a_setting(monkeypatch: pytest.MonkeyPatch
 
 
 def test_plain_decoding_has_no_draft() -> None:
-    setting = step_bench.StepSetting(plan=PLAIN, context=8, steps=2)
+    setting = steps.StepSetting(plan=PLAIN, context=8, steps=2)
     found = report(setting, made(dtype=torch.bfloat16))
     assert found.block_efficiency == 1
     assert found.floors["draft"] == 0
-    cells = dict(zip(step_bench.HEADINGS, step_bench.step_row(setting, found), strict=True))
-    assert cells["milliseconds"] == "none, batch 1, 8, T=1"
+    cells = dict(zip(steps.HEADINGS, row(found), strict=True))
+    assert cells["milliseconds"] == "s"
     assert cells["overlapping"] == cells["busy"] == "-"
     assert float(cells["x floor"]) == pytest.approx(
         found.seconds["step"] / found.floors["forward"], abs=0.01
@@ -84,22 +92,22 @@ def test_plain_decoding_has_no_draft() -> None:
 
 
 def test_steps_that_wait_for_no_phase_are_timed_where_a_device_works_by_itself(monkeypatch) -> None:
-    setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
-    monkeypatch.setattr("eaglegbv.eval.step_bench.barrier_of", lambda _: partial(time.sleep, 0.02))
+    setting = steps.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
+    monkeypatch.setattr("eaglegbv.eval.ways.steps.barrier_of", lambda _: partial(time.sleep, 0.02))
     found = report(setting)
     assert found.seconds["step"] > found.overlapping + 4 * 0.02 / 2  # four phases, each waited for
-    cells = dict(zip(step_bench.HEADINGS, step_bench.step_row(setting, found), strict=True))
+    cells = dict(zip(steps.HEADINGS, row(found), strict=True))
     assert float(cells["overlapping"]) == pytest.approx(1e3 * found.overlapping, abs=1e-3)
 
 
 def test_what_ran_eagerly_is_listed_with_its_reason(monkeypatch) -> None:
     pair = made(graphs=GraphMode.EAGER)
-    setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
+    setting = steps.StepSetting(plan=Plan(paths=2, depth=3), context=8, steps=3)
     assert report(setting, pair).eager == {}
     monkeypatch.setattr("eaglegbv.drafters.graph_drafting.MAX_ROWS", 1)  # of two paths
     found = report(setting, pair)
     assert found.eager == {"draft: too many rows": 3}
-    assert step_bench.step_row(setting, found)[-1] == "draft: too many rows 3"
+    assert row(found)[-1] == "draft: too many rows 3"
 
 
 def test_a_profile_is_read() -> None:
@@ -116,11 +124,11 @@ def test_a_profile_is_read() -> None:
             ("gemm", 3, 5e5, DeviceType.CUDA),
         )
     ]
-    assert step_bench.launches_and_busy(events) == (7, pytest.approx(0.7))
+    assert steps.launches_and_busy(events) == (7, pytest.approx(0.7))
 
 
 def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(monkeypatch) -> None:
-    setting = step_bench.StepSetting(plan=PLAIN, context=8, steps=2)
+    setting = steps.StepSetting(plan=PLAIN, context=8, steps=2)
     pair = made()
 
     with monkeypatch.context() as patched:
@@ -136,7 +144,7 @@ def test_a_step_that_breaks_off_is_an_error_and_leaves_nothing(monkeypatch) -> N
 @pytest.mark.parametrize("graphs", [GraphMode.OFF, GraphMode.EAGER])
 def test_operations_of_compiled_steps_are_counted(graphs: GraphMode) -> None:
     """To count is no reason to look at a graph's inputs again, or to refuse it."""
-    setting = step_bench.StepSetting(plan=Plan(paths=2, depth=3), context=16, steps=2)
+    setting = steps.StepSetting(plan=Plan(paths=2, depth=3), context=16, steps=2)
     pair = made(compile_backend="eager", graphs=graphs)
     report(setting, pair)  # what is compiled is compiled now
     with patch(error_on_recompile=True):
@@ -169,7 +177,7 @@ def test_a_made_pair_accepts_as_much_as_is_asked_for(dtype: torch.dtype, wanted:
     chain = Plan(paths=1, depth=4)
     assert random_models.block_efficiency(target, drafter, chain, 0.0, temperature=1.0) > 4
     for impossible in (1.0, 4.99, 6.0):
-        with pytest.raises(InvalidArgument, match=f"efficiency={impossible}"):
+        with pytest.raises(InvalidArgument, match=f"acceptance_length={impossible}"):
             random_models.tune(target, drafter, plan, impossible, temperature=1.0)
 
 

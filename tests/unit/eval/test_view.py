@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 from support.cli import process
-from support.runs import ENVIRONMENT, NONE, OTBV, records, run_settings
+from support.runs import NONE, OTBV, observation, observations, run_of
 from support.tree_traces import LONG, NASTY, PROMPT, TWICE, bush, decode, step, write_trace
 
-from eaglegbv.eval.records import Results
-from eaglegbv.eval.runner import write_results
-from eaglegbv.eval.statistics import summarise
+from eaglegbv.eval.observations import Run
 from eaglegbv.eval.view import page, results_content, view
 from eaglegbv.trace import Tracer
 
 DOM = Path(__file__).parents[2] / "support" / "page_dom.js"
 
 
-def a_run() -> Results:
-    own = [*records(NONE, (8, 8, 8.0)), *records(OTBV, (4, 10, 4.0), (4, 6, 2.0))]
-    own[1].turns[0].text = NASTY
-    return Results(settings=run_settings(), environment=ENVIRONMENT, records=own)
+def a_run() -> Run:
+    told = observation(OTBV, "q0", forwards=4, committed=10, decode_seconds=4.0, texts=(NASTY,))
+    other = observation(OTBV, "q1", forwards=4, committed=6, decode_seconds=2.0, texts=("",))
+    plain = observation(NONE, "q0", forwards=8, committed=8, decode_seconds=8.0, texts=("plain",))
+    return run_of([plain, told, other])
 
 
 @pytest.fixture
@@ -92,28 +91,26 @@ def test_nothing_in_an_answer_ends_the_script() -> None:
     text = page(results_content(run))
     found, data = parsed(text)
     assert sum(tag == "script" for tag, _ in found.tags) == 2
-    answers = [turn["text"] for c in data["conversations"] for turn in c["turns"]]
+    answers = [turn for c in data["conversations"] for turn in c["turns"]]
     assert NASTY in answers
     content = results_content(run) | {"title": NASTY}
     assert "".join(parsed(page(content))[0].texts["title"]) == NASTY
 
 
 def test_a_run_is_shown_with_its_own_figures(tmp_path: Path) -> None:
-    run = a_run()
-    path = write_results(tmp_path, run, summarise(run))
-    for source in (tmp_path, path):
-        found, data = parsed(view(source))
-        assert data["kind"] == "results"
-        assert found.texts["title"] == ["test: target"]
-        shown = {one["name"]: one for one in data["settings"]}
-        for summary in summarise(run):
-            one = shown[summary.setting]
-            assert one["block_efficiency"]["value"] == summary.block_efficiency.value
-            assert one["acceptance_by_depth"] == summary.acceptance_by_depth
-            assert one["milliseconds_by_phase"] == pytest.approx(summary.milliseconds_by_phase)
-        assert ["Most tokens an answer", "8"] in data["facts"]
-        assert "prefill is not counted" in data["definitions"]["tokens/s"]
-        assert [c["question"] for c in data["conversations"]] == ["q0", "q0", "q1"]
+    path = tmp_path / "kept.json"
+    path.write_bytes(a_run().compact())
+    found, data = parsed(view(path))
+    assert data["kind"] == "results"
+    assert found.texts["title"] == ["test: target"]
+    none, otbv = data["settings"]
+    assert (none["name"], none["acceptance_length"]["value"]) == ("none", 1.0)
+    assert otbv["acceptance_length"]["value"] == 2.0
+    assert otbv["acceptance_by_position"] == [0.75, 0.5, 0.25]
+    assert otbv["milliseconds_by_phase"]["prefill"] == pytest.approx(2000 / 18)
+    assert otbv["speedup"]["value"] == pytest.approx(2.5)
+    assert "prefill is not counted" in data["definitions"]["tokens/s"]
+    assert [c["question"] for c in data["conversations"]] == ["q0", "q0", "q1"]
 
 
 def test_a_trace_is_shown_step_by_step(trace: Path) -> None:
@@ -134,7 +131,7 @@ def test_trees_are_shown_request_by_request(trees: Path) -> None:
     _, data = parsed(view(trees))
     assert data["notes"] == []
     assert ["Draft trees", "3"] in data["facts"]
-    assert ["Acceptance length", "1.67 accepted tokens a tree"] in data["facts"]
+    assert ["Acceptance length", "2.67 tokens a tree"] in data["facts"]
     first, second = data["requests"]
     assert (first["number"], second["number"]) == (0, 1)
     assert first["prompt"] == "<s> the"
@@ -196,21 +193,22 @@ def test_the_script_draws_every_chart_of_a_run(tmp_path: Path) -> None:
     sections = [n for n in nodes(shown["charts"]) if n["attributes"].get("class") == "chart"]
     titles = [section["children"][0]["text"] for section in sections]
     assert titles == [
-        "Block efficiency",
+        "Acceptance length",
         "Tokens per second",
         "Speed-up over plain decoding",
-        "Acceptance by depth",
+        "Acceptance by position",
         "Milliseconds per token of the answers, by phase",
     ]
     bars = [n for n in nodes(sections[0]) if n["name"] == "rect"]
-    assert [bar["text"] for bar in bars] == ["none: 1.00", "otbv K2 L3: 2.00"]
+    assert [bar["text"] for bar in bars] == ["none: 1.00", "otbv 2x3: 2.00"]
     # Bars are in proportion to their figures.
     assert float(bars[1]["attributes"]["width"]) == pytest.approx(
         2 * float(bars[0]["attributes"]["width"])
     )
     circles = [n["text"] for n in nodes(sections[3]) if n["name"] == "circle"]
-    by_depth = summarise(run)[1].acceptance_by_depth
-    assert circles == [f"otbv K2 L3, {d + 1}: {share:.3f}" for d, share in enumerate(by_depth)]
+    assert circles == [
+        f"otbv 2x3, {d}: {share:.3f}" for d, share in ((1, 0.75), (2, 0.5), (3, 0.25))
+    ]
     answers = [n for n in nodes(shown["browser"]) if n["attributes"].get("class") == "answer"]
     assert len(answers) == 2  # of the first question
     assert NASTY in answers[1]["text"]
@@ -304,8 +302,8 @@ def test_ticks_are_round_and_coinciding_lines_are_not_alike(tmp_path: Path) -> N
     content = results_content(a_run())
     names = ("one", "two", "three")
     base = content["settings"][1]
-    content["settings"] = [base | {"name": n, "acceptance_by_depth": same} for n in names]
-    chart = charts_of(drawn(page(content), tmp_path))["Acceptance by depth"]
+    content["settings"] = [base | {"name": n, "acceptance_by_position": same} for n in names]
+    chart = charts_of(drawn(page(content), tmp_path))["Acceptance by position"]
     ends = [n["text"] for n in nodes(chart) if n["attributes"].get("text-anchor") == "end"]
     assert ends == ["0", "0.25", "0.5", "0.75", "1"]
     lines = [n["attributes"] for n in nodes(chart) if n["name"] == "polyline"]
@@ -316,10 +314,8 @@ def test_ticks_are_round_and_coinciding_lines_are_not_alike(tmp_path: Path) -> N
 
 
 def test_a_single_question_has_no_interval(tmp_path: Path) -> None:
-    run = Results(
-        settings=run_settings(), environment=ENVIRONMENT, records=records(OTBV, (4, 10, 4.0))
-    )
-    chart = charts_of(drawn(page(results_content(run)), tmp_path))["Block efficiency"]
+    run = run_of(observations(OTBV, (4, 10, 4.0)))
+    chart = charts_of(drawn(page(results_content(run)), tmp_path))["Acceptance length"]
     assert not [n for n in nodes(chart) if n["attributes"].get("class") == "whisker"]
     assert [n["text"] for n in nodes(chart) if n["name"] == "text"][1] == "2.50"
 

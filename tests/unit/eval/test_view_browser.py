@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from support.browser import look_at
-from support.runs import ENVIRONMENT, NONE, OTBV, records, run_settings
+from support.runs import NONE, OTBV, observations, run_of
 from support.tree_traces import bush, write_trace
 
-from eaglegbv.eval.records import Results
+from eaglegbv.eval.observations import Run
 from eaglegbv.eval.view import page, results_content, view
 
 WIDTHS = (390, 1200)
@@ -21,9 +21,10 @@ TELEPHONE, SCREEN = WIDTHS
 LEAST_HEIGHT = 11  # of a line of text, in pixels
 
 
-def a_run() -> Results:
-    conversations = [*records(NONE, (8, 8, 8.0)), *records(OTBV, (4, 10, 4.0), (4, 6, 2.0))]
-    return Results(settings=run_settings(), environment=ENVIRONMENT, records=conversations)
+def a_run() -> Run:
+    return run_of(
+        [*observations(NONE, (8, 8, 8.0)), *observations(OTBV, (4, 10, 4.0), (4, 6, 2.0))]
+    )
 
 
 def overlap(one: dict[str, float], other: dict[str, float]) -> bool:

@@ -8,12 +8,11 @@ from support import tables
 from support.tables import KINDS, Model, Shape, accepted_length, alpha_greedy, alpha_iid, alpha_wor
 
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.global_resolution import GlobalResolution, Solver
 from eaglegbv.verifiers.proof.chooser import Number
-from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees, stateless
+from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees
 from eaglegbv.verifiers.proof.lp import draft_sets_iid, lp_acceptance_length
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES, STATEFUL_VERIFIERS
-from eaglegbv.verifiers.spectr import scale, spectr
+from eaglegbv.verifiers.spectr import scale
 
 IID, WOR, GREEDY, HUB, FIXED = DraftSampling
 TOY = (tables.constant("1/3", "2/3"), tables.constant("2/3", "1/3"))
@@ -101,8 +100,6 @@ def test_optimal_acceptance_of_one_level(kind: str, n: int) -> None:
             ("target_only", FIXED, 1e-9),
             *([("spechub", HUB, 1e-9)] if n == 2 else []),
             ("global_resolution", IID, 1e-9),
-            *((f"global_resolution_{own}", IID, 1e-3) for own in ("convex", "max_flow")),
-            ("global_resolution_lp", IID, 1e-8),
         ]
         for name, own, tolerance in attained:
             assert accepted_length(name, cases[own]) == pytest.approx(
@@ -153,15 +150,3 @@ def test_no_lossless_rule_beats_the_linear_program(name: str) -> None:
         if name not in STATEFUL_VERIFIERS:
             optimum = lp_acceptance_length(model.p, 3, drafted_trees(case))
             assert accepted_length(name, case) <= optimum + 1e-9
-
-
-@pytest.mark.parametrize("solver", ["convex", "max_flow", "lp"])
-def test_a_solver_that_fails_falls_back_to_k_seq(solver: str) -> None:
-    """No solver is within a negative tolerance: every node with two drafts falls back."""
-    case = tables.problem(IID, Model(3, "random", 1), Shape(3, 1, 2))
-    failing = GlobalResolution(Solver(solver), tolerance=-1.0)
-    working = GlobalResolution(Solver(solver))
-    by_k_seq = tables.iterate(stateless(spectr), [case], 2)
-    assert tables.iterate(stateless(failing), [case], 2) == by_k_seq
-    assert tables.max_error(stateless(failing), [case], 2) < 1e-12
-    assert tables.iterate(stateless(working), [case], 2) != by_k_seq

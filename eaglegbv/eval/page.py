@@ -1,0 +1,223 @@
+"""Runs as Markdown: one in its folder, and the page of results of all that are kept."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval import pictures
+from eaglegbv.eval.benches import DEFINITIONS, declared, facts
+from eaglegbv.eval.claims import Finding
+from eaglegbv.eval.experiment import Experiment, Report, report
+from eaglegbv.eval.figures import ACCEPTANCE, SPEED, Figure, Sums
+from eaglegbv.eval.observations import Run
+from eaglegbv.eval.tables import Table, markdown, shown
+from eaglegbv.utils import grouped
+
+FIRST = "smollm2"  # runs whose names have it come first
+MOST_ROWS = 14  # rows of the table that a section shows; the run's own page has all
+MOST_FINDINGS = 4  # directions that a section lists of those that are contradicted
+
+
+def findings_table(found: Sequence[Finding]) -> list[list[str]]:
+    """Return findings as rows, headings first."""
+    headings = ["should be", "the paper's", "measured", "verdict"]
+    rows = ([o.statement, o.paper or "-", shown(o.ratio, 3), o.verdict] for o in found)
+    return [headings, *rows]
+
+
+def counts(found: Sequence[Finding]) -> list[str]:
+    """Return how many directions came out how, the paper's own apart from this package's."""
+    lines = []
+    of_paper = [one for one in found if one.paper]
+    own = [one for one in found if not one.paper]
+    for what, some in (("the paper's", of_paper), ("this package's and theorems'", own)):
+        verdicts = Counter(one.verdict for one in some)
+        listed = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        if some:
+            lines.append(f"of {len(some)} directions, {what}: {listed}")
+    return lines
+
+
+def report_text(of: Report) -> str:
+    """Return a report for the terminal: tables, directions and notes."""
+    parts = [table.text for table in of.tables]
+    if of.findings:
+        parts += [Table(rows=findings_table(of.findings)).text, "\n".join(counts(of.findings))]
+    return "\n\n".join([*parts, *of.notes])
+
+
+def run_page(run: Run, of: Report) -> str:
+    """Return the report of a run: what was run, where, and the results."""
+    sections = [f"# {of.title or run.head.experiment}", _lines(_facts(run))]
+    for table in of.tables:
+        sections += _section(table)
+    if of.findings:
+        sections += ["## Directions", markdown(findings_table(of.findings))]
+    sections += ["## What the figures mean", _lines(DEFINITIONS)]
+    if broken := list(_broken(run)):
+        sections += ["## Conversations that broke off (counted in no figure)", _lines(broken)]
+    return "\n\n".join([*sections, *of.notes]) + "\n"
+
+
+def _facts(run: Run) -> Iterator[str]:
+    for name, fact in facts(run).items():
+        yield f"{name}: {fact}"
+    template = run.head.setup.get("template")
+    if isinstance(template, str):
+        digest = hashlib.sha256(template.encode()).hexdigest()[:16]
+        yield f"Chat template: {len(template)} characters, SHA-256 {digest}; whole in head.json"
+
+
+def _section(table: Table) -> list[str]:
+    heading = [f"## {table.title}"] if table.title else []
+    return [*heading, markdown(table.rows), *table.notes]
+
+
+def _broken(run: Run) -> Iterator[str]:
+    for sheet in run.sheets:
+        for one in run.observations(sheet):
+            if one.error is not None:
+                yield f"{one.setting}, {one.unit}, repeat {one.repeat}: {one.error}"
+
+
+def _lines(lines: Sequence[str] | Iterator[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+# The page of all runs.
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A run that a folder of results keeps, with what came of it."""
+
+    name: str
+    run: Run
+    experiment: Experiment
+    report: Report
+
+    @property
+    def sums(self) -> list[Sums]:
+        """Its sums, by sheet."""
+        return [Sums(self.run.observations(sheet.name)) for sheet in self.experiment.sheets]
+
+    def pictures(self) -> Mapping[str, pictures.Draw]:
+        """What can be drawn of it, by name."""
+        drawn: dict[str, pictures.Draw] = {}
+        for sheet, sums in zip(self.experiment.sheets, self.sums, strict=True):
+            drawn |= sheet.pictures(sums, sheet.settings)
+        return drawn
+
+
+def keep(folder: Path, name: str, source: Path) -> Path:
+    """Write what a run holds, without texts, as ``folder/name.json``.
+
+    Raises:
+        InvalidArgument: There is no run.
+    """
+    run = Run.read(source, "add")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_bytes(run.compact())
+    return path
+
+
+def kept(folder: Path) -> list[Kept]:
+    """Return the runs of a folder, those of larger models first.
+
+    Raises:
+        InvalidArgument: A file is no run.
+    """
+    if not folder.is_dir():
+        raise InvalidArgument("folder", str(folder), "a folder of measured files")
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        run = Run.read(path, "folder")
+        experiment = declared(run.head)
+        found.append(Kept(path.stem, run, experiment, report(experiment, run)))
+    return sorted(found, key=lambda one: (FIRST not in one.name, one.name))
+
+
+def draw(runs: Sequence[Kept], folder: Path) -> list[Path]:
+    """Draw every picture into ``folder``, and return the paths."""
+    written = []
+    with pictures.picture_style():
+        for one in runs:
+            for part, picture in one.pictures().items():
+                path = folder / f"{one.name}_{part}.svg"
+                canvas = picture()
+                pictures.add_caption(canvas, caption(one.run))
+                written.append(pictures.save_picture(canvas, path))
+    return written
+
+
+def caption(run: Run) -> str:
+    """Return what was measured and where, in a line."""
+    told = facts(run)
+    where = run.head.environment
+    parts = [told.get("Models", ""), told.get("Questions", ""), where.processor]
+    return "; ".join([*filter(None, parts), f"{where.threads} threads", where.started[:10]])
+
+
+def page(runs: Sequence[Kept], folder: str) -> str:
+    """Return the page of runs; the folder beside it has pictures and each run's own page."""
+    sections = ["# Results", _when(runs)]
+    sections += [_of_run(one, folder) for one in runs]
+    return "\n\n".join([*sections, ABOUT]) + "\n"
+
+
+ABOUT = (
+    "## About this page\n\nWritten by `eaglegbv bench results` from the measured files in "
+    "[results/](results): no number or verdict here is typed by hand. How figures are defined, "
+    "and what counts in them: [benchmarks.md](study/benchmarks.md). Brackets are 95% intervals "
+    "over questions (a jackknife's t interval on the logarithm); with fewer than 8 questions "
+    "there is no verdict. Speeds are of the machine, version and commit named; others differ."
+)
+
+
+def _of_run(one: Kept, folder: str) -> str:
+    drawn = [f"![{part}]({folder}/{one.name}_{part}.svg)" for part in one.pictures()]
+    parts = [f"## {one.name}", *drawn]
+    for table in one.report.tables[:1]:
+        rows = table.rows[: MOST_ROWS + 1]
+        parts += [f"**{table.title}**" if table.title else "", markdown(rows)]
+    if one.report.findings:
+        parts.append(_lines(counts(one.report.findings)))
+        against = [f for f in one.report.findings if f.verdict in ("opposite", "against")]
+        if against:
+            parts += ["Contradicted, the first of them:"]
+            parts.append(markdown(findings_table(against[:MOST_FINDINGS])))
+    told = "; ".join(f"{name}: {fact}" for name, fact in facts(one.run).items())
+    parts.append(f"All tables: [{one.name}.md]({folder}/{one.name}.md). {told}.")
+    return "\n\n".join(filter(None, parts))
+
+
+def _when(runs: Sequence[Kept]) -> str:
+    rows = [["run", "temperature", "figure", "best", "not told apart", "behind"]]
+    for one in runs:
+        for figure in (ACCEPTANCE, SPEED) if one.run.head.experiment == "mt-bench" else ():
+            rows += _ranks(one, figure)
+    text = (
+        "## What to use when\n\nA setting is behind the best where the whole interval of its ratio "
+        "to it lies below 1, else it cannot be told from it. One request at a time."
+    )
+    return f"{text}\n\n{markdown(rows)}" if len(rows) > 1 else text
+
+
+def _ranks(one: Kept, figure: Figure) -> Iterator[list[str]]:
+    [sheet], [sums] = one.experiment.sheets, one.sums
+    for temperature, settings in grouped(sheet.settings, lambda own: own.temperature).items():
+        names = [own.name for own in settings if sums.has(own.name)]
+        if not names:
+            continue
+        rank = sums.rank(figure, names)
+        best = f"`{rank.leader}` ({rank.value.text(figure.digits)})"
+        where = [one.name, f"{temperature:g}", figure.name]
+        yield [*where, best, _listed(rank.tied), _listed(rank.behind)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "-"

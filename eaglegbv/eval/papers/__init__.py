@@ -1,1 +1,0 @@
-"""The comparisons of papers, by command: what to measure, and which way figures should differ."""

@@ -1,0 +1,1 @@
+"""Ways to measure settings: each yields parts, and a part returns observations."""

@@ -1,0 +1,203 @@
+"""A server with OpenAI's endpoints under load: time to the first token and tokens a second."""
+
+import asyncio
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+
+from eaglegbv.errors import InvalidArgument, StepFailed
+from eaglegbv.eval.events import events
+from eaglegbv.eval.experiment import Part
+from eaglegbv.eval.figures import ACCEPTANCE, Sums
+from eaglegbv.eval.observations import Observation
+from eaglegbv.eval.settings import Setting
+from eaglegbv.utils import require_integer, require_integers
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How an endpoint is asked.
+
+    Attributes:
+        clients: Numbers of clients that ask at once, each one question after another.
+        each: Questions of a client that are counted; one before them is not.
+        max_tokens: Tokens of an answer; an end of sequence does not end it.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Seed of the first answer; others have the next ones. Without one, none has a seed: a
+            server may answer those that have one by other plans than the rest.
+    """
+
+    clients: tuple[int, ...] = (1, 8, 32)
+    each: int = 4
+    max_tokens: int = 64
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for count in self.clients:
+            require_integer("clients", count, 1, 1024)
+        require_integers(self, ("seed",), each=(1, None), max_tokens=(2, None), seed=(0, None))
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """One for each number of clients."""
+        return tuple(
+            Setting(who="server", batch=count, temperature=self.temperature)
+            for count in self.clients
+        )
+
+
+class Answer(NamedTuple):
+    """One answer; times are seconds after the question."""
+
+    first: float
+    last: float
+    tokens: int
+    forwards: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """A server's answers, by clients at once."""
+
+    url: str
+    key: str
+    messages: Sequence[Sequence[Mapping[str, str]]]
+    load: Load
+    on_answer: Callable[[], object] = lambda: None
+
+    def __call__(self, settings: Sequence[Setting]) -> Iterator[Part]:
+        """Yield a part for each number of clients.
+
+        Measuring one raises InvalidArgument where nothing answers or a request is refused, and
+        StepFailed where an answer broke off.
+        """
+        for setting in settings:
+            yield Part(setting.name, 1, partial(self._measure, setting))
+
+    def _measure(self, setting: Setting) -> list[Observation]:
+        try:
+            answers, seconds = asyncio.run(self._level(setting.batch))
+        except httpx.HTTPError as error:
+            expected = f"the address of a server ({error or type(error).__name__})"
+            raise InvalidArgument("url", self.url, expected) from error
+        return [
+            Observation(
+                setting=setting.name,
+                unit=str(number),
+                # Clients are answered side by side: each answer has its share of the whole time.
+                sums=_sums(answer) | {"wall_seconds": seconds / len(answers)},
+            )
+            for number, answer in enumerate(answers)
+        ]
+
+    async def _level(self, clients: int) -> tuple[list[Answer], float]:
+        """Return the answers to a number of clients, and how long they took together."""
+        load = self.load
+        async with httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self.key}"},
+            timeout=600,
+            limits=httpx.Limits(max_connections=clients),
+        ) as client:
+            served = await client.get("/v1/models")
+            _check(served)
+            questions = enumerate(cycle(self.messages))
+            shared = {
+                "model": served.json()["data"][0]["id"],
+                "max_tokens": load.max_tokens,
+                "temperature": load.temperature,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+
+            async def ask(count: int) -> list[Answer]:
+                answers = []
+                for _ in range(count):
+                    number, asked = next(questions)
+                    seeded = {} if load.seed is None else {"seed": load.seed + number}
+                    body = {**shared, "messages": asked, **seeded}
+                    answers.append(await _answer(client, body))
+                    self.on_answer()
+                return answers
+
+            await asyncio.gather(*(ask(1) for _ in range(clients)))
+            start = perf_counter()
+            by_client = await asyncio.gather(*(ask(load.each) for _ in range(clients)))
+            seconds = perf_counter() - start
+            return [answer for answers in by_client for answer in answers], seconds
+
+
+def _sums(answer: Answer) -> dict[str, float]:
+    sums = {
+        "answer_tokens": float(answer.tokens),
+        "first_token": answer.first,
+        "between_tokens": (answer.last - answer.first) / (answer.tokens - 1),
+    }
+    if answer.forwards:
+        # The first token of an answer comes from the prompt's own forward.
+        sums |= {"tokens": float(answer.tokens - 1), "steps": float(answer.forwards)}
+    return sums
+
+
+HEADINGS = ["clients", "answers", "first token, s", "95 of 100", "between tokens, s", "tokens/s"]
+
+
+def load_table(sums: Sums, settings: Sequence[Setting]) -> list[list[str]]:
+    """Return a row for each number of clients, headings first."""
+    rows = (_row(sums, setting) for setting in settings if sums.has(setting.name))
+    return [[*HEADINGS, ACCEPTANCE.name], *rows]
+
+
+def _row(sums: Sums, setting: Setting) -> list[str]:
+    firsts = sorted(sums.column(setting.name, "first_token"))
+    tokens = sums.total(setting.name, "answer_tokens")
+    accepted = sums.value(ACCEPTANCE, setting.name)
+    return [
+        str(setting.batch),
+        str(len(firsts)),
+        f"{statistics.median(firsts):.3f}",
+        f"{firsts[-(-95 * len(firsts) // 100) - 1]:.3f}",
+        f"{statistics.median(sums.column(setting.name, 'between_tokens')):.4f}",
+        f"{tokens / sums.total(setting.name, 'wall_seconds'):.1f}",
+        f"{accepted:.2f}" if accepted else "-",
+    ]
+
+
+async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
+    start = perf_counter()
+    first = last = None
+    usage: Mapping[str, Any] = {}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            await response.aread()
+        _check(response)
+        async for event in events(response.aiter_text()):
+            usage = event.get("usage") or usage
+            if any(_says(choice.get("delta") or {}) for choice in event.get("choices") or ()):
+                last = perf_counter() - start
+                first = last if first is None else first
+    if first is None or last is None or usage.get("completion_tokens", 0) < 2:
+        raise StepFailed(0, "an answer without text, or without its usage")
+    details = usage.get("completion_tokens_details") or {}
+    return Answer(first, last, usage["completion_tokens"], details.get("target_forwards"))
+
+
+def _says(delta: Mapping[str, Any]) -> bool:
+    """Whether a piece of an answer brings tokens: text, thoughts or a call."""
+    return any(
+        delta.get(kind) for kind in ("content", "reasoning_content", "reasoning", "tool_calls")
+    )
+
+
+def _check(response: httpx.Response) -> None:
+    if response.is_error:
+        expected = f"a server that answers ({response.status_code}: {response.text})"
+        raise InvalidArgument("url", str(response.url), expected)
