@@ -611,7 +611,7 @@ GBV = Paper(
         "OPT. Observed: the code that its authors released sends trees without position ids, so "
         "that positions count along the flattened tree; OPT has no rotary positions. That this "
         "explains Tables 3, 4 and 7 is a hypothesis, not shown here; positions here are those of "
-        "the depth. See docs/gbv_questions.md.",
+        "the depth.",
     ),
 )
 
