@@ -1,7 +1,10 @@
 """A round's trees: drawn as the package draws them, and told to SGLang as it builds them."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grown_trees import check_tree
 from support.sglang_batch import sampling
+from support.sglang_engine import cpu_environment
 from torch import Tensor
 
 from eaglegbv.backends.sglang.rounds import RoundBuffers, numbers_of
@@ -71,6 +75,43 @@ def test_sglang_builds_the_same_trees_with_the_rest_as_leaves_of_the_root(tokens
         assert tree.token_ids[b, tree.draws[b]].mT.tolist() == paths
         assert told[2][b].tolist() == tree.token_ids[b, 1:].tolist()
         assert parents_in_sglang(told, b, K) == tree.parents[b, 1:].tolist()
+
+
+BUILD = """
+import sys, torch
+from sgl_kernel import QLEN_ONLY, build_tree_kernel_efficient_cpu
+told, (K, L) = torch.load(sys.argv[1]), map(int, sys.argv[2:])
+batch, nodes = len(told[0]), 1 + K * L
+mask = torch.zeros(batch * nodes * nodes, dtype=torch.bool)
+positions, lengths = torch.zeros(batch * nodes, dtype=torch.int64), torch.zeros(batch).long()
+links = torch.full((3, batch, nodes), -1)
+build_tree_kernel_efficient_cpu(
+    told[0], told[1], lengths, mask, positions, *links, K, L + 1, nodes, QLEN_ONLY
+)
+torch.save((mask.view(batch, nodes, nodes), positions.view(batch, nodes)), sys.argv[1])
+"""
+"""In a process of its own, as the stand-in changes PyTorch when it is imported."""
+
+
+def test_the_stand_in_builds_these_trees_too(tmp_path: Path):
+    """Padding has numbers of the root's children, which are to be found first."""
+    paths = [[[3, 3, 3], [2, 2, 2]], [[0, 1, 0], [1, 1, 2]], [[0, 1, 2], [0, 0, 0]]]
+    tokens = torch.tensor(paths)
+    batch, L, K = tokens.shape
+    buffers, told = grown(tokens)
+    tree, file = buffers.tree, tmp_path / "tree.pt"
+    torch.save(told[:2], file)
+    arguments = [sys.executable, "-c", BUILD, str(file), str(K), str(L)]
+    subprocess.run(arguments, env=cpu_environment(), check=True)
+    mask, positions = torch.load(file)
+    assert tree.num_nodes.tolist() == [3, 6, 7]
+    for b in range(batch):
+        parents, real = tree.parents[b].tolist(), int(tree.num_nodes[b])
+        for node in range(1, tree.nodes):
+            above = mask[b, parents[node]].clone()
+            above[node] = True
+            assert mask[b, node].tolist() == above.tolist()
+            assert positions[b, node] == (tree.depth[b, node] if node < real else 1)
 
 
 # Greedy requests: the tree of SGLang's EAGLE, written out for one request.

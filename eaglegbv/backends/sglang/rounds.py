@@ -150,7 +150,8 @@ class RoundBuffers:
         # A broken head drafts one token with certainty: decoding goes on as without it.
         certain_where_broken(self.tree.draft_probs[:batch])
         # As nodes' numbers, K times their parents' places and more: siblings follow each other, at
-        # most K, so places modulo K tell them apart. Only leaves stand beyond the list of parents.
+        # most K, so places modulo K tell them apart. Padding repeats numbers of the first level:
+        # SGLang takes the first of a number. Only leaves stand beyond the list of parents.
         numbers = plan.paths * self.tree.parents[:batch] + self._places
         sampled = numbers[:, : 1 + plan.paths * (plan.depth - 1)], numbers[:, 1:]
         told = zip(beam.for_sglang(), (*sampled, self.tree.token_ids[:batch, 1:]), strict=True)

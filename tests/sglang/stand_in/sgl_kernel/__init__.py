@@ -276,8 +276,10 @@ def _spans(rows: Tensor, starts: Tensor, ends: Tensor) -> list[tuple[int, int, i
 
 
 def _parents(selected: list[int], parent_list: list[int], topk: int) -> list[int]:
-    """Return each node's parent, the root its own."""
-    place = {number: node for node, number in enumerate(selected, start=1)}
+    """Return each node's parent, the root its own: of equal numbers the first, as in SGLang."""
+    place: dict[int, int] = {}
+    for node, number in enumerate(selected, start=1):
+        place.setdefault(number, node)
     above = [number // topk for number in selected]
     return [0, *(0 if group == 0 else place[parent_list[group]] for group in above)]
 
