@@ -111,13 +111,13 @@ def test_honest_servers_pass(bank, seed):
 
 
 FAULTS = [
-    ({"residual": False}, short, 1500),
-    ({"threshold": 0.5}, short, 1500),
-    ({"leak": 0.05, "speculative": False}, long, 100),
+    pytest.param({"residual": False}, short, 1500, id="no-residual"),
+    pytest.param({"threshold": 0.5}, short, 1500, id="always-above-half"),
+    pytest.param({"leak": 0.05, "speculative": False}, long, 100, id="leak"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "of", "count"), FAULTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("fault", "of", "count"), FAULTS)
 def test_faults_are_found(bank, fault, of, count):
     assert failing(of(bank, 7, count, **fault))
 
