@@ -127,7 +127,6 @@ def test_backends_of_prompts_and_of_steps_are_both_looked_at(pair, split):
         ({"speculative_draft_model_path": None}, "otbv", "speculative_draft_model_path=None"),
         ({"speculative_algorithm": "EAGLEGBV3"}, "otbv", "expected EAGLEGBV, for the head in"),
         ({}, "nosuch", "nosuch"),
-        ({}, "global_resolution_lp", "expected global_resolution, which is exact"),
     ],
 )
 def test_values_that_are_not_accepted_are_named(pair, changes, verifier, said):

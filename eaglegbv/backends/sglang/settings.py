@@ -82,9 +82,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check_paths(self, paths: int) -> None:
         """Raise :class:`InvalidArgument` unless the verifier accepts so many sampled paths."""
-        if self.verifier.startswith("global_resolution_"):
-            expected = "global_resolution, which is exact; other solvers are for comparisons only"
-            raise InvalidArgument("verifier", self.verifier, expected)
         make_any_verifier(self.verifier).check_sampling(DraftSampling.IID, paths)
 
     def plan(self, paths: int, depth: int) -> Plan:

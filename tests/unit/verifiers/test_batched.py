@@ -27,12 +27,9 @@ from eaglegbv.verifiers.selection import bounded_forks
 
 IID, WOR, HUB = DraftSampling.IID, DraftSampling.WOR, DraftSampling.HUB
 PAIRS = sorted((name, each) for name, cls in VERIFIERS.items() for each in cls.draft_samplings)
-SLOW = "global_resolution_"  # solvers that run on the host
-ON_DEVICE = [pair for pair in PAIRS if not pair[0].startswith(SLOW)]
 LAST = 1 - 2**-53  # the largest number below 1
 
 every_rule = pytest.mark.parametrize(("name", "draft_sampling"), PAIRS)
-every_rule_on_devices = pytest.mark.parametrize(("name", "draft_sampling"), ON_DEVICE)
 
 
 def some_paths(name: str, draft_sampling: DraftSampling) -> int:
@@ -42,7 +39,7 @@ def some_paths(name: str, draft_sampling: DraftSampling) -> int:
 def batch_for(verifier: Verifier, draft_sampling: DraftSampling, rng: np.random.Generator) -> Batch:
     """Of any shape that the rule takes."""
     iid = draft_sampling is IID
-    most = 2 if verifier.name.startswith(SLOW) else verifier.max_paths or (4 if iid else 3)
+    most = verifier.max_paths or (4 if iid else 3)
     paths = 2 if draft_sampling is HUB else int(rng.integers(1, most + 1))
     length, vocab = int(rng.integers(1, 5 if iid else 4)), int(rng.integers(2, 9))
     trees = random_trees(draft_sampling, rng, 16, Shape(vocab, length, paths))
@@ -63,7 +60,7 @@ def test_decides_as_the_reference(name: str, draft_sampling: DraftSampling) -> N
     """Which sees a request alone: neither the others of its batch nor padding matter."""
     rng = np.random.default_rng(len(name))
     verifier = make_verifier(name)
-    for _ in range(6 if name.startswith(SLOW) else 24):
+    for _ in range(24):
         batch = batch_for(verifier, draft_sampling, rng)
         assert decided(verifier, batch) == batched_trees.reference_outcomes(name, batch)
 
@@ -125,7 +122,7 @@ def committed(batch: Batch, verdict: Verdict, b: int) -> list[float]:
     return [float(dist[i, token]) for i, token in enumerate(tokens)]
 
 
-@every_rule_on_devices
+@every_rule
 @pytest.mark.parametrize("u", [0.0, 2**-53, LAST, 1.0])
 def test_tokens_of_probability_zero_are_never_committed(name, draft_sampling, u) -> None:
     """Uniforms of 0 (u <= h with both zero), next to 1, and rounded up to 1."""
@@ -139,7 +136,7 @@ def test_tokens_of_probability_zero_are_never_committed(name, draft_sampling, u)
 
 @pytest.mark.parametrize(
     ("name", "draft_sampling"),
-    [(name, own) for name, own in ON_DEVICE if own in {IID, WOR} and name != "target_only"],
+    [(name, own) for name, own in PAIRS if own in {IID, WOR} and name != "target_only"],
 )
 def test_target_equal_to_the_draft_distribution_is_accepted_whole(name, draft_sampling) -> None:
     """w = 1 and a residual of zero: every test is passed, whatever its number."""
@@ -246,7 +243,7 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
 
 
 # --- faulty probabilities: found before anything is committed, request by request
-@every_rule_on_devices
+@every_rule
 def test_a_request_with_nan_leaves_the_others_alone(name, draft_sampling) -> None:
     rng = np.random.default_rng(4)
     batch = batch_of(name, draft_sampling, rng)
@@ -370,7 +367,7 @@ def test_a_fork_that_is_not_counted_is_decided_otherwise() -> None:
 
 
 # --- what a verification must not do: read on the host, or outgrow the logits
-@every_rule_on_devices
+@every_rule
 def test_no_host_reads(name, draft_sampling, monkeypatch) -> None:
     # On a CPU, where nothing is waited for, forks are counted; elsewhere they are bounded.
     monkeypatch.setattr(iid_selection, "_room_for_forks", lambda tree, _: bounded_forks(tree))
