@@ -49,6 +49,7 @@ LOCAL_ALONE: Mapping[str, str] = {
     "dtype": "SGLang chooses it",
     "generate_async": "SGLang has an event loop of its own",
     "explain_plans": "one plan serves every request",
+    "max_model_len": "ask SGLang's /v1/models",
     "metrics": "SGLang counts for itself, see its /metrics",
     "observe": "SGLang's steps are its own",
     "pair": "SGLang holds the models",

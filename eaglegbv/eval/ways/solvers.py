@@ -11,8 +11,9 @@ costs acceptance and never losslessness. K-SEQ takes a solver's place where its 
 may exceed the tolerance.
 
 The convex programme is this project's own. Let H be the prefix of the tokens by p/q ascending that
-minimises P(H) - q(H)^n, so that alpha* = 1 + P(H) - q(H)^n. Of the different tokens drafted above H (of all, if none is) x is
-selected in proportion to exp(a(x)). The weights minimise, over a >= 0 on H and a <= 0 above it,
+minimises P(H) - q(H)^n, so that alpha* = 1 + P(H) - q(H)^n. Of the different tokens drafted above H
+(of all, if none is) x is selected in proportion to exp(a(x)). The weights minimise, over a >= 0
+on H and a <= 0 above it,
 
     f(a) = E[log of the sum of exp(a) over the eligible tokens] - sum p a.
 

@@ -68,10 +68,10 @@ def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) ->
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     logged = [line["held_out"][measured] for line in lines if "score" in line]
     assert len(logged) == len(found)
-    assert all(0 <= length <= 3 for length in [*logged, report["held_out"][measured]])
-    assert report["held_out"][measured] > 0
+    assert all(1 <= length <= 4 for length in [*logged, report["held_out"][measured]])
+    assert report["held_out"][measured] > 1
     shares = [report["held_out"][f"{d} or more accepted{measured[17:]}"] for d in (1, 2, 3)]
-    assert sum(shares) == pytest.approx(report["held_out"][measured])
+    assert 1 + sum(shares) == pytest.approx(report["held_out"][measured])
 
     # One step more at hardly any rate: the head is the same, rounded to bfloat16 when it was saved.
     more = ("--initial", str(tmp_path), "--samples", str(tmp_path / "samples.pt"))
