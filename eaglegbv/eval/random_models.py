@@ -105,6 +105,7 @@ def random_pair(
     compile_backend: str | None = None,
     graphs: GraphMode = GraphMode.OFF,
     memoryless: bool = False,
+    native: bool = True,
 ) -> tuple[HFTarget, EagleDrafter]:
     """Make a target and what drafts for it.
 
@@ -120,6 +121,7 @@ def random_pair(
             compilation.
         graphs: Whether tree forwards and drafting are recorded and replayed.
         memoryless: Whether the head drafts what the target says; see this module.
+        native: Whether the native library runs forwards, where it can.
     """
     if compile_backend is not None:  # fail before anything is made
         check_backend(compile_backend)
@@ -150,6 +152,7 @@ def random_pair(
             max_slots=slots,
             compile_backend=compile_backend,
             graphs=graphs,
+            native=native,
             must_pass=False,  # what it finds is logged, and reported with the times
         )
         head = random_head(head_config, target.input_embeddings)

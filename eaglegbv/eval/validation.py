@@ -105,8 +105,8 @@ class HeadValidator:
         name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"
         by_depth = zip_longest(*(m.accepted_by_depth for m in metrics), fillvalue=0)
         shares = [sum(counts) / forwards for counts in by_depth]
-        length = sum(m.committed_tokens for m in metrics) / forwards
-        return {f"acceptance length, {name}": length} | {
+        # A last forward may have accepted more than the text had room for.
+        return {f"acceptance length, {name}": 1 + sum(shares)} | {
             f"{depth} or more accepted, {name}": share
             for depth, share in enumerate(shares, start=1)
         }

@@ -16,7 +16,7 @@ import httpx
 BAD = (
     {"prompt": ""},
     {"prompt": "a", "temperature": -1},
-    {"prompt": "a", "max_new_tokens": 3},
+    {"prompt": "a", "top_p": 2},
     {"prompt": [10**6]},
     {"n": 2},
 )

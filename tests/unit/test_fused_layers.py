@@ -147,7 +147,7 @@ def test_models_with_such_layers_compute_the_same(kind):
 
 def launches_of(kind: str, layers: int) -> Counter[str]:
     """Return what a forward of a model launches, but for attention itself."""
-    target = HFTarget(tiny_model(kind, layers=layers).to(DEVICE), max_slots=64)
+    target = HFTarget(tiny_model(kind, layers=layers).to(DEVICE), max_slots=64, native=False)
     batch = pack([Probe.segment()], DEVICE)
     heads, dim = target.model.config.num_attention_heads, target.pool.keys.shape[3]
     attended = torch.zeros((1, heads, dim), device=DEVICE)

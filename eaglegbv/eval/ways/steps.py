@@ -3,7 +3,7 @@
 The *floor* of a phase is the time of its products with weights and nothing else: the model's own
 linear layers over random rows, in one CUDA graph where there are any. Time above the floor goes to
 attention, small kernels, launches and Python. Verification and commit have no floor here, because
-they compute little.
+they compute little; nor has a forward of the native library, which alone has the weights.
 """
 
 import time
@@ -107,6 +107,7 @@ class Floors:
         target, drafter = pair.target, pair.drafter
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._forward = _linears(target.model) if isinstance(target, HFTarget) else []
+        self._native = target.runs_by == "native"
         self._level: Products = []
         if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, HFTarget):
             self._level = _linears(drafter.model.model)
@@ -125,12 +126,14 @@ class Floors:
         return entries * self._like.itemsize
 
     def of(self, setting: StepSetting) -> dict[str, float]:
-        """Return the least seconds of drafting, of the forward and of both in a setting."""
+        """Return the least seconds of drafting, of the forward and of both; 0 where not known."""
         plan, batch = setting.plan, setting.batch
-        forward = self._seconds(self._forward, batch * plan.tree_nodes)
         draft = 0.0
         if plan.asks_drafter:
             draft = plan.depth * self._seconds(self._level, batch * plan.paths)
+        if self._native:
+            return {Phase.DRAFT: draft, Phase.FORWARD: 0.0, STEP: 0.0}
+        forward = self._seconds(self._forward, batch * plan.tree_nodes)
         return {Phase.DRAFT: draft, Phase.FORWARD: forward, STEP: draft + forward}
 
     @torch.inference_mode()

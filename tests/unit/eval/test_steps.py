@@ -30,7 +30,7 @@ SMALL = random_models.Shape(
 
 def made(shape: random_models.Shape = SMALL, dtype=torch.float32, **options: object) -> Pair:
     pair = random_models.random_pair(
-        shape, slots=512, max_context=256, dtype=dtype, device=CPU, **options
+        shape, slots=512, max_context=256, dtype=dtype, device=CPU, **{"native": False, **options}
     )
     return Pair(*pair)
 
