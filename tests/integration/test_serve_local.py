@@ -363,16 +363,19 @@ def test_its_speed_is_measured_by_clients(served, capsys):
     keyless = run(capsys, *words)
     assert keyless.status == 2
     assert "the API key is missing or wrong" in keyless.err
-    done = json.loads(run(capsys, *words, "--api-key", "secret", "--json").out)
-    assert [(row["clients"], row["answers"]) for row in done] == [(1, 2), (3, 6)]
-    for row in done:
-        assert 0 < row["first_token"] <= row["first_token_95"]
-        assert row["between_tokens"] >= 0
-        assert row["tokens_per_second"] > 0
-        assert 1 <= row["tokens_per_forward"] <= 4
+    report = json.loads(run(capsys, *words, "--api-key", "secret", "--json").out)
+    headings, *rows = report["tables"][0]["rows"]
+    found = [dict(zip(headings, map(float, row), strict=True)) for row in rows]
+    assert [(row["clients"], row["answers"]) for row in found] == [(1, 2), (3, 6)]
+    for row in found:
+        assert 0 < row["first token, s"] <= row["95 of 100"]
+        assert row["between tokens, s"] >= 0
+        assert row["tokens/s"] > 0
+        assert 1 <= row["acceptance length"] <= 4
     assert served.unfinished == 0
-    table = run(capsys, *words, "--api-key", "secret").out.splitlines()
-    assert table[0].split()[:2] == ["clients", "answers"]
+    table = run(capsys, *words, "--api-key", "secret").out
+    assert headings[:2] == ["clients", "answers"]
+    assert "clients  answers  first token, s" in table
     nobody = run(capsys, "bench", "endpoint", "http://127.0.0.1:1")
     assert nobody.status == 2
     assert "url='http://127.0.0.1:1': expected the address of a server" in nobody.err
