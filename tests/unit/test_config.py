@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 
 from eaglegbv import config
-from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan, PlanChoices, plan_name
+from eaglegbv.config import (
+    AUTO,
+    PLAIN,
+    AutoPlan,
+    DefaultPlan,
+    EngineConfig,
+    Plan,
+    PlanChoices,
+    plan_name,
+)
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
@@ -184,8 +193,8 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter():
 
 def test_choices_make_a_plan_and_none_the_engines_own():
     usual = {"draft_width": 64, "draft_temperature": 1.5}
-    assert PlanChoices().planning() == AUTO
-    assert PlanChoices(**usual).planning() == AutoPlan(**usual)
+    assert PlanChoices().planning() == DefaultPlan()
+    assert PlanChoices(**usual).planning() == DefaultPlan(**usual)
     assert PlanChoices(depth=2, **usual).planning() == Plan(depth=2, **usual)
     assert PlanChoices(verifier="gbv", paths=2, draft_sampling="iid", **usual).planning() == Plan(
         verifier="gbv", paths=2, draft_sampling=DraftSampling.IID, **usual
