@@ -388,7 +388,14 @@ def test_the_page_s_commands_run(capsys, free_port):
     address = f"127.0.0.1:{free_port}"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *words]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process_:
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What runs in a shell's background ignores Ctrl-C, and so would the server.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process_:
         try:
             wait_for(f"http://{address}/health", process_)
             for words in asking:
