@@ -44,7 +44,7 @@ def test_a_planted_fault_is_found():
     assert report.verdict is Verdict.FAILS, report.lines()
 
 
-@pytest.mark.thorough
+@pytest.mark.hours
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
 def test_every_planted_fault_is_found(fault):
@@ -52,7 +52,7 @@ def test_every_planted_fault_is_found(fault):
     assert audit_engine(fault, plan).verdict is Verdict.FAILS
 
 
-@pytest.mark.thorough
+@pytest.mark.hours
 @pytest.mark.timeout(7200)
 def test_the_honest_engine_in_bfloat16_passes():
     """20 audits at level 0.01 raise at most one alarm."""

@@ -137,7 +137,7 @@ def test_texts_that_never_repeat_have_no_copies(bank):
     assert copies_of(long(bank, 0, count=3, length=30)) is None
 
 
-@pytest.mark.thorough
+@pytest.mark.hours
 def test_false_alarms():
     """200 honest audits at level 0.01: between 0 and 6, over many laws; half of them of copies."""
     alarms = []
@@ -148,7 +148,7 @@ def test_false_alarms():
     assert 0 <= sum(alarms) <= 6
 
 
-@pytest.mark.thorough
+@pytest.mark.hours
 @pytest.mark.parametrize("name", ["top", "surprise"])
 def test_the_smallest_shift_is_found(bank, name):
     """With a shift as small as printed, at least 16 of 20 audits fail by that statistic."""
