@@ -113,7 +113,7 @@ class Engine:
             vacate=self._vacate,
         )
         self._barrier = barrier
-        self._planner = planner or Planner()
+        self._planner = planner or Planner(at_once=self._drafting.at_once)
         self._verification = Verification(target, self._drafting)
         self._added = 0
         self._steps = 0
@@ -169,10 +169,11 @@ class Engine:
         self.check_plan(plan)
         if isinstance(plan, AutoPlan) and params.seed is not None and not params.greedy:
             if isinstance(plan, DefaultPlan):
-                plan = plan.seeded
+                plan = self._drafting.within(plan.seeded)
                 self.check_plan(plan)
             else:
                 log_once(_log, logging.WARNING, _UNREPEATABLE)
+        plan = self._drafting.within(plan)
         check_priority(priority)
         if params.n != 1:
             raise InvalidArgument("n", params.n, "1: a request is one answer, see params.copies()")
