@@ -28,7 +28,7 @@ from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
-SLOTS = 300
+SLOTS = 4000
 PROMPT = [5, 17, 3, 3, 28, 9]
 PLAN = Plan(paths=3, depth=4, draft_width=VOCAB)
 ACCEPTED = [0, 2, 4, 1, 3]
