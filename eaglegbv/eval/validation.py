@@ -106,7 +106,8 @@ class HeadValidator:
         by_depth = zip_longest(*(m.accepted_by_depth for m in metrics), fillvalue=0)
         shares = [sum(counts) / forwards for counts in by_depth]
         # A last forward may have accepted more than the text had room for.
-        return {f"acceptance length, {name}": 1 + sum(shares)} | {
+        length = 1 + sum(m.accepted_tokens for m in metrics) / forwards
+        return {f"acceptance length, {name}": length} | {
             f"{depth} or more accepted, {name}": share
             for depth, share in enumerate(shares, start=1)
         }
