@@ -142,19 +142,21 @@ def test_other_builds_compute_the_same(flags, tmp_path):
     ("sanitizer", "library_name"), [("address,undefined", "libasan.so"), ("thread", "libtsan.so")]
 )
 def test_sanitizers_find_nothing(sanitizer, library_name, tmp_path):
-    found = subprocess.run(
-        [*compiler(), f"-print-file-name={library_name}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    if not Path(found).is_file():
+    runtime = compilers_file(library_name)
+    if not runtime.is_file():
         pytest.skip(f"the compiler has no {library_name}")
+    # Python brings no C++ runtime; the sanitizer must find the one that PyTorch throws by.
+    preloaded = (runtime, compilers_file("libstdc++.so"))
     run_tests(
         [str(FORWARDS), str(ROWS)],
         f"-march=native -g -fsanitize={sanitizer} -fno-sanitize-recover",
         tmp_path,
-        LD_PRELOAD=found,
+        LD_PRELOAD=" ".join(map(str, preloaded)),
         ASAN_OPTIONS="detect_leaks=0",  # Python's own
         TSAN_OPTIONS="ignore_noninstrumented_modules=1",
     )
+
+
+def compilers_file(name: str) -> Path:
+    command = [*compiler(), f"-print-file-name={name}"]
+    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
