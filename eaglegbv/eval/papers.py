@@ -30,7 +30,7 @@ from eaglegbv.tree import DraftSampling
 from eaglegbv.verifiers.proof.enumeration import Problem, Shape, states_by_step
 from eaglegbv.verifiers.registry import REFERENCES
 
-Cell: TypeAlias = float | str | None
+Cell: TypeAlias = int | float | str | None
 Coordinates: TypeAlias = Mapping[str, Any]
 """Where a cell stands: what its table, its row and its column say, by axis."""
 

@@ -16,7 +16,7 @@ from support.g_test import g_test
 from support.tiny_engine import TinyEngine, cells_of, served, tiny_engine
 from torch import Tensor
 
-from eaglegbv import verification
+from eaglegbv import replay
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.host_drafting import DraftCall
@@ -221,9 +221,9 @@ def test_joint_distribution_is_the_targets_over_steps(crowded):
 @pytest.mark.thorough
 def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(crowded, monkeypatch):
     """True features give other probabilities than the step drew from, which biases the text."""
-    trails = verification._trails
+    trails = replay._trails
 
-    def current(requests: Sequence[Request]) -> list[verification._Trail]:
+    def current(requests: Sequence[Request]) -> list[replay._Trail]:
         return [
             dataclasses.replace(
                 trail,
@@ -233,15 +233,15 @@ def test_current_draft_probs_in_place_of_an_earlier_steps_are_noticed(crowded, m
             for trail in trails(requests)
         ]
 
-    monkeypatch.setattr(verification, "_trails", current)
+    monkeypatch.setattr(replay, "_trails", current)
     result = g_test(sample(crowded, 2_500), crowded.joint_probs(PROMPT, TOKENS))
     assert result.p_value < LEVEL, result
 
 
 @pytest.mark.thorough
 def test_dropped_layers_are_noticed(crowded, monkeypatch):
-    after = verification._layers_after
-    monkeypatch.setattr(verification, "_layers_after", lambda *args: [() for _ in after(*args)])
+    after = replay._layers_after
+    monkeypatch.setattr(replay, "_layers_after", lambda *args: [() for _ in after(*args)])
     result = g_test(sample(crowded, 3_000), crowded.joint_probs(PROMPT, TOKENS))
     assert result.p_value < LEVEL, result
 

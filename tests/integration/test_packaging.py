@@ -86,7 +86,7 @@ def test_every_module_imports_from_the_unpacked_wheel(wheel, tmp_path):
 def test_wheel_carries_version_licence_and_command(wheel):
     info = f"eaglegbv-{eaglegbv.__version__}.dist-info"
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert "eaglegbv = eaglegbv.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "eaglegbv = eaglegbv.__main__:run" in wheel.read(f"{info}/entry_points.txt").decode()
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
 

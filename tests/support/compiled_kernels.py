@@ -96,11 +96,7 @@ def resources(kernel, constants):
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    warps = {
-        "warp_rows": PIECE_WARPS,
-        "draw_branches": PIECE_WARPS,
-        "draw_corrections": 2 * PIECE_WARPS,
-    }
+    warps = {"warp_rows": PIECE_WARPS, "draw_corrections": 2 * PIECE_WARPS}
     options = {"num_warps": warps.get(kernel.__name__, 4)}
     if kernel.__module__ == layer_kernels.__name__:
         options |= layer_kernels.ROUNDED
@@ -125,11 +121,7 @@ def main() -> None:
         work.append((kernels.judge_paths, {**sizes, "NODES": 16}))
     work.append((kernels.draw_corrections, {"IN_LOGS": True, "PIECES": 32, **lists, **pieces}))
     work.append((kernels.warp_rows, {"TOP_K": True, "TOP_P": True, "MIN_P": True, **pieces}))
-    work.append((sglang_kernels.number_nodes, {"PATHS": 16, **lists}))
-    work.append((sglang_kernels.report_paths, {"STEPS": 32, "NODES": 512}))
-    work.append((sglang_kernels.draw_branches, {"MAPPED": True, **lists, **pieces}))
-    work.append((sglang_kernels.join_branches, {"PATHS": 16}))
-    work.append((sglang_kernels.choose_nodes, {}))
+    work.append((sglang_kernels.report_paths, {"STEPS": 32}))
     work += [
         (layer_kernels.norm_rows, {"BLOCK": 4096}),
         (layer_kernels.rotate_rows, {"SIGNED": False, "BLOCK": 64}),

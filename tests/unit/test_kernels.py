@@ -295,7 +295,7 @@ def test_they_compile_for_a_gpu_and_fit_its_registers():
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert len(lines) == 2 * len(RULES) + 14
+    assert len(lines) == 2 * len(RULES) + 10
     for line in lines:
         _, registers, stack, shared = line.rsplit(maxsplit=3)
         assert int(registers) <= 255, line

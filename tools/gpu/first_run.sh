@@ -101,14 +101,14 @@ lossless() {
 }
 efficiency() { batch efficiency --shape $SHAPE --efficiency ${EFFICIENCY:-3.5} --ways 3x4,2x6,none; }
 inductor() { step inductor --plans 4x6,none --cuda-graphs $GRAPHS --compile inductor; }
-checks() { TAIL=40 phase "$1" $PY -m pytest -p no:cacheprovider -p no:randomly -n 0 -rA -q --timeout 60 --tb short "${@:2}"; }
+checks() { TAIL=40 phase "$1" $PY -m pytest -o cache_dir=$scratch/pytest -p no:randomly -n 0 -rA -q --timeout 60 --tb short "${@:2}"; }
 kernels() {                            # compiled there, interpreted elsewhere
   checks kernels tests/unit/test_fused_layers.py tests/unit/drafters/test_drawn_paths.py tests/unit/test_kernels.py
 }
 tests() {                              # attention first, then whole texts with graphs
   checks tests -m gpu tests/unit/attention tests/integration/test_engine_graphs.py
 }
-sglang() { checks sglang tests/sglang/test_numbering.py tests/sglang/test_launched_growth.py; }
+sglang() { checks sglang tests/sglang/test_round_launches.py; }
 greedy() { step greedy --plans 4x6 --contexts 512,2048 --temperature 0,1 --cuda-graphs $GRAPHS; }
 eager() { step eager --plans 4x6,none --cuda-graphs off; }
 tiny() { batch tiny --model tiny --ways auto,3x4,none,transformers --questions-set builtin --explain; }
