@@ -208,9 +208,12 @@ def serve(
         str, opt("sglang; or local, this package's engine: see 'serve --backend local --help'.")
     ] = "sglang",
     plans: Annotated[
-        str,
-        opt("Plans to choose among by load: auto, or such as 6x6,4x6,3x4,1x4,none."),
-    ] = "",
+        str | None,
+        opt(
+            "Plans to choose among by load, such as 6x6,4x6,3x4,1x4,none.",
+            shown="auto, those; one with --paths or --depth, or a rule of one path or with state",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, opt("Check all that needs no accelerator, print the command and stop.", "--dry-run")
     ] = False,
@@ -223,14 +226,18 @@ def serve(
     check_ready(context.args, accelerator=not dry_run)
     from eaglegbv.backends.sglang.launch import launch
     from eaglegbv.backends.sglang.server_args import check_command
-    from eaglegbv.backends.sglang.settings import Settings
+    from eaglegbv.backends.sglang.settings import Settings, takes_plans
     from eaglegbv.loading import named_models
 
     given = {*opts.given_options(context)}
-    if plans and given & {"paths", "depth", "widths"}:
+    fixed = bool(given & {"paths", "depth", "widths"})
+    if plans and fixed:
         raise InvalidArgument("plans", plans, "no --paths and --depth beside them")
+    verifier = choices.verifier or Plan().verifier
+    if plans is None:
+        plans = "auto" if not fixed and takes_plans(verifier) else ""
     settings = Settings(
-        verifier=choices.verifier or Plan().verifier,
+        verifier=verifier,
         plans=plans,
         draft_width=choices.draft_width,
         draft_temperature=choices.draft_temperature,

@@ -20,7 +20,7 @@ from support.sglang_engine import missing_sglang
 
 from eaglegbv.backends.sglang.launch import launch, served_head, server_arguments
 from eaglegbv.backends.sglang.ready import _drivers_exist, check_ready
-from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
+from eaglegbv.backends.sglang.settings import AUTOMATIC, JSON_VARIABLE, Settings
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.models.hf import load_config
@@ -127,8 +127,8 @@ def test_documented_commands_and_calls_start_what_they_say(pair, capsys, monkeyp
     started = shlex.split(run(capsys, *serve[1:], "--dry-run").out)
     assert started[0].startswith(f"{JSON_VARIABLE}=")
     assert started[-2:] == ["--port", "30000"]
-    # SGLang's own command starts the same; its trees and verifier are the defaults of `serve`.
-    assert Settings.from_environment(dict([by_hand[0].split("=")])) == Settings()
+    # SGLang's own command starts the same.
+    assert Settings.from_environment(dict([by_hand[0].split("=")])) == Settings(plans="auto")
     assert by_hand[2:4] == started[2:4]
     pairs = zip(*[iter(started[4:-2])] * 2, strict=True)
     assert set(pairs) == set(zip(*[iter(by_hand[4:])] * 2, strict=True))
@@ -246,6 +246,29 @@ def test_packaged_models_are_served_with_their_heads(capsys, monkeypatch):
     assert "EAGLEGBV3" in words
     with pytest.raises(DrafterMismatch, match="vocab_size=49152"):  # this stands in for SmolLM2
         launch(TINY_TARGET, "smollm2", paths=3, depth=4, settings=Settings())
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("words", "plans"),
+    [
+        ("", AUTOMATIC),
+        ("--device cpu", AUTOMATIC),
+        ("--plans 2x2,1x2,none", "2x2,1x2,none"),
+        ("--paths 2", ""),
+        ("--depth 2", ""),
+        ("--verifier block --paths 1", ""),
+        ("--verifier spectr_gbv", ""),
+    ],
+)
+def test_rounds_follow_the_load_unless_one_plan_is_asked_for(words, plans, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sgl_kernel", Mock())
+    start = shlex.split(run(capsys, "serve", "tiny", "--dry-run", *words.split()).out)
+    settings = Settings.from_environment(dict([start[0].split("=", maxsplit=1)]))
+    paths = int(start[1 + start.index("--speculative-eagle-topk")])
+    assert settings.plans == plans
+    assert (settings.widest() or (paths,))[0] == paths
+    assert ("--disable-cuda-graph" in start) == ("cpu" in words)
 
 
 def test_a_head_is_converted_once_by_servers_that_start_at_once(saved_pair, tmp_path, monkeypatch):

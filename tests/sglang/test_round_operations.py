@@ -22,12 +22,12 @@ from eaglegbv.backends.sglang import verify
 from eaglegbv.backends.sglang.book import RequestBook
 from eaglegbv.backends.sglang.penalties import TokenCounts
 from eaglegbv.backends.sglang.rounds import RoundBuffers, numbers_of
-from eaglegbv.backends.sglang.verify import GraphJudge, verifying
+from eaglegbv.backends.sglang.verify import GraphJudge, TreeSampling
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import Recorder, Work
 
-MOST = 18  # in a round with greedy requests, with all that turns logits into a verdict
-MOST_TO_JUDGE = 14  # of these; a graph launches 12 more at most: see test_round_launches.py
+MOST = 15  # in a round with greedy requests, with all that turns logits into a verdict
+MOST_TO_JUDGE = 11  # of these; a graph launches 12 more at most: see test_round_launches.py
 # A graph launches what drafts: see test_round_launches.py.
 VOCAB, DRAFT_VOCAB, WIDTH = 64, 48, 16
 
@@ -80,8 +80,9 @@ def round_operations(
     buffers.grow(slots, lambda *_: head)  # in a graph
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_share", lambda *_: None)
-        with operations.part("verification"), verifying(judge, TokenCounts(VOCAB, "cpu")):
-            verify.sample(Mock(), drafted, round_, output, walk=lambda **_: None)
+        sample = TreeSampling(Mock(), lambda **_: None, TokenCounts(VOCAB, "cpu"), judge)
+        with operations.part("verification"):
+            sample(drafted, round_, output)
             book.advance(requests)
     with operations.part("the next round's roots"):
         buffers.keep_roots(slots, head[:batch])

@@ -85,6 +85,8 @@ def test_on_a_cpu_steps_do_not_overlap(pair):
         ("enable_multi_layer_eagle", True, "heads draft chains"),
         ("dcp_size", 2, "has never run with our trees; use --tp"),
         ("attn_cp_size", 2, "has never run with our trees; use --tp"),
+        ("tokenizer_worker_num", 2, "no plug-ins in further workers; leave it out"),
+        ("detokenizer_worker_num", 2, "no plug-ins in further workers; leave it out"),
         *((option, "other", "has never run with our trees; leave") for option in UNTRIED),
         ("speculative_draft_attention_backend", "fa4", "it drafts chains only"),
         ("speculative_draft_attention_backend", "flashmla", "it drafts chains only"),

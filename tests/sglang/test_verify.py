@@ -19,7 +19,7 @@ from eaglegbv.backends.sglang import verify
 from eaglegbv.backends.sglang.book import RequestBook, seed_copies
 from eaglegbv.backends.sglang.penalties import TokenCounts
 from eaglegbv.backends.sglang.rounds import Acceptance, RoundBuffers, numbers_of
-from eaglegbv.backends.sglang.verify import GraphJudge, keep, verifying
+from eaglegbv.backends.sglang.verify import GraphJudge, TreeSampling, keep
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import NotRecordable, Recorder
 from eaglegbv.rng import Purpose, RequestRng, request_seed
@@ -137,10 +137,10 @@ def test_what_is_reported_is_a_path_and_its_tokens():
     own = draw_trees(300, 3, 3)
     outcome = judge(own)
     batch, nodes = own.node_tokens.shape
-    assert outcome.accepted.min() == 0
-    assert outcome.accepted.max() == 3
+    assert outcome.lengths.min() == 1
+    assert outcome.lengths.max() == 4
     for b in range(batch):
-        accepted = int(outcome.accepted[b])
+        accepted = int(outcome.lengths[b]) - 1
         path = outcome.nodes[b].tolist()
         assert path[accepted + 1 :] == [-1] * (3 - accepted)
         assert path[0] == b * nodes
@@ -162,7 +162,7 @@ def test_a_request_is_judged_alike_in_every_bucket(verifier):
         fewer = judge.accept(batch)
         assert torch.equal(fewer.nodes, whole.nodes[:batch])
         assert torch.equal(fewer.tokens, whole.tokens[:batch])
-        assert torch.equal(fewer.accepted, whole.accepted[:batch])
+        assert torch.equal(fewer.lengths, whole.lengths[:batch])
 
 
 def test_what_cannot_be_recorded_runs_as_it_is():
@@ -216,13 +216,14 @@ def test_greedy_trees_are_judged_by_sglangs_kernel_and_others_by_ours(greedy, mo
     own = draw_trees(40, 3, 3)
     plain = judge(own)
     drafted, batch, output = round_of(own, greedy)
-    assert verify.sample(lambda *_: "SGLang's own", drafted, batch, output, walk=walked)[0] == "S"
-    with verifying(graph_judge(own), TokenCounts(V, "cpu")):
-        predicts, lengths, path = verify.sample(Mock(), drafted, batch, output, walk=walked)
+    sample = TreeSampling(Mock(return_value="SGLang's own"), walked, TokenCounts(V, "cpu"))
+    assert sample(drafted, batch, output)[0] == "S"
+    sample.judge = graph_judge(own)
+    predicts, lengths, path = sample(drafted, batch, output)
     rows = torch.zeros(40, dtype=torch.bool) if greedy is None else greedy
-    assert torch.equal(path[~rows], plain.nodes[~rows].int())
-    assert torch.equal(lengths[~rows], plain.accepted[~rows].int() + 1)
-    assert torch.equal(predicts.view(40, 10)[~rows], plain.tokens[~rows].int())
+    assert torch.equal(path[~rows], plain.nodes[~rows])
+    assert torch.equal(lengths[~rows], plain.lengths[~rows])
+    assert torch.equal(predicts.view(40, 10)[~rows], plain.tokens[~rows])
     assert (path[rows] == 5).all()
     assert (lengths[rows] == 3).all()
     assert (predicts.view(40, 10)[rows] == 77).all()

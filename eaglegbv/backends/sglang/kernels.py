@@ -12,6 +12,7 @@ def report_paths(
     token_ids,
     tokens_out,
     nodes_out,
+    lengths_out,
     length,
     nodes,
     STEPS: tl.constexpr,
@@ -21,6 +22,7 @@ def report_paths(
     tree_at = request * nodes
     steps = tl.arange(0, STEPS)
     count = tl.load(accepted + request)
+    tl.store(lengths_out + request, count + 1)
     within = steps <= count
     path_at = path_nodes + request * length
     node = tl.load(path_at + steps - 1, mask=within & (steps > 0), other=0)

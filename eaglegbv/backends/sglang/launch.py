@@ -264,7 +264,8 @@ def launch(
     if drafter is not None and settings is not None:
         paths, depth = settings.widest() or (paths, depth)
         settings.check_paths(paths)
-    hub = {name: value for name, value in vars(read_options(others)).items() if name != "device"}
+    hub = vars(read_options(others))
+    on_cpu = hub.pop("device") == "cpu"
     named = server_arguments(model, drafter, paths=paths, depth=depth, **hub)
     if settings is None:
         named["speculative_algorithm"] = named["speculative_algorithm"].replace("GBV", "")
@@ -272,7 +273,10 @@ def launch(
     command = [*LAUNCHER]
     for name, value in named.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    return Launch([*command, *others], {} if settings is None else settings.to_environment())
+    command += others
+    if on_cpu and drafter is not None and settings is not None and settings.plans:
+        command.append("--disable-cuda-graph")  # SGLang would try to capture the plans' graphs
+    return Launch(command, {} if settings is None else settings.to_environment())
 
 
 class ServerFailed(EagleGBVError):

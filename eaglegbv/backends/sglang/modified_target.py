@@ -9,7 +9,7 @@ own have been rewritten from the target's features.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -57,9 +57,23 @@ class ModifiedTargets:
         """Judge trees of ``drafter`` by the rule of this name."""
         self._verifier, self._drafter, self._book = STATEFUL_VERIFIERS[verifier](), drafter, book
 
-    def judge(self, batch: ScheduleBatch, start: RoundStart | None) -> "StatefulRound":
-        """Return what decides about the round of a batch."""
-        return StatefulRound(self, batch, start)
+    def of(self, batch: ScheduleBatch, start: RoundStart | None) -> Self:
+        """Judge the round of a batch."""
+        self._batch, self._start = batch, start
+        return self
+
+    def space(self, batch: int) -> Tensor:
+        """See :class:`eaglegbv.backends.sglang.verify.Judge`."""
+        nodes, config = self._drafter.buffers.tree.nodes, self._drafter.target_worker.model_config
+        self._probs = torch.empty((batch, nodes, config.vocab_size), device=self._drafter.device)
+        return self._probs
+
+    def accept(self, batch: int) -> Acceptance:
+        """See :class:`eaglegbv.backends.sglang.verify.Judge`."""
+        tree = self._drafter.buffers.tree.mapped(lambda tensor: tensor[:batch])
+        requests, indices = self._batch.reqs, self._batch.req_pool_indices
+        verdict = self.verdict(requests, indices, tree, _target_of(self._probs), self._start)
+        return acceptance(verdict, tree)
 
     def verdict(
         self,
@@ -96,39 +110,18 @@ class ModifiedTargets:
         if not rows or probs is None:
             return False
         requests = [batch.reqs[row] for row in rows]
-        logits = probs[rows].log()
-        roots = DraftTree.roots([r.output_ids[-1] for r in requests], device=logits.device)
-        nodes = torch.arange(len(rows), device=logits.device).unsqueeze(1)
-        target = TargetProbs.of_logits(logits, nodes)
+        target = _target_of(probs[rows].unsqueeze(1))
+        roots = DraftTree.roots([r.output_ids[-1] for r in requests], device=probs.device)
         verdict = self.verdict(requests, batch.req_pool_indices[rows], roots, target, None)
         token_ids[rows] = verdict.token_ids.to(token_ids.dtype)
         return True
 
 
-@dataclass(slots=True)
-class StatefulRound:
-    """A round's judge."""
-
-    targets: ModifiedTargets
-    batch: ScheduleBatch
-    start: RoundStart | None
-    probs: Tensor | None = None  # [batch, nodes, vocab], where SGLang's distributions are written
-
-    def space(self, batch: int) -> Tensor:
-        """See :class:`eaglegbv.backends.sglang.verify.Judge`."""
-        drafter = self.targets._drafter
-        nodes, vocab = drafter.buffers.tree.nodes, drafter.target_worker.model_config.vocab_size
-        self.probs = torch.empty((batch, nodes, vocab), device=drafter.device)
-        return self.probs
-
-    def accept(self, batch: int) -> Acceptance:
-        """See :class:`eaglegbv.backends.sglang.verify.Judge`."""
-        assert self.probs is not None
-        tree = self.targets._drafter.buffers.tree.mapped(lambda tensor: tensor[:batch])
-        rows = torch.arange(batch * tree.nodes, device=self.probs.device).view(batch, -1)
-        target = TargetProbs.of_logits(self.probs.flatten(0, 1).log(), rows)
-        own = self.batch.reqs, self.batch.req_pool_indices
-        return acceptance(self.targets.verdict(*own, tree, target, self.start), tree)
+def _target_of(probs: Tensor) -> TargetProbs:
+    """Return distributions ``[batch, nodes, vocab]`` as verifiers take them."""
+    batch, nodes, _ = probs.shape
+    rows = torch.arange(batch * nodes, device=probs.device).view(batch, nodes)
+    return TargetProbs.of_logits(probs.flatten(0, 1).log(), rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
+NAMES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+"""SGLang's settings that go by counts."""
+
+
 class TokenCounts:
     """How often each penalised request has had each token, by its slot in SGLang's pool."""
 
@@ -56,19 +60,18 @@ class TokenCounts:
         """Penalise ``[batch, nodes, vocab]``, in place, as SGLang does without speculation."""
         if self._counts is None or batch.sampling_info.acc_additive_penalties is None:
             return
-        said = self._counts[batch.req_pool_indices]
-        ours = [[penalised(request)] for request in batch.reqs]  # others' counts are old
+        said = self._counts[batch.req_pool_indices].unsqueeze(1)
+        # Others' counts are old.
+        ours = [[[penalised(request)]] for request in batch.reqs]
         said = said * upload(ours, dtype=torch.float32, device=logits.device)
-        path, real = path_tokens(drafted)
-        counts = said.unsqueeze(1).repeat(1, logits.shape[1], 1)
-        counts.scatter_add_(2, path, real.to(counts))
-        frequency = _column(batch.reqs, "frequency_penalty", logits).view(-1, 1, 1)
-        presence = _column(batch.reqs, "presence_penalty", logits).view(-1, 1, 1)
-        repetition = _column(batch.reqs, "repetition_penalty", logits).view(-1, 1, 1)
+        counts = said.repeat(1, logits.shape[1], 1)
+        _count_paths(drafted, counts)
+        named = [[float(getattr(r.sampling_params, name)) for name in NAMES] for r in batch.reqs]
+        table = upload(named, dtype=torch.float32, device=logits.device)
+        frequency, presence, repetition, least = table.view(-1, len(NAMES), 1, 1).unbind(1)
         logits.sub_(counts * frequency + (counts > 0) * presence)
-        least = _column(batch.reqs, "min_new_tokens", logits)
-        lengths = said.sum(dim=1, keepdim=True) + real.sum(dim=2)
-        _forbid(logits, _stop_ids(batch.reqs, logits), lengths < least.unsqueeze(1))
+        early = counts.sum(dim=2, keepdim=True) < least
+        logits.masked_fill_(early & _stops(batch.reqs, logits), -torch.inf)
         factors = torch.where(counts > 0, repetition, 1.0)
         logits.copy_(torch.where(logits < 0, logits * factors, logits / factors))
 
@@ -80,58 +83,46 @@ def penalised(request: "Req") -> bool:
     return params.min_new_tokens > 0 or neutral != (0.0, 0.0, 1.0)
 
 
-def _column(requests: Sequence["Req"], name: str, like: Tensor) -> Tensor:
-    """Return ``[batch]`` float32, a setting of each request."""
-    values = [float(getattr(request.sampling_params, name)) for request in requests]
-    return upload(values, dtype=torch.float32, device=like.device)
-
-
-def _stop_ids(requests: Sequence["Req"], logits: Tensor) -> Tensor:
-    """Return ``[batch, ids]`` int64, what ends each request, padded by the vocabulary's size."""
-    vocab, stops = logits.shape[2], []
-    for request in requests:
+def _stops(requests: Sequence["Req"], logits: Tensor) -> Tensor:
+    """Return ``[batch, 1, vocab]`` bool, the tokens that end each request."""
+    places: list[tuple[int, int]] = []
+    for row, request in enumerate(requests):
         ids = {*(request.sampling_params.stop_token_ids or ()), *(request.eos_token_ids or ())}
         if request.tokenizer is not None:
             ids |= {*(request.tokenizer.additional_stop_token_ids or ())}
             ids.add(request.tokenizer.eos_token_id)
-        stops.append(sorted(ids - {None}))
-    most = max(map(len, stops))
-    padded = [ids + [vocab] * (most - len(ids)) for ids in stops]
-    return upload(padded, dtype=torch.int64, device=logits.device).view(len(stops), most)
+        places += [(row, token) for token in ids - {None}]
+    stops = torch.zeros_like(logits[:, :1], dtype=torch.bool)
+    rows, token_ids = upload(places, dtype=torch.int64, device=logits.device).view(-1, 2).T
+    stops[rows, 0, token_ids] = True
+    return stops
 
 
-def _forbid(logits: Tensor, token_ids: Tensor, where: Tensor) -> None:
-    """Forbid ``token_ids`` ``[batch, ids]`` at the nodes ``where`` ``[batch, nodes]``, in place."""
-    vocab = logits.shape[2]
-    stops = logits.new_zeros((len(logits), vocab + 1)).scatter_(1, token_ids, -torch.inf)
-    stops = stops[:, :vocab]
-    logits.add_(torch.where(where.unsqueeze(2), stops.unsqueeze(1), 0.0))
+def _count_paths(drafted: Any, counts: Tensor) -> None:
+    """Add the tokens on the way from the root, excluded, to each node of SGLang's trees."""
+    parents = parents_of(drafted.retrieve_next_token, drafted.retrieve_next_sibling)
+    node = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    tokens = drafted.draft_token.view_as(parents).long()
+    for _ in range(drafted.max_tree_depth - 1):
+        drawn = (node > 0).to(counts)
+        counts.scatter_add_(2, tokens.gather(1, node).unsqueeze(2), drawn.unsqueeze(2))
+        node = parents.gather(1, node)
 
 
-def path_tokens(drafted: Any) -> tuple[Tensor, Tensor]:
-    """Return the tokens on the way from the root, excluded, to each node of SGLang's trees.
+def parents_of(first_children: Tensor, siblings: Tensor) -> Tensor:
+    """Return ``[batch, nodes]`` int64, the parents in SGLang's trees; the root's is the root.
 
-    ``[batch, nodes, length]`` int64, and which of them there are. SGLang links a node to its first
-    child and each child to the next.
+    SGLang links a node to its first child and each child to the next.
     """
-    first, following = drafted.retrieve_next_token, drafted.retrieve_next_sibling
-    batch, nodes = first.shape
-    every = torch.arange(nodes, device=first.device).expand(batch, -1)
+    batch, nodes = siblings.shape
+    every = torch.arange(nodes, device=siblings.device).expand(batch, -1)
 
     def linked(links: Tensor, otherwise: Tensor) -> Tensor:
         """Return for each node the one whose link leads to it."""
         to = torch.where(links >= 0, links.long(), nodes)
         return pad(otherwise, (0, 1)).scatter(1, to, every)[:, :nodes]
 
-    eldest = linked(following, every)
+    eldest = linked(siblings, every)
     for _ in range(nodes.bit_length()):
         eldest = eldest.gather(1, eldest)
-    parents = linked(first, torch.zeros_like(every)).gather(1, eldest)
-    tokens, node, path, real = drafted.draft_token.view(batch, nodes).long(), every, [], []
-    for _ in range(drafted.max_tree_depth - 1):
-        path.append(tokens.gather(1, node))
-        real.append(node > 0)
-        node = parents.gather(1, node) * (node > 0)
-    if not path:
-        return every.new_zeros((batch, nodes, 0)), every.new_zeros((batch, nodes, 0)) > 0
-    return torch.stack(path, dim=2), torch.stack(real, dim=2)
+    return linked(first_children, torch.zeros_like(every)).gather(1, eldest)

@@ -10,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from eaglegbv.backends.sglang import metrics, verify
+from eaglegbv.backends.sglang import metrics
 from eaglegbv.backends.sglang.book import seed_copies
 from eaglegbv.backends.sglang.server_args import settle_arguments
 from eaglegbv.backends.sglang.settings import Settings
@@ -88,5 +88,4 @@ def worker_class(server_args: Any) -> type:  # noqa: ARG001
     check_override_points()
     from eaglegbv.backends.sglang.worker import SampledTreeWorker
 
-    verify.install()
     return SampledTreeWorker

@@ -188,14 +188,14 @@ class _Beam:
 class Acceptance(NamedTuple):
     """A verdict as SGLang's kernels report it; nodes are numbered through the batch."""
 
-    tokens: Tensor  # [batch, nodes] int64, at the root and each accepted node, the token after it
-    nodes: Tensor  # [batch, length + 1] int64, the root and the accepted nodes, then -1
-    accepted: Tensor  # [batch] int64, number of accepted nodes without the root
+    tokens: Tensor  # [batch, nodes] int32, at the root and each accepted node, the token after it
+    nodes: Tensor  # [batch, length + 1] int32, the root and the accepted nodes, then -1
+    lengths: Tensor  # [batch] int32, number of committed tokens
 
 
 def acceptance(verdict: Verdict, tree: DraftTree) -> Acceptance:
     """Return a verdict on trees in SGLang's terms, by one kernel on a GPU."""
-    tokens = torch.zeros_like(tree.token_ids)
+    tokens = torch.zeros_like(tree.token_ids, dtype=torch.int32)
     if runs_kernels(tokens.device):
         return _launch_report(verdict, tree, tokens)
     accepted = verdict.accepted.unsqueeze(1)
@@ -205,15 +205,16 @@ def acceptance(verdict: Verdict, tree: DraftTree) -> Acceptance:
     path = path.gather(1, torch.minimum(steps, accepted))
     following = tree.token_ids.gather(1, path).roll(-1, dims=1)
     following = torch.where(steps < accepted, following, verdict.token_ids.unsqueeze(1))
-    tokens.scatter_(1, path, following)
+    tokens.scatter_(1, path, following.int())
     first = tree.nodes * torch.arange(tree.batch, device=tokens.device).unsqueeze(1)
-    return Acceptance(tokens, torch.where(steps <= accepted, first + path, -1), verdict.accepted)
+    nodes = torch.where(steps <= accepted, first + path, -1)
+    return Acceptance(tokens, nodes.int(), (verdict.accepted + 1).int())
 
 
 def _launch_report(verdict: Verdict, tree: DraftTree, tokens: Tensor) -> Acceptance:
     from eaglegbv.backends.sglang import kernels  # where Triton is, and only when it is needed
 
-    nodes = tokens.new_empty((tree.batch, tree.length + 1))
+    nodes, lengths = tokens.new_empty((tree.batch, tree.length + 1)), tokens.new_empty(tree.batch)
     kernels.report_paths[(tree.batch,)](
         verdict.path_nodes.contiguous(),
         verdict.accepted.contiguous(),
@@ -221,8 +222,9 @@ def _launch_report(verdict: Verdict, tree: DraftTree, tokens: Tensor) -> Accepta
         tree.token_ids,
         tokens,
         nodes,
+        lengths,
         tree.length,
         tree.nodes,
         STEPS=power_of_two(tree.length + 1),
     )
-    return Acceptance(tokens, nodes, verdict.accepted)
+    return Acceptance(tokens, nodes, lengths)

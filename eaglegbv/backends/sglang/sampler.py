@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +20,24 @@ SAMPLER = "eaglegbv"
 """The name by which SGLang makes our sampler."""
 
 
-@dataclass(slots=True)
-class FirstTokens:
-    """The tokens after the prompts of a batch."""
-
-    book: RequestBook
-    requests: Sequence[Req]
-    probs: Tensor | None = None  # [batch, vocab], those drawn from; None if all are greedy
-
-
-_first: ContextVar[FirstTokens | None] = ContextVar("eaglegbv_first_tokens", default=None)
-
-
-@contextmanager
-def drawing_first(book: RequestBook, requests: Sequence[Req]) -> Iterator[FirstTokens]:
-    """Draw the tokens after the prompts of ``requests`` by their numbers, within this context."""
-    first = FirstTokens(book, list(requests))
-    token = _first.set(first)
-    try:
-        yield first
-    finally:
-        _first.reset(token)
-
-
 class FirstTokenSampler(Sampler):  # type: ignore[misc]
     """SGLang's sampler with draws of our own after prompts of requests of ours."""
+
+    def __init__(self, book: RequestBook) -> None:
+        super().__init__()
+        self._book = book
+        self._requests: Sequence[Req] | None = None  # those whose prompts are read now
+        self.probs: Tensor | None = None
+        """``[batch, vocab]``, what the latest were drawn from; None if all are greedy."""
+
+    @contextmanager
+    def drawing_first(self, requests: Sequence[Req]) -> Iterator[None]:
+        """Draw the tokens after the prompts of ``requests`` by their numbers, within this."""
+        self._requests, self.probs = list(requests), None
+        try:
+            yield
+        finally:
+            self._requests = None
 
     def _sample_from_probs(
         self,
@@ -56,14 +47,14 @@ class FirstTokenSampler(Sampler):  # type: ignore[misc]
         simple_sampling_case: bool,
     ) -> tuple[Tensor, Any]:
         """Return token ids ``[batch]``, and no record of masks; where one is wanted, as before."""
-        first = _first.get()
-        if first is None or sampling_info.sampling_mask_batch_indices is not None:
+        requests = self._requests
+        if requests is None or sampling_info.sampling_mask_batch_indices is not None:
             drawn: tuple[Tensor, Any] = super()._sample_from_probs(
                 probs, sampling_info, positions, simple_sampling_case
             )
             return drawn
         limits = limits_of(sampling_info)
-        first.probs = probs = keep(probs, **limits) if limits else probs
-        uniforms = first.book.uniforms(first.requests, 1, Purpose.CORRECTION)
+        self.probs = probs = keep(probs, **limits) if limits else probs
+        uniforms = self._book.uniforms(requests, 1, Purpose.CORRECTION)
         token_ids = draw(probs, send(uniforms.squeeze(1), probs.device))
         return torch.where(sampling_info.top_ks == 1, probs.argmax(dim=1), token_ids), None

@@ -42,6 +42,7 @@ _HALVES = "the two halves of a batch would share one round's random numbers"
 _SUMS = "the order of the verifiers' sums is not fixed; seeds fix random numbers without it"
 _DROP = "leave it out"
 _UNTRIED = "it has never run with our trees"
+_NO_PLUGINS = "SGLang loads no plug-ins in further workers"
 
 UNTRIED: Mapping[str, tuple[object, ...]] = {
     "kv_cache_dtype": ("auto",),
@@ -60,6 +61,7 @@ UNTRIED: Mapping[str, tuple[object, ...]] = {
     "enable_pdmux": (False,),
     "enable_streaming_session": (False,),
     "enable_lora_overlap_loading": (False, None),
+    "enable_dp_attention": (False, None),
     "enable_torch_compile": (False,),
     "rl_on_policy_target": (None,),
     "decoupled_spec_role": ("null",),
@@ -84,6 +86,8 @@ REFUSED: Refusals = {
     "enable_two_batch_overlap": ((False,), _HALVES, _DROP),
     "enable_deterministic_inference": ((False,), _SUMS, _DROP),
     "enable_multi_layer_eagle": ((False, None), "its heads draft chains", _DROP),
+    "tokenizer_worker_num": ((1,), _NO_PLUGINS, _DROP),
+    "detokenizer_worker_num": ((1,), _NO_PLUGINS, _DROP),
     "dcp_size": ((1,), _UNTRIED, "use --tp"),
     "attn_cp_size": ((1,), _UNTRIED, "use --tp"),
     **{option: (harmless, _UNTRIED, _DROP) for option, harmless in UNTRIED.items()},

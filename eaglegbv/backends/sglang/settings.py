@@ -21,6 +21,12 @@ AUTOMATIC = "6x6,4x6,3x4,1x4,none"
 PLANS = f"plans such as {AUTOMATIC!r}, of fewer nodes from one to the next"
 
 
+def takes_plans(verifier: str) -> bool:
+    """Return whether a rule serves several plans: it takes several paths, and keeps no target."""
+    several = make_any_verifier(verifier).fitting_paths(2) > 1
+    return several and verifier not in STATEFUL_VERIFIERS
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How drafts are drawn and judged. SGLang's flags set the number and length of paths.
 

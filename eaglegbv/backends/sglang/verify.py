@@ -5,9 +5,7 @@ only while one of our workers verifies. The order of what it does to logits is S
 logit bias, grammars, temperature, top-k, top-p, min-p. SGLang's kernel judges greedy requests.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -131,100 +129,84 @@ class Judge(Protocol):
         """Judge by what was written there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """How a batch of trees is verified."""
+@dataclass(slots=True)
+class TreeSampling:
+    """SGLang's ``eagle_sample``: as it was, or our verdict on trees of a round with a judge."""
 
-    judge: Judge
+    original: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    walk: Callable[..., None]  # SGLang's kernel for greedy trees
     counts: TokenCounts  # those that penalties go by
+    judge: Judge | None = None  # of the round under way
 
+    def __call__(
+        self, drafted: Any, batch: Any, output: Any, grammar_mask: Any = None, **named: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Judge the trees of a batch.
 
-_round: ContextVar[Round | None] = ContextVar("eaglegbv_round", default=None)
+        Returns:
+            ``[batch * nodes]`` int32, at the root and accepted nodes the token after each;
+            ``[batch]`` int32, how many tokens are committed; ``[batch, length + 1]`` int32, the
+            root and the accepted nodes, then -1.
+        """
+        if self.judge is None or batch.forward_mode.is_idle():
+            return self.original(drafted, batch, output, grammar_mask, **named)
+        sampling = batch.sampling_info
+        logits = self._adjusted(drafted, batch, output.next_token_logits, grammar_mask)
+        verdict: Sequence[Tensor]
+        if sampling.is_all_greedy:
+            verdict = self._walked(drafted, logits)
+        elif sampling.is_any_greedy:
+            greedy = sampling.top_ks == 1
+            rows = {1: greedy, 2: greedy.unsqueeze(1)}  # by a table's dimensions
+            walked = self._walked(drafted, logits)
+            both = zip(walked, self._judged(self.judge, sampling, logits), strict=True)
+            verdict = [torch.where(rows[ours.ndim], its, ours) for its, ours in both]
+        else:  # the judge's own tables are written again in the next round
+            verdict = [table.clone() for table in self._judged(self.judge, sampling, logits)]
+        _share(verdict)
+        tokens, path, lengths = verdict
+        return tokens.flatten(), lengths, path
 
+    def _adjusted(self, drafted: Any, batch: Any, logits: Tensor, grammar_mask: Any) -> Tensor:
+        """Return ``[batch, nodes, vocab]``: logits as requests want them, changed in place."""
+        torch.nan_to_num_(logits, nan=-1e30, posinf=1e30, neginf=-1e30)  # as SGLang does
+        by_node: Tensor = logits.unflatten(0, (-1, drafted.draft_token_num))
+        self.counts.apply(batch, drafted, by_node)
+        bias = batch.sampling_info.logit_bias
+        if bias is not None:
+            by_node.add_(bias.unsqueeze(1))
+        if grammar_mask is not None:
+            grammar_mask.apply(logits)
+        return by_node
 
-@contextmanager
-def verifying(judge: Judge, counts: TokenCounts) -> Iterator[None]:
-    """Let ``judge`` decide about the trees verified within this context."""
-    token = _round.set(Round(judge, counts))
-    try:
-        yield
-    finally:
-        _round.reset(token)
-
-
-def install() -> None:
-    """Replace SGLang's function by ours."""
-    from sglang.srt.speculative import eagle_utils, eagle_worker_common
-
-    walk = eagle_utils.verify_tree_greedy_func
-    original = eagle_worker_common.eagle_sample
-    eagle_worker_common.eagle_sample = partial(sample, original, walk=walk)
-
-
-def sample(
-    original: Callable[..., Any],
-    drafted: Any,
-    batch: Any,
-    output: Any,
-    grammar_mask: Any = None,
-    *others: Any,
-    walk: Callable[..., Any],
-    **named: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """SGLang's ``eagle_sample``; ``walk`` is its kernel for greedy trees.
-
-    Returns:
-        ``[batch * nodes]`` int32, at the root and accepted nodes the token after each; ``[batch]``
-        int32, how many tokens are committed; ``[batch, length + 1]`` int32, the root and the
-        accepted nodes, then -1.
-    """
-    current = _round.get()
-    if current is None or batch.forward_mode.is_idle():
-        verdict: tuple[Tensor, Tensor, Tensor] = original(
-            drafted, batch, output, grammar_mask, *others, **named
-        )
-        return verdict
-    sampling, logits = batch.sampling_info, output.next_token_logits
-    nodes = drafted.draft_token_num
-    by_node = logits.unflatten(0, (-1, nodes))
-    torch.nan_to_num_(logits, nan=-1e30, posinf=1e30, neginf=-1e30)  # as SGLang does
-    current.counts.apply(batch, drafted, by_node)
-    if sampling.logit_bias is not None:
-        by_node.add_(sampling.logit_bias.unsqueeze(1))
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
-    count = len(by_node)
-    tokens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-    path = tokens.new_full((count, drafted.max_tree_depth), -1)
-    accepted = tokens.new_empty(count)
-    if sampling.is_any_greedy:
-        walk(
-            predicts=tokens,
+    def _walked(self, drafted: Any, logits: Tensor) -> Acceptance:
+        batch, nodes, _ = logits.shape
+        tokens = torch.zeros((batch, nodes), dtype=torch.int32, device=logits.device)
+        path = tokens.new_full((batch, drafted.max_tree_depth), -1)
+        accepted = tokens.new_empty(batch)
+        self.walk(
+            predicts=tokens.view(-1),
             accept_index=path,
             accept_token_num=accepted,
-            candidates=drafted.draft_token.view(count, nodes),
+            candidates=drafted.draft_token.view(batch, nodes),
             retrieve_index=drafted.retrieve_index,
             retrieve_next_token=drafted.retrieve_next_token,
             retrieve_next_sibling=drafted.retrieve_next_sibling,
-            target_predict=by_node.argmax(dim=-1),
+            target_predict=logits.argmax(dim=-1),
         )
-    if not sampling.is_all_greedy:
-        space = current.judge.space(count)
-        torch.div(by_node, sampling.temperatures.unsqueeze(1), out=space)
+        return Acceptance(tokens, path, accepted + 1)
+
+    def _judged(self, judge: Judge, sampling: Any, logits: Tensor) -> Acceptance:
+        batch, nodes, _ = logits.shape
+        space = judge.space(batch)
+        torch.div(logits, sampling.temperatures.unsqueeze(1), out=space)
         torch.softmax(space, dim=-1, out=space)
         if limits := limits_of(sampling, nodes):
             space.copy_(keep(space.flatten(0, 1), **limits).view_as(space))
-        sampled = (sampling.top_ks != 1).unsqueeze(1)
-        for table, result in zip(
-            (tokens, path, accepted), current.judge.accept(count), strict=True
-        ):
-            old, new = table.view(count, -1), result.view(count, -1)
-            old.copy_(torch.where(sampled, new, old) if sampling.is_any_greedy else new)
-    _share(tokens, path, accepted)
-    return tokens, accepted + 1, path
+        return judge.accept(batch)
 
 
-def _share(*verdict: Tensor) -> None:
+def _share(verdict: Iterable[Tensor]) -> None:
     """Let all ranks of a tensor-parallel group take the first one's verdict."""
     from sglang.srt.runtime_context import get_parallel
 

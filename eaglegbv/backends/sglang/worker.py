@@ -6,13 +6,14 @@ has been generated, and the token after it is drawn in the same way.
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import create_sampler, register_sampler_backend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.runtime_context import get_parallel, get_schedule
-from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from torch import Tensor
 
@@ -21,15 +22,10 @@ from eaglegbv.backends.sglang.draft_worker import SampledDraftWorker
 from eaglegbv.backends.sglang.modified_target import ModifiedTargets
 from eaglegbv.backends.sglang.penalties import TokenCounts
 from eaglegbv.backends.sglang.rounds import numbers_of
-from eaglegbv.backends.sglang.sampler import (
-    SAMPLER,
-    FirstTokens,
-    FirstTokenSampler,
-    drawing_first,
-)
+from eaglegbv.backends.sglang.sampler import SAMPLER, FirstTokenSampler
 from eaglegbv.backends.sglang.settings import Settings
 from eaglegbv.backends.sglang.states import Plans
-from eaglegbv.backends.sglang.verify import Judge, verifying
+from eaglegbv.backends.sglang.verify import Judge, TreeSampling
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
 
@@ -46,9 +42,14 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         self._book = RequestBook(plans[0], seed, replica=get_parallel().dp_rank)
         self.drafter: SampledDraftWorker = self._draft_worker
         self.drafter.configure(plans[0], self._book, self._redraw)
-        register_sampler_backend(SAMPLER, FirstTokenSampler)
-        self.target_worker.model_runner.sampler = create_sampler(SAMPLER)
-        self._first: FirstTokens | None = None  # those of the prompts that are read now
+        register_sampler_backend(SAMPLER, partial(FirstTokenSampler, self._book))
+        self._sampler: FirstTokenSampler = create_sampler(SAMPLER)
+        self.target_worker.model_runner.sampler = self._sampler
+        vocab = self.target_worker.model_config.vocab_size
+        counts = TokenCounts(vocab, self.device)
+        original = eagle_worker_common.eagle_sample
+        self._trees = TreeSampling(original, eagle_utils.verify_tree_greedy_func, counts)
+        eagle_worker_common.eagle_sample = self._trees
         self._targets: ModifiedTargets | None = None
         rows = 0
         if plans[0].verifier in STATEFUL_VERIFIERS:
@@ -56,10 +57,8 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
         else:
             self.adaptive_controller = Plans(self, plans, settings.costs)
             rows = self.adaptive_controller.rows()
-        vocab = self.target_worker.model_config.vocab_size
         # SGLang sizes its pools by the memory that is left after this.
         self.probs = torch.zeros((rows, vocab), dtype=torch.float32, device=self.device)
-        self._counts = TokenCounts(vocab, self.device)
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, *arguments: object, **named: object
@@ -72,17 +71,17 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
 
     def verify(self, batch: ScheduleBatch, *arguments: object, **named: object) -> Any:
         """Judge the trees of a round by the target's forward, and advance every row by a step."""
-        if batch.forward_mode.is_idle():
-            return super().verify(batch, *arguments, **named)
-        with verifying(self._judge(batch), self._counts):
-            result = super().verify(batch, *arguments, **named)
-        self._counts.add(batch, result.next_token_ids, result.accept_lens)
-        self._book.advance(batch.reqs)
+        idle = batch.forward_mode.is_idle()
+        self._trees.judge = None if idle else self._judge(batch)
+        result = super().verify(batch, *arguments, **named)
+        if not idle:
+            self._trees.counts.add(batch, result.next_token_ids, result.accept_lens)
+            self._book.advance(batch.reqs)
         return result
 
     def _judge(self, batch: ScheduleBatch) -> Judge:
         if self._targets is not None:
-            return self._targets.judge(batch, batch.spec_info.start)
+            return self._targets.of(batch, batch.spec_info.start)
         state = self.adaptive_controller.now
         if not state.plan.speculative:  # nothing was drafted, so nothing was loaded
             numbers = self._book.uniforms(batch.reqs, numbers_of(state.plan))
@@ -92,15 +91,15 @@ class SampledTreeWorker(EAGLEWorkerV2):  # type: ignore[misc]
     def _forward_prefill_batch(
         self, batch: ScheduleBatch, *arguments: object, **named: object
     ) -> Any:
-        with drawing_first(self._book, batch.reqs) as self._first:
+        with self._sampler.drawing_first(batch.reqs):
             result = super()._forward_prefill_batch(batch, *arguments, **named)
-        self._counts.start(batch, result.next_token_ids)
+        self._trees.counts.start(batch, result.next_token_ids)
         # A prompt read in parts yields its token with the last part.
         self._book.advance([r for r in batch.reqs if r is not batch.chunked_req])
         return result
 
     def _redraw(self, batch: ScheduleBatch, token_ids: Tensor) -> bool:
         """Redraw tokens after prompts, in place, where a target is modified; whether any was."""
-        if self._targets is None or self._first is None:
+        if self._targets is None:
             return False
-        return self._targets.redraw(batch, self._first.probs, token_ids)
+        return self._targets.redraw(batch, self._sampler.probs, token_ids)
