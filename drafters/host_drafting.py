@@ -1,6 +1,6 @@
 """Draft trees grown on the host: a forward runs the rows that go on, one for each node."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from eaglegbv.drafters.draft_probs import (
     log_probs,
     support,
 )
-from eaglegbv.drafters.tree_growth import TreeGrowth, fixed_tree, level_table
+from eaglegbv.drafters.tree_growth import TreeGrowth, fixed_tree, in_columns, level_table
 from eaglegbv.request import Request
 from eaglegbv.rng import Purpose
 from eaglegbv.sampling import WarpSettings
@@ -53,6 +53,9 @@ class NewRows:
     parents: Tensor
 
 
+_Places: TypeAlias = dict[tuple[int, int], int]
+"""The rows of some nodes, by the numbers of their requests and their own."""
+
 FollowRows: TypeAlias = Callable[[NewRows], Tensor]
 """Runs new rows; returns the logits ``[rows, draft_vocab]`` of what follows them."""
 
@@ -85,6 +88,80 @@ class _Distributions:
         return draft_probs(logits, settings, width=self.width, draft_to_target=self._ids)
 
 
+class _IndependentPaths:
+    """The trees of a batch in the making, as :class:`TreeGrowth` grows them, node for node.
+
+    In plain numbers: on a host, an operation of small tensors takes longer to start than to run.
+    """
+
+    def __init__(self, call: DraftCall) -> None:
+        plan, batch = call.plan, len(call.requests)
+        self._floor = plan.min_confidence
+        self._uniforms = draft_numbers(call.requests, plan).numpy()
+        # Token, parent and depth of each request's nodes.
+        self._nodes = [[(request.token_ids[-1], 0, 0)] for request in call.requests]
+        self._draws = np.zeros((batch, plan.depth, plan.paths), dtype=np.int64)
+        # Paths that go on: request, node, path, and the product of draft probabilities down there.
+        self._going = [(b, 0, path, 1.0) for b in range(batch) for path in range(plan.paths)]
+        self._rows: _Places = {(b, 0): b for b in range(batch)}
+        self._levels: list[tuple[_Places, DraftProbs]] = []
+
+    def grow(self, probs: DraftProbs) -> NewRows:
+        """Draw a level from the distributions of the latest rows; return the next ones."""
+        level, above = len(self._levels), self._rows
+        self._levels.append((above, probs))
+        self._rows = {}
+        children: dict[tuple[int, int, int], int] = {}
+        going: list[tuple[int, int, int, float]] = []
+        for (b, node, path, score), (token, prob) in zip(self._going, self._drawn(), strict=True):
+            nodes = self._nodes[b]
+            child = children.setdefault((b, node, token), len(nodes))
+            if child == len(nodes):
+                nodes.append((token, node, level + 1))
+            self._draws[b, level, path] = child
+            if not score * prob < self._floor:
+                going.append((b, child, path, score * prob))
+                self._rows.setdefault((b, child), len(self._rows))
+        self._going = sorted(going)  # nodes come in the order of their parents
+        owners = [b for b, _ in self._rows]
+        tokens, parents = [], []
+        for b, node in self._rows:
+            token, parent, _ = self._nodes[b][node]
+            tokens.append(token)
+            parents.append(above[b, parent])
+        counts = [owners.count(b) for b in range(len(self._nodes))]
+        return NewRows(counts, torch.tensor(tokens), torch.tensor(parents))
+
+    def _drawn(self) -> Iterator[tuple[int, float]]:
+        """Draw a token for each path, with its probability; as :func:`pick_places` does."""
+        rows, probs = self._levels[-1]
+        requests, nodes, paths, _ = zip(*self._going, strict=True)
+        at = [rows[place] for place in zip(requests, nodes, strict=True)]
+        values = probs.probs.numpy()[at]
+        cumulative = values.cumsum(axis=1) * (values > 0)
+        total = cumulative.max(axis=1)
+        uniforms = self._uniforms[requests, paths, len(self._levels) - 1]
+        limit = np.minimum(uniforms * total, np.nextafter(total, 0))
+        places = (cumulative > limit[:, None]).argmax(axis=1)
+        tokens = probs.ids.numpy()[at, places]
+        drawn = values[np.arange(len(at)), places]
+        return zip(tokens.tolist(), drawn.tolist(), strict=True)
+
+    def finish(self) -> DraftTree:
+        """Return the trees, padded to the largest."""
+        sizes = [len(tree) for tree in self._nodes]
+        table = np.zeros((3, len(sizes), max(sizes)), dtype=np.int64)
+        for b, tree in enumerate(self._nodes):
+            table[:, b, : len(tree)] = np.array(tree).T
+        shape = (*table.shape[1:], self._levels[0][1].ids.shape[1])
+        ids, probs = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+        for rows, drawn in self._levels:
+            at = tuple(np.array([*rows]).T)
+            ids[at], probs[at] = drawn.ids.numpy(), drawn.probs.numpy()
+        parts = map(torch.from_numpy, (*table, np.array(sizes), self._draws, ids, probs))
+        return DraftTree(DraftSampling.IID, *parts, columns=True)
+
+
 def draft_trees(
     call: DraftCall, draft_to_target: Tensor, logits: Tensor, follow: FollowRows
 ) -> DraftTree:
@@ -96,6 +173,9 @@ def draft_trees(
     batch = len(call.requests)
     device = logits.device
     distributions = _Distributions(call, draft_to_target, device)
+    independent = call.draft_sampling is DraftSampling.IID
+    if independent and in_columns(call.plan, call.draft_sampling) and device.type == "cpu":
+        return _independent_paths(call, distributions, logits, follow)
     uniforms: Tensor | None = None
     if call.draft_sampling is not DraftSampling.FIXED:
         uniforms = send(draft_numbers(call.requests, call.plan), device)
@@ -127,6 +207,20 @@ def draft_trees(
     return trimmed(replace(tree, **dict[str, Any](on_host)))
 
 
+def _independent_paths(
+    call: DraftCall, distributions: _Distributions, logits: Tensor, follow: FollowRows
+) -> DraftTree:
+    paths = _IndependentPaths(call)
+    rows = paths.grow(distributions.of(logits, [1] * len(call.requests)))
+    for _ in range(call.plan.depth - 1):
+        if not len(rows.token_ids):
+            break
+        distributions.extend(rows)
+        rows = paths.grow(distributions.of(follow(rows), rows.counts))
+    tree = paths.finish()
+    return replace(tree, forks=_forks(tree))
+
+
 def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
     """Return ``[requests, paths, depth]`` float64 on the host: each request's own numbers."""
     count = plan.paths * plan.depth
@@ -137,14 +231,17 @@ def draft_numbers(requests: Sequence[Request], plan: Plan) -> Tensor:
 def trimmed(tree: DraftTree) -> DraftTree:
     """Return trees of the host padded to the largest, and count the forks of independent drafts."""
     most = int(tree.num_nodes.max())
-    forks: int | None = None
-    if tree.draft_sampling is DraftSampling.IID:
-        forks = int((tree.draft_counts() > 1).sum(dim=1).max())
+    forks = _forks(tree) if tree.draft_sampling is DraftSampling.IID else None
     names = ("token_ids", "parents", "depth", "draft_ids", "draft_probs")
     kept: dict[str, Any] = {name: tree.tensors[name][:, :most] for name in names}
     # Kernels judge contiguous trees.
     contiguous = torch.contiguous_format
     return replace(tree, **kept, forks=forks).mapped(lambda x: x.clone(memory_format=contiguous))
+
+
+def _forks(tree: DraftTree) -> int:
+    """Return the most nodes of a tree with several drafts."""
+    return int((tree.draft_counts() > 1).sum(dim=1).max()) if tree.drafts > 1 else 0
 
 
 def given_trees(

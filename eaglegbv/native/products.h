@@ -117,6 +117,8 @@ inline void tile(const W* weights, int inputs, Block<const A> x, Block<float> y)
         const size_t panel = (size_t)(v / VECTORS) * inputs + k;
         const W* place = weights + panel * PANEL + v % VECTORS * LANES * STEP;
         here[v] = load(reinterpret_cast<const float*>(place));
+        // The next tile's, meanwhile: processors' own guesses end with each 4 KiB.
+        if (part == 0) __builtin_prefetch(place + (size_t)PANELS * PANEL * inputs, 0, 2);
         if (STEP == 2 && !PAIRS)
           here[v] = (Floats)(part ? (Bits)here[v] & 0xffff0000u : (Bits)here[v] << 16);
       }

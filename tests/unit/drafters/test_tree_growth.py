@@ -12,9 +12,11 @@ from support.batched_trees import forks
 from support.drafting import TokenSession, random_table
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, grown
 from support.launches import launches
+from support.requests import make_request
 from support.tape import Tape
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
+from eaglegbv.drafters import host_drafting
 from eaglegbv.drafters.draft_probs import (
     DraftProbs,
     draft_params,
@@ -23,7 +25,7 @@ from eaglegbv.drafters.draft_probs import (
     pick_places,
     support,
 )
-from eaglegbv.drafters.host_drafting import draft_numbers, given_trees
+from eaglegbv.drafters.host_drafting import DraftCall, draft_numbers, draft_trees, given_trees
 from eaglegbv.drafters.tabular import Table, TabularDrafter
 from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
@@ -286,3 +288,31 @@ def test_a_draft_temperature_keeps_to_the_limits(temperature, multiple, drafted)
     params = SamplingParams(temperature=temperature, top_k=5)
     found = draft_params(params, Plan(paths=2, draft_temperature=multiple))
     assert (found.temperature, found.top_k) == (drafted, 5)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.05])
+@pytest.mark.parametrize("paths", [1, 3])
+def test_the_hosts_independent_paths_are_those_of_tensors(paths, floor, monkeypatch):
+    """Node for node and draw for draw, padded to the largest tree; a broken row draws its first."""
+    plan = Plan(paths=paths, depth=3, draft_width=6, min_confidence=floor)
+    target_ids = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:12]
+    table = 3 * torch.randn((40, 12), generator=torch.Generator().manual_seed(2))
+    table[target_ids[3]] = torch.nan
+
+    def drafted() -> DraftTree:
+        requests = [
+            make_request(root, (7,), plan=plan, token_ids=[root], max_tokens=9)
+            for root in (3, 1, 4)
+        ]
+        slots = [torch.arange(paths * plan.depth)] * len(requests)
+        call = DraftCall(requests, plan, DraftSampling.IID, slots)
+        roots = torch.tensor([3, 1, 4])
+        return draft_trees(call, target_ids, table[roots], lambda rows: table[rows.token_ids])
+
+    found = drafted()
+    monkeypatch.setattr(host_drafting, "in_columns", lambda *_: False)
+    expected = drafted()
+    assert found.forks == expected.forks
+    assert found.columns == expected.columns
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
