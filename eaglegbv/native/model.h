@@ -271,13 +271,12 @@ class Model : public AnyModel {
   void run_layer(int number, Team& team, Workspace& work) {
     const LayerFacts& layer = layers_[number];
     const int R = rows_.size(), H = f_.hidden, D = f_.head_dim, I = f_.intermediate;
-    multiply(*layer.qkv, input_, R, team, projected_.block());
-    team.wait();
     E* keys = key_pool_ + number * slots_ * keys_;
     E* values = value_pool_ + number * slots_ * keys_;
-    const int turned = f_.heads + f_.kv_heads;
-    for (int u = team.number; u < R * turned; u += team.size)
-      rotate(layer, u / turned, u % turned, keys, values);
+    const auto [first, end] = team.share(queries_ + 2 * keys_, D);  // whole heads, to rotate them
+    product(*layer.qkv, input_.read(), R, first, end, projected_.block());
+    for (int r = 0; r < R; r++)
+      for (int head = first / D; head < end / D; head++) project(layer, r, head, keys, values);
     team.wait();
     for (int u = team.number; u < R * f_.kv_heads; u += team.size) {
       const int r = u / f_.kv_heads, head = u % f_.kv_heads, shared = f_.heads / f_.kv_heads;
@@ -304,10 +303,12 @@ class Model : public AnyModel {
     add(*layer.down, activated_, team);
   }
 
-  // Norms and rotates a query or key head of a row; a key and its value enter the pool.
-  void rotate(const LayerFacts& layer, int r, int head, E* keys, E* values) {
+  // Norms and rotates a query or key head of a row; keys and values enter the pool.
+  void project(const LayerFacts& layer, int r, int head, E* keys, E* values) {
     const int D = f_.head_dim, half = D / 2;
+    const int64_t at = rows_[r].slot * keys_ + (head - f_.heads) * D;
     float* x = projected_[r] + head * D;
+    if (head >= f_.heads + f_.kv_heads) return copy(x, D, values + at - keys_);
     const float* weights = head < f_.heads ? layer.q_norm : layer.k_norm;
     if (weights) norm(x, weights, f_.eps, D, x);
     const float *cosines = rotation_[r], *sines = cosines + half;
@@ -316,10 +317,7 @@ class Model : public AnyModel {
       x[i] = a * cosines[i] - b * sines[i];
       x[i + half] = b * cosines[i] + a * sines[i];
     }
-    if (head < f_.heads) return;
-    const int64_t at = rows_[r].slot * keys_ + (head - f_.heads) * D;
-    copy(x, D, keys + at);
-    copy(x + keys_, D, values + at);
+    if (head >= f_.heads) copy(x, D, keys + at);
   }
 
   const ModelFacts f_;

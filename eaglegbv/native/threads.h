@@ -6,8 +6,14 @@
 #pragma once
 
 #include <sched.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
+#include <climits>
 #if defined(__SANITIZE_THREAD__)
 #include <thread>
 #include <vector>
@@ -20,7 +26,25 @@ namespace eaglegbv {
 constexpr int SPINS = 1000;  // some 30 microseconds; then others may have the core
 
 struct Barrier {
-  std::atomic<int> arrived{0}, turn{0};
+  std::atomic<int> arrived{0}, turn{0}, asleep{0};
+
+  void sleep(int before) {  // while it is still the turn before
+#if defined(__linux__)
+    asleep++;
+    syscall(SYS_futex, &turn, FUTEX_WAIT_PRIVATE, before, nullptr);
+    asleep--;
+#else
+    sched_yield();
+#endif
+  }
+
+  void begin(int next) {
+    arrived = 0;
+    turn = next;
+#if defined(__linux__)
+    if (asleep) syscall(SYS_futex, &turn, FUTEX_WAKE_PRIVATE, INT_MAX);
+#endif
+  }
 };
 
 class Team {
@@ -32,16 +56,12 @@ class Team {
 
   void wait() {
     const int next = ++turn_;
-    if (barrier_.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-      barrier_.arrived.store(0, std::memory_order_relaxed);
-      barrier_.turn.store(next, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; barrier_.turn.load(std::memory_order_acquire) != next; spins++) {
+    if (++barrier_.arrived == size) return barrier_.begin(next);
+    for (int spins = 0; barrier_.turn != next; spins++) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-      if (spins >= SPINS) sched_yield();
+      if (spins >= SPINS) barrier_.sleep(next - 1);
     }
   }
 
