@@ -53,8 +53,7 @@ class NewRows:
     parents: Tensor
 
 
-_Places: TypeAlias = dict[tuple[int, int], int]
-"""The rows of some nodes, by the numbers of their requests and their own."""
+_Node: TypeAlias = tuple[int, int, int]  # token id, parent and depth
 
 FollowRows: TypeAlias = Callable[[NewRows], Tensor]
 """Runs new rows; returns the logits ``[rows, draft_vocab]`` of what follows them."""
@@ -98,38 +97,33 @@ class _IndependentPaths:
         plan, batch = call.plan, len(call.requests)
         self._floor = plan.min_confidence
         self._uniforms = draft_numbers(call.requests, plan).numpy()
-        # Token, parent and depth of each request's nodes.
         self._nodes = [[(request.token_ids[-1], 0, 0)] for request in call.requests]
         self._draws = np.zeros((batch, plan.depth, plan.paths), dtype=np.int64)
         # Paths that go on: request, node, path, and the product of draft probabilities down there.
         self._going = [(b, 0, path, 1.0) for b in range(batch) for path in range(plan.paths)]
-        self._rows: _Places = {(b, 0): b for b in range(batch)}
-        self._levels: list[tuple[_Places, DraftProbs]] = []
+        self._rows = {(b, 0): b for b in range(batch)}  # by request and node
+        self._levels: list[tuple[dict[tuple[int, int], int], DraftProbs]] = []
 
     def grow(self, probs: DraftProbs) -> NewRows:
         """Draw a level from the distributions of the latest rows; return the next ones."""
         level, above = len(self._levels), self._rows
         self._levels.append((above, probs))
         self._rows = {}
-        children: dict[tuple[int, int, int], int] = {}
         going: list[tuple[int, int, int, float]] = []
         for (b, node, path, score), (token, prob) in zip(self._going, self._drawn(), strict=True):
-            nodes = self._nodes[b]
-            child = children.setdefault((b, node, token), len(nodes))
-            if child == len(nodes):
-                nodes.append((token, node, level + 1))
+            nodes, drafted = self._nodes[b], (token, node, level + 1)
+            if drafted not in nodes:
+                nodes.append(drafted)
+            child = nodes.index(drafted)
             self._draws[b, level, path] = child
             if not score * prob < self._floor:
                 going.append((b, child, path, score * prob))
                 self._rows.setdefault((b, child), len(self._rows))
         self._going = sorted(going)  # nodes come in the order of their parents
         owners = [b for b, _ in self._rows]
-        tokens, parents = [], []
-        for b, node in self._rows:
-            token, parent, _ = self._nodes[b][node]
-            tokens.append(token)
-            parents.append(above[b, parent])
         counts = [owners.count(b) for b in range(len(self._nodes))]
+        tokens = [self._nodes[b][node][0] for b, node in self._rows]
+        parents = [above[b, self._nodes[b][node][1]] for b, node in self._rows]
         return NewRows(counts, torch.tensor(tokens), torch.tensor(parents))
 
     def _drawn(self) -> Iterator[tuple[int, float]]:
@@ -149,17 +143,14 @@ class _IndependentPaths:
 
     def finish(self) -> DraftTree:
         """Return the trees, padded to the largest."""
-        sizes = [len(tree) for tree in self._nodes]
-        table = np.zeros((3, len(sizes), max(sizes)), dtype=np.int64)
-        for b, tree in enumerate(self._nodes):
-            table[:, b, : len(tree)] = np.array(tree).T
-        shape = (*table.shape[1:], self._levels[0][1].ids.shape[1])
+        nodes = _padded(self._nodes)
+        shape = (*nodes[0].shape, self._levels[0][1].ids.shape[1])
         ids, probs = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         for rows, drawn in self._levels:
             at = tuple(np.array([*rows]).T)
             ids[at], probs[at] = drawn.ids.numpy(), drawn.probs.numpy()
-        parts = map(torch.from_numpy, (*table, np.array(sizes), self._draws, ids, probs))
-        return DraftTree(DraftSampling.IID, *parts, columns=True)
+        parts = map(torch.from_numpy, (self._draws, ids, probs))
+        return DraftTree(DraftSampling.IID, *nodes, *parts, columns=True)
 
 
 def draft_trees(
@@ -213,7 +204,7 @@ def _independent_paths(
     paths = _IndependentPaths(call)
     rows = paths.grow(distributions.of(logits, [1] * len(call.requests)))
     for _ in range(call.plan.depth - 1):
-        if not len(rows.token_ids):
+        if not any(rows.counts):
             break
         distributions.extend(rows)
         rows = paths.grow(distributions.of(follow(rows), rows.counts))
@@ -248,16 +239,23 @@ def given_trees(
     trees: Sequence[tuple[Sequence[int], Sequence[int]]], *, drafts: int, length: int
 ) -> DraftTree:
     """Return ``fixed`` trees on the host, of each request's tokens, root first, and parents."""
-    nodes = max(len(tokens) for tokens, _ in trees)
-    numbers = np.zeros((3, len(trees), nodes), dtype=np.int64)
-    for tree, (tokens, parents) in enumerate(trees):
-        numbers[0, tree, : len(tokens)] = tokens
-        numbers[1, tree, : len(parents)] = parents
-        for node in range(1, len(parents)):
-            numbers[2, tree, node] = numbers[2, tree, parents[node]] + 1
-    sizes = torch.tensor([len(tokens) for tokens, _ in trees])
-    token_ids, above, depth = torch.from_numpy(numbers)
-    return fixed_tree(token_ids, above, depth, sizes, drafts, length)
+    nodes: list[list[_Node]] = []
+    for tokens, parents in trees:
+        depth = [0]
+        for parent in parents[1:]:
+            depth.append(depth[parent] + 1)
+        nodes.append([*zip(tokens, parents, depth, strict=True)])
+    return fixed_tree(*_padded(nodes), drafts, length)
+
+
+def _padded(trees: Sequence[Sequence[_Node]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return token ids, parents and depths ``[batch, nodes]`` int64, and sizes ``[batch]``."""
+    sizes = [len(tree) for tree in trees]
+    table = np.zeros((3, len(sizes), max(sizes)), dtype=np.int64)
+    for b, tree in enumerate(trees):
+        table[:, b, : len(tree)] = np.array(tree).T
+    token_ids, parents, depth = torch.from_numpy(table)
+    return token_ids, parents, depth, torch.tensor(sizes)
 
 
 class DraftedRows:
