@@ -137,9 +137,8 @@ class _IndependentPaths:
         uniforms = self._uniforms[requests, paths, len(self._levels) - 1]
         limit = np.minimum(uniforms * total, np.nextafter(total, 0))
         places = (cumulative > limit[:, None]).argmax(axis=1)
-        tokens = probs.ids.numpy()[at, places]
-        drawn = values[np.arange(len(at)), places]
-        return zip(tokens.tolist(), drawn.tolist(), strict=True)
+        drawn = values[range(len(at)), places]
+        return zip(probs.ids.numpy()[at, places].tolist(), drawn.tolist(), strict=True)
 
     def finish(self) -> DraftTree:
         """Return the trees, padded to the largest."""
