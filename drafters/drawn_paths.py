@@ -4,7 +4,7 @@
 the rounding of sums. :func:`growing_paths` takes the one that the device runs.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -184,14 +184,11 @@ class DrawnPaths:
         )
 
 
-class _Rows:
+class _Rows(NamedTuple):
     """The rows of a level: one for each path."""
 
-    def __init__(
-        self, node: Tensor, leader: Tensor, alive: Tensor, scores: Tensor, nodes: Tensor
-    ) -> None:
-        self.node = node  # [batch, paths] int64, the node of each
-        self.leader = leader  # [batch, paths] int64, the first row at the same node
-        self.alive = alive  # [batch, paths] int8, whether the path goes on
-        self.scores = scores  # [batch, paths] float64, the product of its draft probabilities
-        self.nodes = nodes  # [batch] int64, nodes of each tree
+    node: Tensor  # [batch, paths] int64, the node of each
+    leader: Tensor  # [batch, paths] int64, the first row at the same node
+    alive: Tensor  # [batch, paths] int8, whether the path goes on
+    scores: Tensor  # [batch, paths] float64, the product of its draft probabilities
+    nodes: Tensor  # [batch] int64, nodes of each tree

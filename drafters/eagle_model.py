@@ -124,19 +124,14 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """Rotary angles, for the half-split layout of Llama.
-
-    It has no equality, and so no hash of its fields, because PyTorch before 2.13 hashes what is
-    called while it traces.
-    """
+    """Rotary angles, for the half-split layout of Llama."""
 
     cos: Tensor  # [..., 1, head_dim], the cosines, twice
     sin: Tensor  # [..., 1, head_dim], the sines, negative and then positive
 
     def both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys; on a GPU by one kernel, unless they are trained or compiled."""
-        rows = q.dim() == 3 and not (q.requires_grad or torch.compiler.is_compiling())
-        if rows and runs_kernels(q.device):
+        """Rotate queries and keys; on a GPU by one kernel, unless they are trained."""
+        if q.dim() == 3 and not q.requires_grad and runs_kernels(q.device):
             return rotated_rows(q, k, self.cos.squeeze(-2), self.sin.squeeze(-2), signed=True)
         return self(q), self(k)
 

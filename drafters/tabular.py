@@ -50,12 +50,6 @@ class Table:
         if not bool(self.log_probs.amax(dim=1).isfinite().all()):
             raise DrafterMismatch("log_probs", "no finite entry", "a finite entry in every row")
 
-    @classmethod
-    def of_logits(cls, logits: Tensor, *, order: int = 1) -> Self:
-        """Return the table of whole distributions: ``[(V + 1) ** order, V]`` logits."""
-        states, vocab = logits.shape
-        return cls(vocab, order, torch.arange(vocab).expand(states, -1), logits.float())
-
     def logits(self, states: Sequence[int]) -> Tensor:
         """Return ``[states, vocab_size]`` float32."""
         device = self.log_probs.device

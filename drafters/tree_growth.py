@@ -230,6 +230,14 @@ class _Grown(NamedTuple):
         return self.first + self.children.places()
 
 
+class NodeFacts(NamedTuple):
+    """The nodes of finished trees, ``[batch, nodes]`` int64 each."""
+
+    token_ids: Tensor
+    parents: Tensor
+    depth: Tensor
+
+
 class TreeGrowth:
     """The trees of a batch in the making. What a level adds is kept until the trees are finished.
 
@@ -379,54 +387,61 @@ class TreeGrowth:
 
     def finish(self) -> DraftTree:
         """Return the trees, padded to the most nodes they can have."""
+        return self._finish_fixed() if self._fixed else self._finish_drawn()
+
+    def _finish_fixed(self) -> DraftTree:
         plan = self._table.plan
+        stands = self._stands(_joined([level.led_to() for level in self._grown]))
+        if not plan.shape:
+            kept, _ = self.most_likely()
+            stands = stands & torch.zeros_like(stands).scatter(1, kept - 1, value=True)
+        stands = pad(stands, (1, 0), value=True)
+        most = min(stands.shape[1], 1 + plan.fixed_nodes)
+        parents = [level.parents() for level in self._grown]
+        facts = self._facts(stands, stands.cumsum(dim=1) - 1, parents, most)
+        return fixed_tree(*facts, stands.sum(dim=1), plan.fixed_nodes, plan.depth)
+
+    def _finish_drawn(self) -> DraftTree:
         levels = self._grown
         led_to = [level.led_to() for level in levels]
         parents = [level.parents() for level in levels]
-        stands = self._stands(_joined(led_to))
-        nodes = self._nodes(stands, led_to)
+        children = _joined(led_to)
+        stands = pad(self._stands(children), (1, 0), value=True)
         most = stands.shape[1]
-        if self._fixed:
-            most = min(most, 1 + plan.fixed_nodes)
-        facts = self._facts(nodes, parents)
-        token_ids, above, depth = _placed(torch.where(stands, nodes, most), facts, most).unbind(2)
-        count = stands.sum(dim=1)
-        if self._fixed:
-            return fixed_tree(token_ids, above, depth, count, plan.fixed_nodes, plan.depth)
+        if self._sampling is DraftSampling.IID and levels[-1].level.children > 1:
+            nodes = self._nodes_of_paths(stands, led_to)
+        else:
+            nodes = stands.cumsum(dim=1) - 1
+        facts = self._facts(stands, nodes, parents, most)
         known = nodes.gather(1, _joined(parents))
         alive = _all_alive([level.rows for level in levels])
         if alive is not None:
             known = torch.where(alive, known, most)
         return DraftTree(
             self._sampling,
-            token_ids,
-            above,
-            depth,
-            count,
-            self._draws(nodes.gather(1, _joined(led_to))),
+            *facts,
+            stands.sum(dim=1),
+            self._draws(nodes.gather(1, children)),
             draft_ids=_placed(known, _joined([level.probs.ids for level in levels]), most),
             draft_probs=_placed(known, _joined([level.probs.probs for level in levels]), most),
-            columns=in_columns(plan, self._sampling),
+            columns=in_columns(self._table.plan, self._sampling),
         )
 
     def _stands(self, children: Tensor) -> Tensor:
-        """Return ``[batch, numbers]`` bool: where there is a node; draws led to ``children``."""
-        every = torch.arange(1, 1 + children.shape[1], device=children.device)
-        stands = children == every
-        alive = _all_alive([level.children for level in self._grown])
-        if alive is not None:
-            stands = stands & alive
-        if self._fixed and not self._table.plan.shape:
-            kept, _ = self.most_likely()
-            stands = stands & torch.zeros_like(stands).scatter(1, kept - 1, value=True)
-        return pad(stands, (1, 0), value=True)
+        """Return ``[batch, draws]`` bool: whether a node stands at the number of each draw.
 
-    def _nodes(self, stands: Tensor, children: Sequence[Tensor]) -> Tensor:
-        """Return ``[batch, numbers]`` int64, the node at each number where one stands."""
+        ``children`` ``[batch, draws]`` int64 are the numbers of the nodes to which draws led.
+        """
+        stands = children == torch.arange(1, 1 + children.shape[1], device=children.device)
+        alive = _all_alive([level.children for level in self._grown])
+        return stands if alive is None else stands & alive
+
+    def _nodes_of_paths(self, stands: Tensor, children: Sequence[Tensor]) -> Tensor:
+        """Return ``[batch, numbers]`` int64, the node at each number where one stands.
+
+        Rows of nodes that several draws led to may lie between those of other nodes.
+        """
         leaves = children[-1].shape[1]
-        if self._sampling is not DraftSampling.IID or leaves == 1:
-            return stands.cumsum(dim=1) - 1
-        # Rows of nodes that several draws led to may lie between those of other nodes.
         repeats = [leaves // level.shape[1] for level in children]
         levels = zip(children, repeats, strict=True)
         paths = torch.stack([level.repeat_interleave(n, dim=1) for level, n in levels], dim=2)
@@ -440,15 +455,18 @@ class TreeGrowth:
         every = torch.arange(count, device=order.device).expand_as(order)
         return torch.empty_like(order).scatter_(1, order, every)
 
-    def _facts(self, nodes: Tensor, parents: Sequence[Tensor]) -> Tensor:
-        """Return ``[batch, numbers, 3]`` int64: token id, parent and depth at each number."""
+    def _facts(
+        self, stands: Tensor, nodes: Tensor, parents: Sequence[Tensor], most: int
+    ) -> NodeFacts:
+        """Return what is known of ``most`` nodes, those that stand at a number."""
         token_ids = [self._grown[0].rows.token_ids]
         above = [torch.zeros_like(token_ids[0])]
         for level, rows in zip(self._grown, parents, strict=True):
             token_ids.append(level.children.token_ids)
             above.append(rows.repeat_interleave(level.level.draws, dim=1))
         depths = self._table.depths[: nodes.shape[1]].expand_as(nodes)
-        return torch.stack((_joined(token_ids), nodes.gather(1, _joined(above)), depths), dim=2)
+        facts = torch.stack((_joined(token_ids), nodes.gather(1, _joined(above)), depths), dim=2)
+        return NodeFacts(*_placed(torch.where(stands, nodes, most), facts, most).unbind(2))
 
     def _draws(self, children: Tensor) -> Tensor:
         """Return ``[batch, depth, drafts]`` int64: the child of every draw of each level."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -528,35 +528,15 @@ class PlanChoices:
     draft_temperature: float = 1.0
     widths: Sequence[int] | None = None
 
-    def plan(self) -> Plan:
-        """Return the plan with these choices, and defaults for those that are None."""
-        chosen: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None}
-        if self.verifier == PLAIN.verifier:
-            for name in ("paths", "depth", "draft_sampling", "widths"):
-                if name in chosen:
-                    expected = "none with verifier 'none', which drafts nothing"
-                    raise InvalidArgument(name, chosen[name], expected)
-        if self.widths is not None:
-            for name in ("paths", "depth"):
-                if name in chosen:
-                    raise InvalidArgument(name, chosen[name], "none where widths are given")
-        return Plan(**chosen)
-
-    def planning(self) -> Planning:
-        """Return such a plan, or the engine's own choice if nothing of a tree is given."""
-        tree = (self.verifier, self.paths, self.depth, self.draft_sampling, self.widths)
-        if tree != (None,) * 5:
-            return self.plan()
-        return DefaultPlan(draft_width=self.draft_width, draft_temperature=self.draft_temperature)
-
-    def give_way_to(self, plan: Planning | str) -> Planning:
-        """Return the planning that a user's ``plan`` stands for; InvalidArgument beside others."""
-        usual = asdict(PlanChoices())
-        also = [name for name, value in asdict(self).items() if value != usual[name]]
-        if also:
-            expected = f"None where {also[0]} is given: a plan says that too"
-            raise InvalidArgument("plan", plan, expected)
-        return named_planning(plan)
+    @property
+    def given(self) -> dict[str, Any]:
+        """All that is not a default, by its name."""
+        given: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and (each.default is None or value != each.default):
+                given[each.name] = value
+        return given
 
 
 def plans_of(planning: Planning, *, greedy: bool) -> tuple[Plan, ...]:

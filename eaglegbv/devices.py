@@ -275,15 +275,9 @@ def entry_at(table: Tensor, places: Tensor) -> Tensor:
 def first_true(flags: Tensor) -> Tensor:
     """Return the first index where ``flags`` ``[..., entries]`` bool is true; 0 if there is none.
 
-    The result is ``[...]`` int64. Both implementations agree. Generated code computes a minimum
-    over many numbers at once, but searches for the index of a maximum one by one: 0.1 ms for 8 rows
-    of 4,096 entries.
+    The result is ``[...]`` int64.
     """
-    if not torch.compiler.is_compiling():
-        return flags.view(torch.uint8).argmax(dim=-1)
-    entries = flags.shape[-1]
-    first = torch.where(flags, torch.arange(entries, device=flags.device), entries).amin(dim=-1)
-    return torch.where(first < entries, first, 0)
+    return flags.view(torch.uint8).argmax(dim=-1)
 
 
 def most_likely_first(ids: Tensor, probs: Tensor) -> Tensor:

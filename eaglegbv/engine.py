@@ -2,9 +2,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,15 @@ from eaglegbv.verifiers.base import fault_error
 _log = logging.getLogger(__name__)
 
 _UNREPEATABLE = "automatic plans were asked for: a seed need not give the same text twice"
+
+
+class GivenSequence(NamedTuple):
+    """An answer that is given, and where it is visited."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    places: Sequence[int]  # numbers of tokens of the answer, ascending, each at least 1
+    seed: int  # of the draws at the places
 
 
 class Engine:
@@ -307,6 +317,53 @@ class Engine:
         finally:
             for request in requests:
                 self._kv.commit(request, [])
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        plan: Planning,
+    ) -> list[Request]:
+        """Answer prompts of token ids together, and return their requests when all have ended.
+
+        Raises:
+            EagleGBVError: A request broke off, or could not be added; see :meth:`add`.
+        """
+        requests = [self.add(*asked, plan) for asked in zip(prompts, params, strict=True)]
+        while not all(request.finished for request in requests):
+            self.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return requests
+
+    def visit(self, sequences: Sequence[GivenSequence]) -> Iterator[dict[int, Request]]:
+        """Read given sequences together, place by place.
+
+        Yields requests that stand at a place, by the numbers of their sequences, to preview drafts
+        there; such a request may be given another plan and parameters. Nobody else may step
+        meanwhile.
+        """
+        requests: dict[int, Request] = {}
+        try:
+            for number, given in enumerate(sequences):
+                if given.places:
+                    params = SamplingParams(max_tokens=len(given.token_ids), seed=given.seed)
+                    requests[number] = self.add(given.prompt_ids, params, Plan())
+            visits = 0
+            while requests:
+                for number, request in requests.items():
+                    given, known = sequences[number], len(request.token_ids)
+                    request.give(given.token_ids[known : given.places[visits]])
+                self.step()  # it reads what was given, up to the roots of the trees
+                yield requests
+                visits += 1
+                for number in [*requests]:
+                    if visits == len(sequences[number].places):
+                        self.cancel(requests.pop(number))
+        finally:
+            for request in requests.values():
+                self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """End a request, waiting or running; one that has ended stays as it is.

@@ -31,7 +31,6 @@ from eaglegbv.config import (
     PlanName,
     Planning,
     named_planning,
-    plans_of,
 )
 from eaglegbv.cost_cache import CostCache, shape_of
 from eaglegbv.devices import AUTO_DTYPE, end_idle_workers, place_of
@@ -59,7 +58,7 @@ from eaglegbv.text import (
 )
 from eaglegbv.utils import DRAFT_WIDTH, log_once
 from eaglegbv.verification import check_plan
-from eaglegbv.verifiers.registry import with_fitting_paths
+from eaglegbv.verifiers.registry import choose
 
 _SAMPLING = SamplingParams.__struct_fields__
 
@@ -440,46 +439,28 @@ class LLM(TextGenerator):
             raise InvalidArgument("engine", engine, "an EngineConfig")
         if seed is not None:
             config = msgspec.structs.replace(config, seed=seed)
+        tree = (verifier, paths, depth, draft_sampling, draft_width, draft_temperature, widths)
+        planning = choose(plan, PlanChoices(*tree))
         place, precision = place_of(device, dtype)
-        models = named_models(model, drafter, precision)
+        models = named_models(model, drafter, precision).drafting_by(planning)
         if revision is not None:
             models = replace(models, target=model_revision(models.target, revision))
-        choices = PlanChoices(
-            verifier,
-            paths,
-            depth,
-            draft_sampling,
-            draft_width,
-            draft_temperature,
-            widths,
-        )
-        planning = (
-            with_fitting_paths(choices).planning() if plan is None else choices.give_way_to(plan)
-        )
         # What can be wrong is found before minutes go by with loading.
-        if not any(p.asks_drafter for p in plans_of(planning, greedy=False)):
-            models = replace(models, drafter=None)
-        elif models.drafter is None:
-            _log.warning(
-                "no drafter is given: drafts are looked up in the text itself, as by 'ngram'"
-            )
-            models = replace(models, drafter="ngram")
         if compile_backend is not None:
             check_backend(compile_backend)
         check_model(models.target)
         check_plan(planning, drafter_class(models.drafter))
         defaults = sampling_defaults_of(models.target, generation_config)
         words = load_tokenizer(tokenizer or models.target, trust_remote_code=trust_remote_code)
-        size = PoolSize(
-            config.kv_slots,
-            config.kv_bytes,
-            longest_texts=config.max_batch,
-            utilization=gpu_memory_utilization,
-        )
         self.pair = load_pair(
             models.target,
             models.drafter,
-            slots=size,
+            slots=PoolSize(
+                config.kv_slots,
+                config.kv_bytes,
+                longest_texts=config.max_batch,
+                utilization=gpu_memory_utilization,
+            ),
             dtype=precision,
             device=place,
             compile_backend=compile_backend,
@@ -489,31 +470,29 @@ class LLM(TextGenerator):
             native=config.native,
             max_context=max_model_len,
         )
-        target = self.pair.target
+        self.dtype = self.pair.target.dtype
         super().__init__(
             str(models.target),
             models.drafter_name,
             plan=planning,
-            device=target.device,
+            device=self.pair.target.device,
             tokenizer=words,
             sampling_defaults=defaults,
         )
-        self.dtype = target.dtype
+        self._start(config, compile_backend)
+
+    def _start(self, config: EngineConfig, compile_backend: str | None) -> None:
+        """Put the engine together, and begin to serve."""
         planner = self._planner(config, compile_backend)
         # At close, when nobody refers to it any more, or when the interpreter exits.
         self._keep_costs = weakref.finalize(self, planner.keep)
-        self._engine = Engine(
-            target,
-            self.pair.drafter,
-            config,
-            planner=planner,
-            tokenizer=words,
-        )
-        self._engine.check_plan(planning)
-        if not isinstance(planning, AutoPlan):
-            self._engine.record(planning, SamplingParams())
+        target, drafter = self.pair.target, self.pair.drafter
+        self._engine = Engine(target, drafter, config, planner=planner, tokenizer=self.tokenizer)
+        self._engine.check_plan(self.plan)
+        if not isinstance(self.plan, AutoPlan):
+            self._engine.record(self.plan, SamplingParams())
         end_idle_workers()  # those that loading needed
-        self._serving = Serving(self._engine, words)
+        self._serving = Serving(self._engine, self.tokenizer)
         # Where the last user goes, or the interpreter exits, whatever is unanswered ends.
         self._finalizer = weakref.finalize(self, self._serving.close, _FINALISER_WAITS)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from httpx import HTTPError, RequestError
@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 from transformers import PreTrainedConfig
 
 from eaglegbv.attention.kv_cache import PoolSize, slot_bytes
-from eaglegbv.config import GraphMode
+from eaglegbv.config import GraphMode, Planning, plans_of
 from eaglegbv.cuda_graphs import make_recorder
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.base import Drafter
@@ -66,6 +66,15 @@ class NamedModels:
     def drafter_name(self) -> str | None:
         """What reports call the drafter."""
         return None if self.drafter is None else str(self.drafter)
+
+    def drafting_by(self, planning: Planning) -> Self:
+        """Return them with the drafter that plans ask for, prompt lookup if none is named."""
+        if not any(plan.asks_drafter for plan in plans_of(planning, greedy=False)):
+            return replace(self, drafter=None)
+        if self.drafter is not None:
+            return self
+        _log.warning("no drafter is given: drafts are looked up in the text itself, as by 'ngram'")
+        return replace(self, drafter="ngram")
 
 
 def named_models(

@@ -154,11 +154,9 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, limits: frozenset[int]) -> Tensor
     return logits.masked_fill((logits < edge) & (top_k < size).unsqueeze(1), -torch.inf)
 
 
-_SORTED = 4096  # most tokens of rows that top-p sorts whole
+_SORTED = 4096  # most tokens of rows that top-p sorts whole on a CPU
 _LARGEST = 1024
 """Number of the largest logits of a longer row that hold ``top_p`` of its mass in most cases."""
-
-_LEAST = 0x44400000  # bits of float32 768: the exponential of its negative is 0 in float64
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
@@ -175,10 +173,9 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 def _top_p_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Return the edge of each row, and how many tokens equal to it stay, both ``[rows, 1]``."""
-    if logits.shape[1] <= _SORTED:
+    # Elsewhere than on a CPU, it would have to be waited for whether some rows need more.
+    if logits.shape[1] <= _SORTED or logits.device.type != "cpu":
         return _edge_among(logits.sort(dim=1, descending=True).values, top_p)[:2]
-    if logits.device.type != "cpu":
-        return _searched_edge(logits, top_p)
     mass = logits.double().exp_().sum(dim=1, keepdim=True)
     edge, ties, beyond = _edge_among(logits.topk(_LARGEST, dim=1).values, top_p, mass)
     if beyond.any():
@@ -203,30 +200,6 @@ def _edge_among(
     edge = values.gather(1, last)
     ties = (stays & (values == edge)).sum(dim=1, keepdim=True)
     return edge, ties, totals[:, -1] < top_p
-
-
-def _searched_edge(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the edge by bisection over the bits of floats, which never waits for the device."""
-    weights = logits.double().exp()
-    wanted = weights.sum(dim=1, keepdim=True) * top_p.unsqueeze(1)
-    below_zero = logits.view(torch.int32) & 0x7FFFFFFF  # bits of -logits, in the same order
-
-    def mass_above(bits: Tensor) -> Tensor:
-        return weights.where(below_zero < bits, 0.0).sum(dim=1, keepdim=True)
-
-    # The edge is the lowest logit that more likely tokens leave room for.
-    low = torch.zeros_like(wanted, dtype=torch.int32)
-    high = torch.full_like(low, _LEAST)
-    for _ in range(_LEAST.bit_length()):
-        middle = low + (high - low + 1) // 2
-        room = mass_above(middle) < wanted
-        low, high = middle.where(room, low), high.where(room, middle - 1)
-    # ``low`` may lie between two logits: the edge is the nearest one that is not less likely.
-    bits = below_zero.where(below_zero <= low, -1).amax(dim=1, keepdim=True)
-    edge = -bits.view(torch.float32)
-    weight = edge.double().exp()
-    ties = ((wanted - mass_above(bits)) / weight).ceil().clamp(min=1)
-    return edge, ties
 
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ decide depends on that number. A path leads from the root to a leaf; paths follo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -129,47 +129,110 @@ class DraftTree(TensorFields):
         return mask
 
 
-@dataclass(frozen=True, slots=True)
-class TargetProbs:
+class TargetProbs(Protocol):
     """Next-token distributions p(. | node), already warped (see :mod:`eaglegbv.sampling`).
 
     Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
-    one node per request. So p stays in logits, ``exp(logits - log_normaliser)``. Rows are packed;
-    ``rows`` says which row belongs to which node, so a batch of trees is never copied into padding.
+    one node per request. So p stays as it was computed, in packed rows: a batch of trees is never
+    copied into padding.
     """
+
+    @property
+    def rows(self) -> Tensor:
+        """``[batch, nodes]`` int64, the row of each node; padding nodes repeat the root's."""
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+
+    @property
+    def broken(self) -> Tensor:
+        """``[batch]`` bool, whether a distribution of a request is NaN or infinite."""
+
+    def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
+
+    def probs_of(self, nodes: Tensor) -> Tensor:
+        """Return the distributions at ``nodes`` ``[batch]``, ``[batch, vocab]`` floats."""
+
+    def most_likely(self, nodes: Tensor) -> Tensor:
+        """Return the first of the most likely tokens at ``nodes`` ``[batch]``, ``[batch]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarpedLogits:
+    """Target probabilities as logits: p is ``exp(logits - log_normaliser)``, in float64."""
 
     logits: Tensor  # [rows, vocab] float32 or float64, -inf where warping excluded a token
     log_normaliser: Tensor  # [rows] float64, logsumexp of each row
-    rows: Tensor  # [batch, nodes] int64, the row of each node; padding nodes repeat the root's
+    rows: Tensor  # [batch, nodes] int64
 
     @classmethod
-    def of_logits(cls, logits: Tensor, rows: Tensor) -> Self:
+    def of(cls, logits: Tensor, rows: Tensor) -> Self:
         """Normalise warped ``logits`` with one pass over the vocabulary."""
         return cls(logits, torch.logsumexp(logits, dim=-1).to(torch.float64), rows)
-
-    @property
-    def in_logs(self) -> bool:
-        """Whether ``logits`` and ``log_normaliser`` are logarithms, as they are here."""
-        return True
 
     @property
     def vocab(self) -> int:
         """Size of the vocabulary."""
         return self.logits.shape[-1]
 
-    def probs_at(self, token_ids: Tensor) -> Tensor:
-        """Return p at ``token_ids`` ``[batch, nodes, width]`` of every node, float64."""
-        return self.probs_in(self.rows, token_ids)
+    @property
+    def broken(self) -> Tensor:
+        """See :attr:`TargetProbs.broken`."""
+        return _not_finite(self.log_normaliser.take(self.rows))
 
     def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
-        """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
-        return self._normalised(self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids), rows)
+        """See :meth:`TargetProbs.probs_in`."""
+        logits = self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids)
+        return self._normalised(logits, rows)
 
     def probs_of(self, nodes: Tensor) -> Tensor:
-        """Return ``[batch, vocab]`` float64, the distributions at ``nodes`` ``[batch]``."""
+        """See :meth:`TargetProbs.probs_of`; they are float64."""
         rows = entry_at(self.rows, nodes)
         return self._normalised(self.logits.index_select(0, rows), rows)
 
+    def most_likely(self, nodes: Tensor) -> Tensor:
+        """See :meth:`TargetProbs.most_likely`; nothing need be normalised."""
+        return self.logits[entry_at(self.rows, nodes)].argmax(dim=1)
+
     def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Return p for ``logits`` ``[..., width]`` that belong to ``rows`` ``[...]``, float64."""
         return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
+
+
+@dataclass(frozen=True, slots=True)
+class NormalisedRows:
+    """Target probabilities as another engine computed them, divided by the sum of their row."""
+
+    probs: Tensor  # [rows, vocab] float32
+    sums: Tensor  # [rows] float64, the sum of each row
+    rows: Tensor  # [batch, nodes] int64
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.probs.shape[-1]
+
+    @property
+    def broken(self) -> Tensor:
+        """See :attr:`TargetProbs.broken`."""
+        return _not_finite(self.sums.take(self.rows))
+
+    def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """See :meth:`TargetProbs.probs_in`."""
+        probs = self.probs.take(rows.unsqueeze(-1) * self.vocab + token_ids)
+        return probs / self.sums.take(rows).unsqueeze(-1)
+
+    def probs_of(self, nodes: Tensor) -> Tensor:
+        """See :meth:`TargetProbs.probs_of`; they are float32."""
+        rows = entry_at(self.rows, nodes)
+        return self.probs.index_select(0, rows).div_(self.sums.take(rows).unsqueeze(1))
+
+    def most_likely(self, nodes: Tensor) -> Tensor:
+        """See :meth:`TargetProbs.most_likely`."""
+        return self.probs[entry_at(self.rows, nodes)].argmax(dim=1)
+
+
+def _not_finite(numbers: Tensor) -> Tensor:
+    """Return ``[batch]`` bool; a number minus itself is 0, or NaN where it is not finite."""
+    return (numbers - numbers).sum(dim=1) != 0

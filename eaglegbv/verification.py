@@ -24,7 +24,7 @@ from eaglegbv.sampling import SamplingParams, WarpSettings, penalise
 from eaglegbv.sampling_params import LogprobsMode
 from eaglegbv.scheduler.batch import Forward, Group
 from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
-from eaglegbv.tree import TargetProbs
+from eaglegbv.tree import WarpedLogits
 from eaglegbv.verifiers.base import (
     NodeStats,
     Rule,
@@ -53,7 +53,7 @@ class VerifyOutput:
     faults: Tensor  # [batch] int64, faults of the probabilities on which the verdict rests, or 0
     # For each request, what it leaves to the target of the next tokens.
     target_layers: list[tuple[TargetLayer, ...]]
-    target: TargetProbs | None  # p at the nodes; None unless trees are recorded
+    target: WarpedLogits | None  # p at the nodes; None unless trees are recorded
     logprobs: RankedRows | None  # [batch * (length + 1)] rows; None where nobody asks
     node_stats: Callable[[], NodeStats]  # returns the other numbers on which the verdict rests
 
@@ -241,7 +241,7 @@ def _request_output(request: Request, row: list[int]) -> RequestOutput:
 
 
 def _rank_committed(
-    group: Group, logits: Tensor, target: TargetProbs, verdict: Verdict
+    group: Group, logits: Tensor, target: WarpedLogits, verdict: Verdict
 ) -> RankedRows:
     """Rank the tokens at which each request's committed tokens were drawn.
 
@@ -314,7 +314,7 @@ def processed_logits(group: Group, logits: Tensor) -> Tensor:
     return scores
 
 
-def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
+def probs_of_nodes(group: Group, logits: Tensor) -> WarpedLogits:
     """Warp the logits of a group's nodes, each with its request's settings and its own path.
 
     ``logits`` ``[rows, vocab]`` are those of the whole forward.
@@ -328,16 +328,16 @@ def probs_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
     if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning
         real = torch.arange(group.tree.nodes, device=rows.device) < group.tree.num_nodes[:, None]
         rows = torch.where(real, rows, rows[:, :1])
-    return TargetProbs(warped, normalisers, rows)
+    return WarpedLogits(warped, normalisers, rows)
 
 
-def most_likely_of_nodes(group: Group, logits: Tensor) -> TargetProbs:
+def most_likely_of_nodes(group: Group, logits: Tensor) -> WarpedLogits:
     """Return p for the greedy walk alone: its most likely tokens are right, and its faults.
 
     It is not normalised, which would take two passes over the vocabulary.
     """
     scores = processed_logits(group, logits)
-    return TargetProbs(scores, scores.amax(dim=1).to(torch.float64), group.node_rows())
+    return WarpedLogits(scores, scores.amax(dim=1).to(torch.float64), group.node_rows())
 
 
 def _ruled_rows(group: Group) -> list[RuledRow]:

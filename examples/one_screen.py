@@ -15,7 +15,7 @@ from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.loading import TINY_TARGET
 from eaglegbv.rng import Purpose, RequestRng
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -35,12 +35,12 @@ def draft(drafter, sequence: Tensor, uniforms: Tensor) -> tuple[DraftTree, Tenso
     return growth.finish(), paths
 
 
-def forward(target, tree: DraftTree, paths: Tensor) -> TargetProbs:
+def forward(target, tree: DraftTree, paths: Tensor) -> WarpedLogits:
     """Return p at the nodes: after the root, and after every drafted token."""
     logits = target(paths).logits[:, -L - 1 :]
     rows = torch.zeros_like(tree.token_ids)  # paths that begin alike share nodes: any row will do
     rows[0, tree.draws[0].T] = torch.arange(K * (L + 1)).view(K, L + 1)[:, 1:]
-    return TargetProbs.of_logits(logits.flatten(0, 1), rows)
+    return WarpedLogits.of(logits.flatten(0, 1), rows)
 
 
 @torch.inference_mode()

@@ -189,9 +189,7 @@ def find_faults(tree: DraftTree, target: TargetProbs) -> Tensor:
     Draft probabilities are checked at nodes with children only, and not at all in ``fixed`` trees,
     whose children follow no distribution.
     """
-    normalisers = target.log_normaliser.take(target.rows)
-    # A number minus itself is 0, or NaN where it is not finite.
-    faults = ((normalisers - normalisers).sum(dim=1) != 0) * int(Fault.TARGET_NOT_FINITE)
+    faults = target.broken * int(Fault.TARGET_NOT_FINITE)
     if tree.draft_sampling is DraftSampling.FIXED:
         return faults
     probs = tree.draft_probs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eaglegbv.config import DraftSampling
 from eaglegbv.devices import PIECE, PIECE_WARPS, WIDEST, runs_kernels
-from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, NormalisedRows, TargetProbs, WarpedLogits
 from eaglegbv.utils import power_of_two
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms
 
@@ -19,9 +19,7 @@ RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that 
 
 
 def takes(verifier: Verifier, tree: DraftTree) -> bool:
-    """Return whether the kernels judge such a tree by ``verifier`` where it is."""
-    if not runs_kernels(tree.token_ids.device):
-        return False
+    """Return whether the kernels can judge such a tree by ``verifier``, where kernels run."""
     if tree.length == 0:  # nothing to judge
         return True
     if verifier.name not in RULES:
@@ -35,7 +33,7 @@ def verdict(
     verifier: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
 ) -> Verdict:
     """Return a verdict, by the kernels where they can judge, else as :meth:`Verifier.verify`."""
-    if takes(verifier, tree):
+    if runs_kernels(tree.token_ids.device) and takes(verifier, tree):
         return judge(verifier, tree, target, uniforms)[0]
     return verifier.verify(tree, target, uniforms)
 
@@ -71,8 +69,7 @@ def judge(
         draws,
         tree.draft_ids,
         tree.draft_probs,
-        target.logits,
-        target.log_normaliser,
+        *_stored(target),
         target.rows.contiguous(),
         labels,
         ids,
@@ -88,7 +85,7 @@ def judge(
         width,
         target.vocab,
         RULE=verifier.name,
-        IN_LOGS=target.in_logs,
+        IN_LOGS=isinstance(target, WarpedLogits),
         BLOCK=block,
         DRAWS=power_of_two(max(2, draws.shape[1])),
         num_warps=warps,
@@ -130,15 +127,21 @@ def _sample_roots(
 ) -> tuple[Verdict, Tensor]:
     """Return a sample of the target for trees of a root alone, and their faults."""
     roots = torch.zeros_like(tree.num_nodes)
-    normalisers = target.log_normaliser.take(target.rows[:, 0])
-    weights = torch.ones_like(normalisers)
+    weights = tree.draft_probs.new_ones(tree.batch)
     token_ids = torch.empty_like(roots)
     # No draft was judged, so there is no list of draft tokens: other tensors take its place.
     stops = _Stops(roots, weights, roots.to(torch.int32), weights, torch.ones_like(roots))
     _draw(stops, 0, target, uniforms.correction, token_ids)
-    # A number minus itself is 0, or NaN where it is not finite.
-    faults = (normalisers - normalisers != 0) * int(Fault.TARGET_NOT_FINITE)
+    faults = target.broken * int(Fault.TARGET_NOT_FINITE)
     return Verdict(tree.token_ids.new_zeros((tree.batch, 0)), roots, token_ids), faults
+
+
+def _stored(target: TargetProbs) -> tuple[Tensor, Tensor]:
+    """Return the rows of a target's probabilities, and what normalises each."""
+    if isinstance(target, WarpedLogits):
+        return target.logits, target.log_normaliser
+    assert isinstance(target, NormalisedRows)
+    return target.probs, target.sums
 
 
 class _Stops(NamedTuple):
@@ -162,20 +165,19 @@ def _draw(
     kernels.draw_corrections[(batch,)](
         stops.draft_ids,
         stops.draft_probs,
-        target.logits,
-        target.log_normaliser,
+        *_stored(target),
         target.rows.contiguous(),
         stops.nodes,
         stops.weights,
         stops.bonus,
         uniforms,
-        target.log_normaliser.new_empty((batch, target.vocab)),
+        stops.draft_probs.new_empty((batch, target.vocab)),
         token_ids,
         nodes,
         width,
         target.vocab,
         uniforms.stride(0),
-        IN_LOGS=target.in_logs,
+        IN_LOGS=isinstance(target, WarpedLogits),
         BLOCK=power_of_two(max(16, width)),
         PIECE=PIECE,
         PIECES=power_of_two(max(2, pieces)),

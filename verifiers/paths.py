@@ -47,7 +47,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _block_sums(weights: Tensor) -> Tensor:
     """Return ``[rows, blocks]``: the sums over blocks of ``[rows, entries]``."""
     rows, entries = weights.shape
-    blocks, rest = entries // _BLOCK, entries % _BLOCK  # compilable, unlike divmod
+    blocks, rest = divmod(entries, _BLOCK)
     whole = weights[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK)
     whole = whole.sum(dim=2, dtype=torch.float64)
     if rest == 0:

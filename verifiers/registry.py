@@ -1,13 +1,13 @@
 """Every rule by name; and verification with the check of its inputs."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
 from torch import Tensor
 
-from eaglegbv.config import PLAIN, Plan, PlanChoices
+from eaglegbv.config import PLAIN, DefaultPlan, Plan, PlanChoices, Planning, named_planning
+from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers import fused
@@ -91,18 +91,46 @@ def register_verifier(rule: AnyVerifier) -> AnyVerifier:
     return rule
 
 
-def with_fitting_paths(choices: PlanChoices) -> PlanChoices:
-    """Return choices that name a verifier alone with as many paths as it takes.
+def choose(plan: Planning | str | None, choices: PlanChoices) -> Planning:
+    """Return what a user's ``plan`` comes to, or ``choices`` where it is None.
+
+    Without a verifier and anything of a tree, that is the engine's own choice.
 
     Raises:
-        InvalidArgument: No verifier has that name.
+        InvalidArgument: Both are given, or what is given is no plan.
     """
-    name = choices.verifier
-    if name is None or name == PLAIN.verifier or choices.paths is not None:
-        return choices
+    given = choices.given
+    if plan is None:
+        of_drafts = given.keys() <= {"draft_width", "draft_temperature"}
+        return DefaultPlan(**given) if of_drafts else chosen_plan(choices)
+    for name in given:
+        expected = f"None where {name} is given: a plan says that too"
+        raise InvalidArgument("plan", plan, expected)
+    return named_planning(plan)
+
+
+def chosen_plan(choices: PlanChoices) -> Plan:
+    """Return the plan of ``choices``; a verifier named alone has as many paths as it takes.
+
+    Raises:
+        InvalidArgument: They exclude each other, or one is none.
+    """
+    given = choices.given
+    if choices.verifier == PLAIN.verifier:
+        expected = "none with verifier 'none', which drafts nothing"
+        _refuse(given, ("paths", "depth", "draft_sampling", "widths"), expected)
+    elif choices.verifier is not None and choices.widths is None:
+        rule = make_any_verifier(choices.verifier)
+        given.setdefault("paths", rule.fitting_paths(Plan().paths))
     if choices.widths is not None:
-        return choices
-    return replace(choices, paths=make_any_verifier(name).fitting_paths(Plan().paths))
+        _refuse(given, ("paths", "depth"), "none where widths are given")
+    return Plan(**given)
+
+
+def _refuse(given: Mapping[str, object], names: Sequence[str], expected: str) -> None:
+    for name in names:
+        if name in given:
+            raise InvalidArgument(name, given[name], expected)
 
 
 def make_verifier(name: str) -> Verifier:
@@ -140,6 +168,6 @@ def verify_checked(
         The verdict, see :meth:`Verifier.verify`; and ``[batch]`` int64, the faults of its inputs,
         where it is meaningless; else 0.
     """
-    if fused.takes(verifier, tree):
+    if runs_kernels(tree.token_ids.device) and fused.takes(verifier, tree):
         return fused.judge(verifier, tree, target, uniforms)
     return verifier.verify(tree, target, uniforms), find_faults(tree, target)

@@ -216,7 +216,7 @@ class PopularTree:
         """Sort the lists of all nodes."""
         order = most_likely_first(tree.draft_ids, tree.draft_probs)
         ids, draft = tree.draft_ids.gather(2, order), tree.draft_probs.gather(2, order)
-        probs = target.probs_at(ids) * (draft > 0)
+        probs = target.probs_in(target.rows, ids) * (draft > 0)
         return cls(tree, ids, draft, probs, places_of_tokens(tree, ids, draft))
 
     def most_likely(self, count: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class RemainingProbs:
     @classmethod
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:
         """Start with p and q themselves."""
-        probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
+        probs = target.probs_in(target.rows, tree.draft_ids) * (tree.draft_probs > 0)
         beside = (1 - probs.sum(dim=2)).clamp(min=0)
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         return cls(probs, probs, beside, torch.ones_like(beside), tree.draft_probs, places)

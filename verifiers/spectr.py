@@ -76,7 +76,7 @@ class SpecTrVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees of independent paths."""
-        probs = target.probs_at(tree.draft_ids) * (tree.draft_probs > 0)
+        probs = target.probs_in(target.rows, tree.draft_ids) * (tree.draft_probs > 0)
         rho, served = k_seq(probs, tree.draft_probs, tree.draft_counts())
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         at = tree.parents * tree.width + places

@@ -350,9 +350,7 @@ class ModifiedNode:
         """
         remaining = torch.where(draft.probs.sum(dim=2) > 0, layers.remaining, 0)
         wanted = torch.cat((ids, draft.ids.flatten(1)), dim=1)
-        rows = target.rows.gather(1, nodes.unsqueeze(1))
-        logits = target.logits[rows, wanted].to(torch.float64)
-        probs = torch.exp(logits - target.log_normaliser[rows])
+        probs = target.probs_in(entry_at(target.rows, nodes), wanted)
         plans, masses = [], []
         width = draft.ids.shape[2]
         for k in range(layers.count):

@@ -72,14 +72,9 @@ class GreedyWalkVerifier(Verifier):
         if tree.length > 0:
             return super().verify(tree, target, uniforms)
         roots = torch.zeros_like(tree.num_nodes)
-        token_ids = _most_likely(target, roots)
+        token_ids = target.most_likely(roots)
         return Verdict(tree.token_ids.new_zeros((tree.batch, 0)), roots, token_ids)
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:  # noqa: ARG002
         """Judge any tree; of equal largest logits the first counts."""
-        return walk(tree, lambda nodes, _: _most_likely(target, nodes))
-
-
-def _most_likely(target: TargetProbs, nodes: Tensor) -> Tensor:
-    """Return the first of the most likely tokens at ``nodes`` ``[batch]``."""
-    return target.logits[entry_at(target.rows, nodes)].argmax(dim=1)
+        return walk(tree, lambda nodes, _: target.most_likely(nodes))

@@ -21,7 +21,7 @@ from eaglegbv.eval.audit.pair import audit_pair
 from eaglegbv.eval.audit.problems import Sizes
 from eaglegbv.eval.audit.sampled import sampled_subject
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.verifiers.registry import make_any_verifier
+from eaglegbv.verifiers.registry import chosen_plan, make_any_verifier
 
 FAILED = 1
 DEPTH = 2  # of the paths that a pair drafts
@@ -207,7 +207,7 @@ def pair(
         tree = replace(tree, depth=DEPTH)
     plans = [
         # With none, the tree is that of the others.
-        PLAIN if name == PLAIN.verifier else opts.fitting(replace(tree, verifier=name)).plan()
+        PLAIN if name == PLAIN.verifier else chosen_plan(replace(tree, verifier=name))
         for name in opts.verifier_names(verifier)
     ]
     exact = models.dtype == "float32" if against is None else against == "exact"

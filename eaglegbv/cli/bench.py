@@ -40,7 +40,6 @@ from eaglegbv.eval.experiment import Experiment, Way, measure, open_run, report
 from eaglegbv.eval.figures import Sums
 from eaglegbv.eval.observations import Environment, Run, describe_environment, pretty
 from eaglegbv.eval.questions import Question, make_prompts
-from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.settings import Setting, lossless
 from eaglegbv.eval.study import StudySettings
 from eaglegbv.eval.tables import Table
@@ -61,6 +60,7 @@ from eaglegbv.llm import LLM, load_tokenizer
 from eaglegbv.loading import TINY_NAME, Pair, check_model, default_model, load_pair
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import decode_json, grouped, require_integer
+from eaglegbv.verifiers.registry import chosen_plan
 
 if TYPE_CHECKING:
     from eaglegbv.backends.sglang.launch import Launch
@@ -395,7 +395,7 @@ def served(
     from eaglegbv.backends.sglang.llm import Endpoint
 
     require_integer("at-once", at_once, 1, 1024)
-    chosen, shape = asked.load(), tree.plan()
+    chosen, shape = asked.load(), chosen_plan(tree)
     kept, _ = lossless(
         Setting(plan=_with_verifier(shape, name), temperature=heat)
         for heat, name in product(temperature, opts.verifier_names(verifiers))
@@ -479,7 +479,7 @@ def drafters(
     the first drafter, is over questions. 'd or more' is the share of forwards that accept at least
     d tokens; these shares add up to the length, but for the token that every forward adds.
     """
-    plans = [opts.fitting(replace(tree, paths=count)).plan() for count in paths]
+    plans = [chosen_plan(replace(tree, paths=count)) for count in paths]
     chosen = asked.load()
     # Refused before anything is loaded.
     SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
@@ -843,8 +843,8 @@ def batch(
 
 @dataclass(frozen=True)
 class _Engines:
-    plain: LLM | PairEngine  # decodes plainly, and need not keep anything for a drafter
-    drafting: LLM | PairEngine | None  # with a drafter; None where no way drafts
+    plain: LLM | Engine  # decodes plainly, and need not keep anything for a drafter
+    drafting: LLM | Engine | None  # with a drafter; None where no way drafts
     names: tuple[str, str]  # of target and drafter
     note: str = ""  # what a reader has to know
 
@@ -903,8 +903,8 @@ def _made(
     config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
     drafting = Engine(target, drafter, config)
     return _Engines(
-        PairEngine(Engine(target, None, config)),
-        PairEngine(drafting),
+        Engine(target, None, config),
+        drafting,
         (shape, f"made for acceptance length {reached:.2f}"),
         f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
         f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {acceptance_length:g}).",

@@ -166,7 +166,7 @@ def chat(
     eaglegbv chat MODEL --drafter HEAD --show-drafts
     """
     SamplingParams(**sampling)  # what is wrong is found before minutes go by with loading
-    planning = opts.fitting(plan).planning()
+    planning = opts.planning_of(plan)
     with opts.quietly(quiet):
         chosen = replace(models, model=model)
         llm, name = chosen.load(planning), chosen.named.name

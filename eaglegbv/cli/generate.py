@@ -155,7 +155,7 @@ def generate(
     request = prompt.joined(words).read()
     output.check()
     SamplingParams(**sampling)  # what is wrong is found before minutes go by with loading
-    planning = opts.fitting(plan).planning()
+    planning = opts.planning_of(plan)
     with opts.quietly(output.quiet):
         llm = models.load(planning, engine)
     params = request_params(llm, sampling)
@@ -228,6 +228,7 @@ def serve(
     from eaglegbv.backends.sglang.server_args import check_command
     from eaglegbv.backends.sglang.settings import Settings, takes_plans
     from eaglegbv.loading import named_models
+    from eaglegbv.verifiers.registry import chosen_plan
 
     given = {*opts.given_options(context)}
     fixed = bool(given & {"paths", "depth", "widths"})
@@ -243,7 +244,7 @@ def serve(
         draft_temperature=choices.draft_temperature,
         seed=seed,
     )
-    plan = choices.plan()
+    plan = chosen_plan(choices)
     if plan.widths:
         expected = "such as 3x1x1x1: SGLang's trees are K paths of equal length"
         raise InvalidArgument("widths", plan.widths, expected)

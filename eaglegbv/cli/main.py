@@ -49,7 +49,7 @@ _add("demo", "demo:app", "Answer a prompt, and show what speculation gains.")
 _add("bench", "bench:app", "Measure block efficiency and speed.")
 _add("audit", "audit:app", "Check that verifiers are lossless.")
 _add("view", "view:app", "Write an HTML page with the charts of a run or a trace.")
-_add("train", "train:app", "Train an EAGLE head or a bigram table.")
+_add("train", "train:app", "Train an EAGLE head.")
 
 
 def _version(wanted: bool) -> None:

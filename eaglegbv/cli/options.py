@@ -178,13 +178,13 @@ def verifier_names(text: str) -> list[str]:
     return names
 
 
-def fitting(plan: PlanChoices) -> PlanChoices:
-    """Return choices with as many paths as a verifier takes, where it alone is named."""
-    from eaglegbv.verifiers.registry import with_fitting_paths
+def planning_of(choices: PlanChoices) -> "Planning":
+    """Return the plan that options come to, or the engine's own choice."""
+    from eaglegbv.verifiers.registry import choose
 
-    if plan.verifier is not None:
-        check_verifier(plan.verifier)
-    return with_fitting_paths(plan)
+    if choices.verifier is not None:
+        check_verifier(choices.verifier)
+    return choose(None, choices)
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -118,7 +118,7 @@ def serve(
     if backend != "local":
         raise InvalidArgument("backend", backend, "local or sglang")
     endpoint.check()
-    template, planning = endpoint.template(), opts.fitting(plan).planning()
+    template, planning = endpoint.template(), opts.planning_of(plan)
     with endpoint.bind() as bound:
         from eaglegbv.server import Server  # the address is had before minutes go by
 

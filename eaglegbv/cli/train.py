@@ -1,4 +1,4 @@
-"""``eaglegbv train``: EAGLE heads, and a table with which to compare them."""
+"""``eaglegbv train``: EAGLE heads."""
 
 import sys
 from collections.abc import Mapping
@@ -16,16 +16,15 @@ from eaglegbv.cli.options import opt
 from eaglegbv.cli.structs import Fields, member
 from eaglegbv.config import Plan
 from eaglegbv.devices import AUTO_DTYPE, named_device, place_of
-from eaglegbv.drafters.training.bigram import train_bigram
 from eaglegbv.drafters.training.data import Texts, TextSettings, gather_texts
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle, try_out
 from eaglegbv.drafters.training.train import Schedule
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.validation import HeadValidator, target_answers
 from eaglegbv.loading import check_model, find_target
-from eaglegbv.models.hf import load_config, load_model, load_tokenizer
+from eaglegbv.models.hf import load_model, load_tokenizer
 
-app = opts.make_app("Train an EAGLE head or a bigram table.")
+app = opts.make_app("Train an EAGLE head.")
 
 
 Target = Annotated[str, opt("The target: a folder, a GGUF file, a hub name, smollm2 or tiny.")]
@@ -60,13 +59,19 @@ def _take_preset(context: typer.Context, preset: str | None) -> str | None:
     return preset
 
 
-@app.command(
-    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-)
+_ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command(hidden=True, context_settings=_ANYTHING)
 def target() -> None:
     """Say where it went."""
-    expected = "eagle or bigram; examples/train_tiny_pair.py trains a target"
-    raise InvalidArgument("train", "target", expected)
+    raise InvalidArgument("train", "target", "eagle; examples/train_tiny_pair.py trains a target")
+
+
+@app.command(hidden=True, context_settings=_ANYTHING)
+def bigram() -> None:
+    """Say where it went."""
+    raise InvalidArgument("train", "bigram", "eagle; examples/train_bigram.py counts a table")
 
 
 @app.command()
@@ -117,24 +122,6 @@ def eagle(
     )
     command = _command_line()
     print(train_eagle(config, model, corpora, command=command, resume=resume, validate=validator))
-
-
-@app.command(short_help="Count a bigram table, the yardstick of heads.")
-def bigram(
-    target: Target,
-    out: Annotated[Path, opt("Folder to write.")],
-    settings: Annotated[TextSettings, Fields(without=("held_out",), samples=None)],
-    width: Annotated[int, opt("Followers kept for every token.")] = 256,
-) -> None:
-    """Count a bigram table, the yardstick of heads, on the texts that heads are trained on.
-
-    With the same --data, --window, --regenerate, --samples and --seed, the texts are the same.
-    """
-    settings = _text_settings(settings, out)
-    folder = _folder(target, place_of(None, AUTO_DTYPE)[1])
-    vocab = int(load_config(folder).get_text_config(decoder=True).vocab_size)
-    texts = _texts(settings, folder)
-    print(train_bigram(texts, out, vocab=vocab, width=width, command=_command_line()))
 
 
 def _folder(target: str, dtype: torch.dtype) -> Path:

@@ -12,7 +12,7 @@ made so that they are right as often as one wants, at full size and without publ
 Values of attention must hold an embedding, so only as many of its entries as they have are not 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import log, sqrt
 
 import msgspec
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eaglegbv.compiling import check_backend
-from eaglegbv.config import EngineConfig, GraphMode, Plan, Planning
+from eaglegbv.config import EngineConfig, GraphMode, Plan
 from eaglegbv.drafters.eagle import EagleDrafter, head_drafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHeadConfig
 from eaglegbv.drafters.training.heads import head_config_of
@@ -29,7 +29,6 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.target import FINAL
-from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.utils import require_integer
 
@@ -219,35 +218,6 @@ def _follow(head: EagleHead, output_embeddings: Tensor) -> None:
     head.embedding = head.embedding.clone()
 
 
-class PairEngine:
-    """An engine over a pair without a tokenizer, which answers prompts of token ids."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Take an engine that nobody else uses."""
-        self._engine, self.metrics = engine, engine.metrics
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Sequence[SamplingParams],
-        *,
-        plan: Planning,
-    ) -> list[Request]:
-        """Answer all prompts together, and return the requests when they have ended.
-
-        Raises:
-            EagleGBVError: A request broke off.
-        """
-        both = zip(prompts, sampling_params, strict=True)
-        requests = [self._engine.add(prompt, params, plan) for prompt, params in both]
-        while self._engine.has_work:
-            self._engine.step()
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        return requests
-
-
 def tune(
     target: HFTarget, drafter: EagleDrafter, plan: Plan, wanted: float, *, temperature: float
 ) -> float:
@@ -290,11 +260,11 @@ def block_efficiency(
     drawn = torch.randn(shape, generator=generator, device=embedding.device, dtype=table.dtype)
     table.copy_(embedding)
     table[:, :width].add_(drawn, alpha=scale)
-    engine = PairEngine(Engine(target, drafter, EngineConfig(prefix_cache=False)))
+    engine = Engine(target, drafter, EngineConfig(prefix_cache=False))
     prompts = random_prompts(config.draft_vocab_size, _TUNED_REQUESTS, _TUNED_PROMPT)
     usual = SamplingParams(temperature=temperature, max_tokens=_TUNED_TOKENS, ignore_eos=True)
     params = [msgspec.structs.replace(usual, seed=seed) for seed in range(len(prompts))]
-    requests = engine.generate(prompts, params, plan=plan)
+    requests = engine.run(prompts, params, plan)
     forwards = sum(request.metrics.target_forwards for request in requests)
     return sum(request.metrics.committed_tokens for request in requests) / forwards
 

@@ -14,7 +14,6 @@ from eaglegbv.drafters.eagle import head_drafter
 from eaglegbv.drafters.eagle_model import EagleHead
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError
-from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.models.hf import HFTarget, load_config, load_model
@@ -131,5 +130,5 @@ class HeadValidator:
         drafter = head_drafter(loaded, slots=_SLOTS)
         engine = Engine(self._target, drafter, EngineConfig(kv_slots=_SLOTS, seed=self._seed))
         params = [self._params] * len(prompts)
-        requests = PairEngine(engine).generate(prompts, params, plan=self._plan)
+        requests = engine.run(prompts, params, self._plan)
         return [request.metrics for request in requests]

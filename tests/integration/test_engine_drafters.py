@@ -12,6 +12,7 @@ import torch
 from support.block_drafter import BlockDrafter
 from support.drafting import random_table
 from support.g_test import g_test, joint_probs
+from support.table_of import table_of
 from support.tabular_target import TabularTarget
 from support.tiny_engine import cells_of, served
 
@@ -20,7 +21,7 @@ from eaglegbv.cuda_graphs import Recorder
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
@@ -36,7 +37,7 @@ def tabular_target() -> TabularTarget:
     return TabularTarget(vocab_size=VOCAB, order=2, max_slots=SLOTS)
 
 
-TABLE = Table.of_logits(random_table(VOCAB, seed=5))
+TABLE = table_of(random_table(VOCAB, seed=5))
 MODEL = TabularTarget(vocab_size=VOCAB, order=2, seed=7, max_slots=SLOTS)
 
 

@@ -76,7 +76,7 @@ def assert_same_scores(one: VerifyOutput, other: VerifyOutput) -> None:
     assert one.target is not None
     assert other.target is not None
     every = torch.arange(VOCAB).expand(*one.target.rows.shape, VOCAB)
-    p, q = one.target.probs_at(every), other.target.probs_at(every)
+    p, q = (output.target.probs_in(output.target.rows, every) for output in (one, other))
     torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
     assert decision(one) == decision(other)
 

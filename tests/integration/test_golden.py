@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.table_of import table_of
 from support.tabular_target import TabularTarget
 from support.tiny_engine import served
 
 from eaglegbv.config import EAGLE1_SHAPE, EngineConfig, Plan, Source
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.draft_model import StandaloneDrafter
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
@@ -107,7 +108,7 @@ def plan_of(case: str, seed: int) -> Plan:
 
 def run(case: str, drafter: Drafter | None = None, *, seeds: int = SEEDS) -> list[str]:
     """Return what every seed's request gives, all served by one engine, some after others."""
-    drafter = drafter or TabularDrafter(Table.of_logits(exact_logits(noise=64), order=ORDER))
+    drafter = drafter or TabularDrafter(table_of(exact_logits(noise=64), order=ORDER))
     config = EngineConfig(max_batch=48, kv_slots=SLOTS, check_slots=True)
     engine = Engine(ExactTable(exact_logits(noise=0)), drafter, config)
     asked = []

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from support.block_drafter import BlockDrafter, BlockFiles
 from support.drafting import random_table
+from support.table_of import table_of
 from support.tiny_models import random_llama
 from transformers import AutoTokenizer
 
@@ -22,7 +23,7 @@ from eaglegbv.drafters import registry
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter, EagleFiles
 from eaglegbv.drafters.registry import files_in, register_files
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.llm import LLM
 from eaglegbv.loading import (
@@ -48,7 +49,7 @@ def folders(
     small, table = base / "small", base / "table"
     random_llama(vocab, seed=1, max_position_embeddings=128).save_pretrained(small)
     AutoTokenizer.from_pretrained(str(target)).save_pretrained(str(small))
-    Table.of_logits(random_table(vocab)).save(table)
+    table_of(random_table(vocab)).save(table)
     return {"target": target, "head": head, "small": small, "table": table}
 
 
@@ -158,7 +159,7 @@ def test_another_vocabulary_is_refused(folders, tmp_path):
     random_llama(300, seed=1).save_pretrained(tmp_path / "model")
     with pytest.raises(DrafterMismatch, match="vocab_size=300: expected the target's, 257, or a"):
         LLM(folders["target"], tmp_path / "model")
-    Table.of_logits(random_table(300)).save(tmp_path / "table")
+    table_of(random_table(300)).save(tmp_path / "table")
     with pytest.raises(DrafterMismatch, match="vocab_size=300: expected the target's, 257"):
         LLM(folders["target"], tmp_path / "table")
 

@@ -8,21 +8,22 @@ import numpy as np
 import torch
 
 from eaglegbv.drafters.host_drafting import given_trees
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.verifiers.base import Verdict, VerifyUniforms, find_faults
-from eaglegbv.verifiers.proof.chooser import Prefix, Probs, UniformChooser
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs
 from eaglegbv.verifiers.proof.enumeration import draft
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, from_draft_tree
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget
 from support.grown_trees import check_tree
+from support.references import UniformChooser, from_draft_tree
 from support.tables import KINDS, GeneratorChooser, Model, Shape
 
 
 @dataclass(frozen=True)
 class Batch:
     tree: DraftTree
-    target: TargetProbs
+    target: WarpedLogits
     uniforms: VerifyUniforms
 
 
@@ -108,7 +109,7 @@ def build_batch(
     )
     check_tree(batch)
     probs = torch.tensor(packed, dtype=torch.float64)
-    target = TargetProbs(probs.log(), probs.new_zeros(len(packed)), rows)
+    target = WarpedLogits(probs.log(), probs.new_zeros(len(packed)), rows)
     uniforms = VerifyUniforms(
         selection=as_tensor(rng.random((size, length, drafts, 2))),
         acceptance=as_tensor(rng.random((size, max(1, drafts * length)))),
@@ -126,7 +127,7 @@ def in_columns(tree: ReferenceTree) -> bool:
     )
 
 
-def assert_sound(tree: DraftTree, target: TargetProbs) -> None:
+def assert_sound(tree: DraftTree, target: WarpedLogits) -> None:
     """Trees are well formed, drafts can be drawn, and all distributions sum to one."""
     check_tree(tree)
     assert not find_faults(tree, target).any()
@@ -159,7 +160,7 @@ def reference_outcomes(name: str, batch: Batch) -> list[Outcome]:
     return result
 
 
-def target_of(probs: torch.Tensor) -> TargetProbs:
+def target_of(probs: torch.Tensor) -> WarpedLogits:
     """The target of ``probs`` ``[batch, nodes, vocab]`` float64."""
     rows = torch.arange(probs.shape[0] * probs.shape[1]).view(probs.shape[:2])
-    return TargetProbs(probs.flatten(0, 1).log(), probs.new_zeros(rows.numel()), rows)
+    return WarpedLogits(probs.flatten(0, 1).log(), probs.new_zeros(rows.numel()), rows)

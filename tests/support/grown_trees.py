@@ -15,8 +15,9 @@ from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling, DraftTree
 from eaglegbv.verifiers.paths import paths_of as paths_in
-from eaglegbv.verifiers.proof.chooser import Prefix, Probs, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs
 from eaglegbv.verifiers.proof.tree import draw_greedy, draw_hub, draw_wor
+from support.references import inverse_cdf
 
 
 def check_tree(tree: DraftTree) -> None:

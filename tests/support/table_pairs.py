@@ -12,6 +12,7 @@ from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.ways.places import Sampling, Text, same_drafts
 from eaglegbv.loading import Pair
+from support.table_of import table_of
 from support.tabular_target import TabularTarget
 
 PROMPT = (0, 1)
@@ -22,7 +23,7 @@ def tables(vocab: int) -> tuple[TabularTarget, Table]:
     target = TabularTarget(vocab_size=vocab, order=1, seed=3, scale=2.0, max_slots=4096)
     noise = torch.randn((vocab + 1, vocab), generator=torch.Generator().manual_seed(4))
     logits = torch.stack([target.logits_after([state % vocab]) for state in range(vocab + 1)])
-    return target, Table.of_logits(logits + noise)
+    return target, table_of(logits + noise)
 
 
 def table_pair(vocab: int) -> Pair:

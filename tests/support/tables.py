@@ -25,6 +25,7 @@ from eaglegbv.verifiers.proof.tree import Stop, never
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.stateful import ModifiedTarget, VerifyWithState
 from eaglegbv.verifiers.transport import ranked
+from support.references import inverse_cdf
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 Draw: TypeAlias = Callable[[np.random.Generator, int], Pair]
@@ -115,7 +116,7 @@ class GeneratorChooser:
     def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
         """Return a random entry."""
         del purpose, index
-        return chooser.inverse_cdf(weights, self.generator.random())
+        return inverse_cdf(weights, self.generator.random())
 
 
 def accepted_length(name: str, problem: Problem) -> Number:

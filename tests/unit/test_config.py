@@ -18,6 +18,7 @@ from eaglegbv.config import (
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling
+from eaglegbv.verifiers.registry import choose
 
 BAD_PLANS = [
     ("paths", 0, "an integer in [1, 16]"),
@@ -193,24 +194,24 @@ def test_lookups_keep_to_their_depth_and_ask_no_drafter():
 
 def test_choices_make_a_plan_and_none_the_engines_own():
     usual = {"draft_width": 64, "draft_temperature": 1.5}
-    assert PlanChoices().planning() == DefaultPlan()
-    assert PlanChoices(**usual).planning() == DefaultPlan(**usual)
-    assert PlanChoices(depth=2, **usual).planning() == Plan(depth=2, **usual)
-    assert PlanChoices(verifier="gbv", paths=2, draft_sampling="iid", **usual).planning() == Plan(
-        verifier="gbv", paths=2, draft_sampling=DraftSampling.IID, **usual
-    )
+    assert choose(None, PlanChoices()) == DefaultPlan()
+    assert choose(None, PlanChoices(**usual)) == DefaultPlan(**usual)
+    assert choose(None, PlanChoices(depth=2, **usual)) == Plan(depth=2, **usual)
+    named = PlanChoices(verifier="gbv", paths=2, draft_sampling="iid", **usual)
+    expected = Plan(verifier="gbv", paths=2, draft_sampling=DraftSampling.IID, **usual)
+    assert choose(None, named) == expected
 
 
 def test_a_plan_says_all_there_is_to_choose():
-    assert PlanChoices().give_way_to("auto") is AUTO
-    assert PlanChoices().give_way_to(PLAIN) is PLAIN
+    assert choose("auto", PlanChoices()) is AUTO
+    assert choose(PLAIN, PlanChoices()) is PLAIN
     for choices, name in (
         (PlanChoices(paths=2), "paths"),
         (PlanChoices(verifier="gbv", paths=2), "verifier"),
         (PlanChoices(draft_temperature=1.5), "draft_temperature"),
     ):
         with pytest.raises(InvalidArgument, match=f"plan=.*: expected None where {name} is given"):
-            choices.give_way_to(PLAIN)
+            choose(PLAIN, choices)
 
 
 def test_names_say_what_differs():
@@ -345,6 +346,6 @@ def test_names_of_widths() -> None:
 
 
 def test_widths_stand_for_paths_and_depth_where_choices_are_made() -> None:
-    assert PlanChoices(widths=(3, 2, 1)).planning() == Plan(widths=(3, 2, 1))
+    assert choose(None, PlanChoices(widths=(3, 2, 1))) == Plan(widths=(3, 2, 1))
     with pytest.raises(InvalidArgument, match="depth=3: expected none where widths are given"):
-        PlanChoices(widths=(3, 2, 1), depth=3).planning()
+        choose(None, PlanChoices(widths=(3, 2, 1), depth=3))

@@ -25,7 +25,7 @@ from eaglegbv.drafting import Drafting
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp, warped_rows
 from eaglegbv.scheduler.batch import Forward, Group
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.verification import Verification, read_outputs
 from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import Fault, Verdict, VerifyUniforms, find_faults
@@ -69,7 +69,7 @@ def batch_for(rule: str, seed: int, count: int = 3, widths: tuple[int, ...] = ()
     target, uniforms = batch.target, batch.uniforms
     return Batch(
         batch.tree.to(DEVICE),
-        TargetProbs(
+        WarpedLogits(
             target.logits.to(DEVICE), target.log_normaliser.to(DEVICE), target.rows.to(DEVICE)
         ),
         VerifyUniforms(

@@ -9,7 +9,7 @@ from support.pretend_device import PretendDevice
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise, warp
-from eaglegbv.tree import TargetProbs
+from eaglegbv.tree import WarpedLogits
 
 
 # --- sampling parameters; what is refused, test_config.py says
@@ -143,7 +143,7 @@ def test_broken_logits_stay_visible_and_touch_no_other_row(params, bad):
     broken[1, 7] = bad
     settings = WarpSettings.of([params], [3])
     got, expected = warp(broken, settings), warp(logits, settings)
-    normaliser = TargetProbs.of_logits(got, torch.arange(3).unsqueeze(1)).log_normaliser
+    normaliser = WarpedLogits.of(got, torch.arange(3).unsqueeze(1)).log_normaliser
     assert normaliser.isfinite().tolist() == [True, False, True]
     assert torch.equal(got[[0, 2]], expected[[0, 2]])
 
@@ -165,7 +165,7 @@ def test_distributions_are_exact_at_low_temperature_and_any_level(temperature, l
     logits = random_logits(8, 1000) + level
     logits[0, :2] = logits[0].max()  # a tie is a tie at every temperature
     settings = WarpSettings.of([SamplingParams(temperature=temperature)], [8])
-    target = TargetProbs.of_logits(warp(logits, settings), torch.arange(8).unsqueeze(1))
+    target = WarpedLogits.of(warp(logits, settings), torch.arange(8).unsqueeze(1))
     probs = target.probs_of(torch.zeros(8, dtype=torch.int64))
     exact = logits.double()
     exact = (exact - exact.max(1, keepdim=True).values) / np.float32(temperature).item()

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.batched_trees import build_batch, target_of
 from support.grown_trees import prefixes
+from support.references import draws_of_paths
 
-from eaglegbv.tree import DraftSampling, TargetProbs
-from eaglegbv.verifiers.proof.tree import ReferenceTree, draws_of_paths
+from eaglegbv.tree import DraftSampling, WarpedLogits
+from eaglegbv.verifiers.proof.tree import ReferenceTree
 
 # --- draft trees against their definition, on random tries
 PATHS = st.lists(
@@ -69,14 +70,14 @@ ROWS = torch.tensor([[0, 1, 2, 0], [3, 4, 5, 6], [7, 7, 7, 7]])
 def test_probabilities_are_the_softmax_of_each_nodes_own_row():
     logits = 4 * torch.randn((8, VOCAB), generator=torch.Generator().manual_seed(0))
     logits[:, 10:20] = -torch.inf
-    dist = TargetProbs.of_logits(logits, ROWS)
+    dist = WarpedLogits.of(logits, ROWS)
     expected = logits.double().softmax(1)[ROWS]
     assert dist.vocab == VOCAB
     assert dist.log_normaliser.dtype == torch.float64
     ids = torch.randint(
         0, VOCAB, (BATCH, NODES, 7), generator=torch.Generator().manual_seed(1), dtype=torch.int64
     )
-    got = dist.probs_at(ids)
+    got = dist.probs_in(ROWS, ids)
     assert got.dtype == torch.float64
     # The normaliser is summed in float32 and of size 10: its rounding is 10 * 6e-8 relative.
     torch.testing.assert_close(got, expected.gather(2, ids), atol=0, rtol=1e-6)

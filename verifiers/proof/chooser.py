@@ -37,7 +37,6 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose
-from eaglegbv.verifiers.base import VerifyUniforms
 
 Number: TypeAlias = float | Fraction
 """A probability or a weight; code using it is exact when every input is a ``Fraction``."""
@@ -130,37 +129,6 @@ def accepts(chooser: Chooser, h: Number, purpose: Purpose, index: int) -> bool:
 def selection_index(drafts: int, depth: int, number: int, which: int) -> int:
     """Return the index of a ``SELECTION`` number (see the module's docstring)."""
     return (depth * drafts + number) * 2 + which
-
-
-def inverse_cdf(weights: Sequence[Number], u: float) -> int:
-    """Return the first entry i with u * total < cumulative_i; never one of weight 0."""
-    total = _total(weights)
-    cumulative: Number = 0
-    chosen = 0
-    for i, weight in enumerate(weights):
-        if weight > 0:
-            cumulative += weight
-            chosen = i
-            if u * total < cumulative:
-                break
-    return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class UniformChooser:
-    """Decides by the uniforms of one request of a batch."""
-
-    uniforms: VerifyUniforms
-    request: int = 0
-
-    def choose(self, weights: Sequence[Number], purpose: Purpose, index: int) -> int:
-        """Return the entry that the number (purpose, index) points at."""
-        numbers = {
-            Purpose.SELECTION: self.uniforms.selection,
-            Purpose.ACCEPTANCE: self.uniforms.acceptance,
-            Purpose.CORRECTION: self.uniforms.correction,
-        }[purpose]
-        return inverse_cdf(weights, float(numbers[self.request].flatten()[index]))
 
 
 @dataclass(slots=True)

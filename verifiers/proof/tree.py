@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from math import prod
 from typing import TypeAlias
@@ -10,7 +9,6 @@ from typing import TypeAlias
 from eaglegbv.config import DraftSampling
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.rng import Purpose
-from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers.proof.chooser import (
     Chooser,
     Number,
@@ -33,15 +31,6 @@ def never(prefix: Prefix) -> bool:
 
 Draws: TypeAlias = tuple[tuple[Prefix | None, ...], ...]
 """The draws of one tree, level by level in the order drawn: what each led to; None for no draw."""
-
-
-def draws_of_paths(paths: Sequence[Prefix]) -> Draws:
-    """Return the draws of independent paths: draw k of every level belongs to path k."""
-    length = max(map(len, paths), default=0)
-    return tuple(
-        tuple(path[:depth] if len(path) >= depth else None for path in paths)
-        for depth in range(1, length + 1)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,37 +120,6 @@ class Outcome:
 
 Verify: TypeAlias = Callable[[ReferenceTree, Chooser], Outcome]
 """A rule that keeps nothing from step to step: judges one tree."""
-
-
-def from_draft_tree(tree: DraftTree, target: TargetProbs, request: int) -> ReferenceTree:
-    """Return request number ``request`` of a batch, with exactly the numbers the batch holds."""
-    tokens = tree.token_ids[request].tolist()
-    parents = tree.parents[request].tolist()
-    prefixes: list[Prefix] = [()]
-    for node in range(1, int(tree.num_nodes[request])):
-        prefixes.append((*prefixes[parents[node]], tokens[node]))
-    numbers = {prefix: node for node, prefix in enumerate(prefixes)}
-    draws = tuple(
-        tuple(prefixes[node] if node else None for node in level)
-        for level in tree.draws[request].tolist()
-    )
-
-    @cache
-    def target_probs(prefix: Prefix) -> Probs:
-        node = tree.parents.new_full((tree.batch,), numbers[prefix])
-        return tuple(target.probs_of(node)[request].tolist())
-
-    @cache
-    def draft_probs(prefix: Prefix) -> Probs:
-        probs = [0.0] * target.vocab
-        node = numbers[prefix]
-        ids = tree.draft_ids[request, node].tolist()
-        for token, mass in zip(ids, tree.draft_probs[request, node].tolist(), strict=True):
-            if mass > 0:
-                probs[token] = mass
-        return tuple(probs)
-
-    return ReferenceTree(tree.draft_sampling, draws, target_probs, draft_probs, numbers)
 
 
 DrawChildren: TypeAlias = Callable[[Probs, int, Chooser, "count[int]"], Sequence[int]]

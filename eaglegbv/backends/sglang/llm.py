@@ -26,7 +26,7 @@ from eaglegbv.request import FinishReason
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion, Delta, Prompt, Result
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.registry import with_fitting_paths
+from eaglegbv.verifiers.registry import choose, chosen_plan
 
 ANSWERS_WITHIN = 3600.0
 OPENAI_NAMES = {
@@ -102,9 +102,7 @@ class SGLangLLM(TextGenerator):
         models = named_models(model, drafter)
         chosen = {field.name for field in fields(PlanChoices)} & arguments.keys()
         choices = PlanChoices(**{name: arguments.pop(name) for name in chosen})
-        self._plan = _served_plan(
-            with_fitting_paths(choices).plan() if plan is None else choices.give_way_to(plan)
-        )
+        self._plan = _served_plan(chosen_plan(choices) if plan is None else choose(plan, choices))
         if not self._plan.speculative:
             models = replace(models, drafter=None)
         elif models.drafter is None:

@@ -32,7 +32,7 @@ from eaglegbv.drafters.draft_probs import DraftProbs, certain_where_broken, draf
 from eaglegbv.replay import replay_slots, verify_stateful
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.sampling import WarpSettings
-from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs, WarpedLogits
 from eaglegbv.verifiers.base import Verdict
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
@@ -121,7 +121,7 @@ def _target_of(probs: Tensor) -> TargetProbs:
     """Return distributions ``[batch, nodes, vocab]`` as verifiers take them."""
     batch, nodes, _ = probs.shape
     rows = torch.arange(batch * nodes, device=probs.device).view(batch, nodes)
-    return TargetProbs.of_logits(probs.flatten(0, 1).log(), rows)
+    return WarpedLogits.of(probs.flatten(0, 1).log(), rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

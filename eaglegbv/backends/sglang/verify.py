@@ -17,7 +17,7 @@ from eaglegbv.backends.sglang.penalties import TokenCounts
 from eaglegbv.backends.sglang.rounds import Acceptance, RoundBuffers, acceptance
 from eaglegbv.cuda_graphs import NotRecordable, Recorder, Work
 from eaglegbv.sampling import WarpSettings, warp
-from eaglegbv.tree import TargetProbs
+from eaglegbv.tree import NormalisedRows
 from eaglegbv.verifiers import fused
 from eaglegbv.verifiers.base import VerifyUniforms
 from eaglegbv.verifiers.registry import make_verifier
@@ -73,30 +73,8 @@ class GraphJudge:
         )
         probs = self._probs[:rows].flatten(0, 1)
         sums = probs.sum(dim=1, dtype=torch.float64)
-        target = ProbsInPlace(probs, sums, self._rows[:rows])
+        target = NormalisedRows(probs, sums, self._rows[:rows])
         return acceptance(fused.verdict(self._verifier, tree, target, uniforms), tree)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbsInPlace(TargetProbs):
-    """SGLang's warped probabilities where they are: ``logits`` holds them, not their logarithms.
-
-    ``log_normaliser`` holds the sum of each row, by which they are normalised again.
-    """
-
-    @property
-    def in_logs(self) -> bool:
-        """Whether they are logarithms: no."""
-        return False
-
-    def probs_of(self, nodes: Tensor) -> Tensor:
-        """Return the whole distributions, ``[batch, vocab]`` float32; see :class:`TargetProbs`."""
-        rows = self.rows.gather(1, nodes.unsqueeze(1)).squeeze(1)
-        sums = self.log_normaliser.take(rows).unsqueeze(1)
-        return self.logits.index_select(0, rows).div_(sums)
-
-    def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
-        return logits / self.log_normaliser.take(rows).unsqueeze(-1)
 
 
 def keep(probs: Tensor, **limits: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit.exact import OnInstance, Result, Subject
 from eaglegbv.eval.audit.g_test import LEVEL, detectable_shift, g_test
 from eaglegbv.eval.audit.problems import Sizes
-from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, WarpedLogits
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees, target_joint
@@ -163,7 +163,7 @@ def _step(
         tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
     p = _probs_after(problem.target_probs, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
-    target = TargetProbs(p.log(), p.new_zeros(len(p)), rows)
+    target = WarpedLogits(p.log(), p.new_zeros(len(p)), rows)
     uniforms = _uniforms(tree, texts.layers.count, generator)
     result = verifier.verify(tree, target, uniforms, texts.layers, _OwnProbs(texts, vocab))
     return RunTexts(
@@ -256,7 +256,7 @@ def write_steps(
     return torch.cat(cells), committed
 
 
-def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
+def batch_of(problem: Problem) -> tuple[DraftTree, WarpedLogits, Tensor]:
     """Return all draft trees of a problem, the target's distributions, and masses ``[batch]``.
 
     The rows of the target distributions belong to prefixes, and all trees share them.
@@ -296,7 +296,7 @@ def batch_of(problem: Problem) -> tuple[DraftTree, TargetProbs, Tensor]:
         columns=problem.shape.in_columns(problem.draft_sampling),
     )
     probs = torch.tensor([problem.target_probs(c) for c in prefixes], dtype=torch.float64)
-    target = TargetProbs(probs.log(), probs.new_zeros(len(prefixes)), shared)
+    target = WarpedLogits(probs.log(), probs.new_zeros(len(prefixes)), shared)
     masses = torch.tensor([float(mass) for mass in drafted.values()], dtype=torch.float64)
     return batch, target, masses
 

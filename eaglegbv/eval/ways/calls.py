@@ -11,18 +11,20 @@ from typing import TypeAlias
 import msgspec
 
 from eaglegbv.config import Plan, Planning
+from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.baselines import Generation
 from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.figures import WALL_SPEED, Estimate, Sums
 from eaglegbv.eval.observations import Observation
-from eaglegbv.eval.random_models import PairEngine
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.tables import grid, plain_of
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, Metric
+from eaglegbv.request import Request
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.text import Completion
 from eaglegbv.utils import grouped
 
 Prompts: TypeAlias = list[list[int]]
@@ -47,7 +49,7 @@ class Caller:
 
 
 def run_engine(
-    llm: LLM | PairEngine,
+    llm: LLM | Engine,
     plan: Planning,
     prompts: Prompts,
     tokens: int,
@@ -64,7 +66,11 @@ def run_engine(
     seeds = (request_seed(seed, n) for n in range(len(prompts)))
     params = [msgspec.structs.replace(usual, seed=seed_of_prompt) for seed_of_prompt in seeds]
     plans, reasons = counted(FORWARDS), counted(REASONS)  # ways share an engine and its counters
-    answers = llm.generate(prompts, params, plan=plan)
+    answers: Sequence[Completion | Request]
+    if isinstance(llm, Engine):
+        answers = llm.run(prompts, params, plan)
+    else:
+        answers = llm.generate(prompts, params, plan=plan)
     for answer in answers:
         if answer.error is not None:  # for example, a prompt longer than the model's context
             raise EagleGBVError(str(answer.error))
@@ -272,7 +278,7 @@ def _shares(sums: Sums, setting: Setting, prefix: str) -> str:
     return ", ".join(f"{name} {n / total:.0%}" for name, n in shown)
 
 
-def engine_caller(llm: LLM | PairEngine, plan: Planning) -> Caller:
+def engine_caller(llm: LLM | Engine, plan: Planning) -> Caller:
     """Return a way of the engine's: by a fixed plan, or by its own choice."""
     setting = Setting(plan=plan) if isinstance(plan, Plan) else Setting(who=AUTOMATIC)
     return Caller(setting, partial(run_engine, llm, plan))

@@ -248,7 +248,7 @@ def harvest(
     for readers in bench.visit(texts):
         offer = bench.draft(list(readers.values()), drafting)
         ids, q = offer.tree.draft_ids[:, :1], offer.tree.draft_probs[:, 0]
-        p = offer.target.probs_at(ids)[:, 0] * (q > 0)
+        p = offer.target.probs_in(offer.target.rows, ids)[:, 0] * (q > 0)
         parts_found.append((ids[:, 0].cpu(), q.cpu(), p.cpu()))
         numbers += readers
     if not parts_found:

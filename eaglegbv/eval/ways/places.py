@@ -7,7 +7,7 @@ is weak. Verifiers that keep state from step to step are measured in the engine 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeAlias
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from eaglegbv.config import PLAIN, EngineConfig, Plan
-from eaglegbv.engine import Engine
+from eaglegbv.engine import Engine, GivenSequence
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
 from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.observations import Observation, read_json
@@ -30,7 +30,7 @@ from eaglegbv.request import FinishReason, Request
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.utils import grouped, require_integers, write_whole
 from eaglegbv.verification import check_plan, sampling_of, verifier_name
 from eaglegbv.verifiers.base import Verifier, VerifyUniforms, fault_error
@@ -45,7 +45,7 @@ class Offer:
     """The draft trees of a batch, and the target's distributions at their nodes."""
 
     tree: DraftTree
-    target: TargetProbs
+    target: WarpedLogits
 
     def part(self, paths: int, length: int) -> Self:
         """Return the trees of the first ``paths`` paths, each cut after ``length`` tokens.
@@ -87,9 +87,7 @@ class Offer:
             draft_probs=tree.draft_probs.gather(1, wide).where(inner, 0),
             columns=True,
         )
-        target = TargetProbs(
-            self.target.logits, self.target.log_normaliser, self.target.rows.gather(1, places)
-        )
+        target = replace(self.target, rows=self.target.rows.gather(1, places))
         return type(self)(part, target)
 
 
@@ -302,36 +300,12 @@ class Bench:
         """Yield requests that have reached a place of their text, by the number of the text."""
         batch = self._sampling.batch
         for first in range(0, len(texts), batch):
-            part = dict(enumerate(texts[first : first + batch], start=first))
-            yield from self._visit(part)
-
-    def _visit(self, texts: Mapping[int, Text]) -> Iterator[Mapping[int, Request]]:
-        """Read texts together, place by place."""
-        waiting: dict[int, list[int]] = {}
-        requests: dict[int, Request] = {}
-        try:
-            for number, text in texts.items():
-                if places := self._places(text):
-                    waiting[number] = places
-                    requests[number] = self._open(text)
-            while requests:
-                for number, request in requests.items():
-                    known = len(request.token_ids)
-                    place = waiting[number].pop(0)
-                    request.give(texts[number].token_ids[known:place])
-                self._engine.step()  # it reads what was given, up to the roots of the trees
-                yield requests
-                for number in [*requests]:
-                    if not waiting[number]:
-                        self._engine.cancel(requests.pop(number))
-        finally:
-            for request in requests.values():
-                self._engine.cancel(request)
-
-    def _open(self, text: Text) -> Request:
-        most = len(text.token_ids)
-        params = SamplingParams(max_tokens=most, seed=text.seed)
-        return self._engine.add(text.prompt_ids, params, Plan())
+            part = [
+                GivenSequence(text.prompt_ids, text.token_ids, self._places(text), text.seed)
+                for text in texts[first : first + batch]
+            ]
+            for requests in self._engine.visit(part):
+                yield {first + number: request for number, request in requests.items()}
 
     def _places(self, text: Text) -> list[int]:
         """Draw where trees begin, as numbers of known tokens of the answer."""

@@ -16,7 +16,7 @@ from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.ways.places import Offer
-from eaglegbv.tree import TargetProbs
+from eaglegbv.tree import WarpedLogits
 from eaglegbv.utils import grouped, require_integers
 from eaglegbv.verifiers.registry import make_verifier
 
@@ -113,4 +113,4 @@ def draw_batch(
     places = torch.zeros_like(tree.token_ids)
     places = places.scatter_reduce(1, tree.draws.flatten(1), nodes, "amin", include_self=False)
     rows = torch.arange(size).unsqueeze(1) * shape[1] + places
-    return Offer(tree, TargetProbs.of_logits(p.flatten(0, 1).log(), rows))
+    return Offer(tree, WarpedLogits.of(p.flatten(0, 1).log(), rows))

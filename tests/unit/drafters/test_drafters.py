@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from support import drafting
 from support.drafting import VOCAB, Session, TokenSession, advance, random_llama, text_of
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, plain, prefixes
+from support.table_of import table_of
 from torch import Tensor
 
 from eaglegbv.config import Plan
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle_model import Arch
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.request import DraftSnapshot, Request
 from eaglegbv.rng import Purpose
@@ -89,7 +90,7 @@ def table(order: int) -> Subject:
             state = state * (VOCAB + 1) + token
         return logits[state].double().log_softmax(0).numpy()
 
-    drafter = TabularDrafter(Table.of_logits(logits, order=order))
+    drafter = TabularDrafter(table_of(logits, order=order))
     return Subject(lambda: TokenSession(drafter), scores, torch.arange(VOCAB), atol=1e-6)
 
 

@@ -13,6 +13,7 @@ from support.drafting import TokenSession, random_table
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, grown
 from support.launches import launches
 from support.requests import make_request
+from support.table_of import table_of
 from support.tape import Tape
 
 from eaglegbv.config import EAGLE1_SHAPE, Plan
@@ -26,7 +27,7 @@ from eaglegbv.drafters.draft_probs import (
     support,
 )
 from eaglegbv.drafters.host_drafting import DraftCall, draft_numbers, draft_trees, given_trees
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.drafters.tree_growth import TreeGrowth, level_table
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.sampling_params import COLDEST, HOTTEST
@@ -175,7 +176,7 @@ def test_a_batch_is_padded_to_its_largest_tree(draft_sampling, floor, seed, shap
     plan = Plan(
         paths=4, depth=depth, draft_width=7, min_confidence=floor, shape=shape if fixed else ()
     )
-    table = Table.of_logits(random_table(7, seed=seed, scale=3.0))
+    table = table_of(random_table(7, seed=seed, scale=3.0))
     session = TokenSession(TabularDrafter(table))
     starts = [session.start([1], first, plan, seed=first) for first in range(7)]
 

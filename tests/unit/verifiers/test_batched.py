@@ -12,16 +12,17 @@ import pytest
 import torch
 from support import batched_trees
 from support.batched_trees import Batch, build_batch, forks, outcomes, random_batch, random_trees
+from support.references import draws_of_paths
 from support.tape import HostRead, Tape, Watch
 from torch import Tensor
 
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.verifiers import selection as iid_selection
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms, find_faults
 from eaglegbv.verifiers.paths import Residual, correction_token, draw
 from eaglegbv.verifiers.proof.enumeration import Shape
-from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree, draws_of_paths
+from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.registry import VERIFIERS, make_any_verifier, make_verifier
 from eaglegbv.verifiers.selection import bounded_forks
 
@@ -156,7 +157,7 @@ def test_float32_logits_are_judged_in_float64() -> None:
     vocab = 50_000
     logits = torch.zeros(1, vocab)
     logits[0, 0] = 20.0
-    target = TargetProbs.of_logits(logits, torch.zeros(1, 1, dtype=torch.int64))
+    target = WarpedLogits.of(logits, torch.zeros(1, 1, dtype=torch.int64))
     tail = float((vocab - 1) / (vocab - 1 + np.exp(20.0)))
     target = replace(target, rows=torch.zeros(1000, 1, dtype=torch.int64))
     places = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -208,7 +209,7 @@ def test_residual_without_mass_draws_from_the_target(u: float) -> None:
     assert token.tolist() == [1 if u < 0.25 else 2]
 
 
-class Narrow(TargetProbs):
+class Narrow(WarpedLogits):
     """Looks logits up by their number in the whole tensor, in 32 bits."""
 
     def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
@@ -234,11 +235,11 @@ def test_numbers_of_logits_beyond_32_bits(name: str) -> None:
     sums = logits.new_zeros(rows)
     sums[at] = torch.stack([logits[row].logsumexp(0) for row in at.tolist()])
 
-    def decide(target: TargetProbs) -> list[Outcome]:
+    def decide(target: WarpedLogits) -> list[Outcome]:
         return decided(make_verifier(name), replace(batch, target=target))
 
-    expected = decide(TargetProbs(logits[at], sums[at], torch.searchsorted(at, used)))
-    assert decide(TargetProbs(logits, sums, used)) == expected
+    expected = decide(WarpedLogits(logits[at], sums[at], torch.searchsorted(at, used)))
+    assert decide(WarpedLogits(logits, sums, used)) == expected
     assert decide(Narrow(logits, sums, used)) != expected
 
 
@@ -264,14 +265,14 @@ def test_a_request_with_nan_leaves_the_others_alone(name, draft_sampling) -> Non
 def batch() -> Batch:
     batch = random_batch(IID, np.random.default_rng(3), 4, Shape(5, 3, 3))
     logits = batch.target.logits.clone()
-    return replace(batch, target=TargetProbs.of_logits(logits, batch.target.rows))
+    return replace(batch, target=WarpedLogits.of(logits, batch.target.rows))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_logits(batch: Batch, value: float) -> None:
     logits = batch.target.logits.clone()
     logits[batch.target.rows[2, 1], 3] = value
-    target = TargetProbs.of_logits(logits, batch.target.rows)
+    target = WarpedLogits.of(logits, batch.target.rows)
     assert find_faults(batch.tree, target).tolist() == [0, 0, Fault.TARGET_NOT_FINITE, 0]
 
 
@@ -394,7 +395,7 @@ def test_allocates_less_than_the_logits(name: str) -> None:
     paths = VERIFIERS[name].max_paths or 4
     batch = random_batch(IID, np.random.default_rng(2), 16, Shape(8, 24 // paths, paths))
     rows = torch.arange(16 * 25).view(16, 25)[:, : batch.tree.nodes]
-    target = TargetProbs.of_logits(torch.randn(16 * 25, 4096), rows)
+    target = WarpedLogits.of(torch.randn(16 * 25, 4096), rows)
     with Watch() as watch:
         make_verifier(name).verify(batch.tree, target, batch.uniforms)
     assert watch.peak < target.logits.nbytes

@@ -8,20 +8,22 @@ import pytest
 import torch
 from support.batched_trees import Batch, build_batch, outcomes, random_batch, target_of
 from support.g_test import g_test, joint_probs
+from support.references import UniformChooser
+from support.table_of import table_of
 from support.tables import KINDS, GeneratorChooser, Model, Shape
 from support.tabular_target import TabularTarget
 from support.tape import Tape
 from support.tiny_engine import cells_of, served
 
 from eaglegbv.config import EngineConfig, Plan
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import TabularDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.tree import DraftSampling, DraftTree, TargetProbs
+from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.verifiers import stateful
 from eaglegbv.verifiers.base import VerifyUniforms
-from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt, UniformChooser
+from eaglegbv.verifiers.proof.chooser import Prefix, Probs, ProbsAt
 from eaglegbv.verifiers.proof.enumeration import After, draft
 from eaglegbv.verifiers.proof.tree import Outcome, ReferenceTree
 from eaglegbv.verifiers.registry import REFERENCES, STATEFUL_VERIFIERS
@@ -266,7 +268,7 @@ def test_rho_grows_to_its_limit_and_no_further() -> None:
 
 def test_a_layer_at_the_limit_leaves_the_target_as_it_is() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -40.0]])
-    target = TargetProbs.of_logits(logits, torch.zeros((1, 1), dtype=torch.int64))
+    target = WarpedLogits.of(logits, torch.zeros((1, 1), dtype=torch.int64))
     ids = torch.arange(VOCAB).unsqueeze(0)
     one = torch.ones((1, 1), dtype=torch.int64)
     layers = Layers(torch.full((1, 1), MOST_RHO, dtype=torch.float64), one, 2 * one, 1)
@@ -284,7 +286,7 @@ def test_texts_that_the_drafter_never_drafts_follow_the_target(verifier: str, pa
     target = TabularTarget(vocab_size=VOCAB, order=1, seed=3, scale=0.3, max_slots=4096)
     target._logits[:, 2] += 3  # mostly says 2
     logits = torch.tensor([-1000.0, 0.0, -9.0, -1000.0]).expand(VOCAB + 1, -1)  # sure of 1
-    drafter = TabularDrafter(Table.of_logits(logits.clone(), order=1))
+    drafter = TabularDrafter(table_of(logits.clone(), order=1))
     engine = Engine(target, drafter, EngineConfig(max_batch=64))
     plan = Plan(verifier=verifier, paths=paths, depth=8, draft_temperature=0.05, draft_width=2)
     params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=n) for n in range(SAMPLES)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.batched_trees import build_batch, outcomes, random_trees, reference_outcomes
 from support.grown_trees import grown, prefixes
+from support.references import inverse_cdf
 from support.tables import Model, Shape, max_error, problem
 
 from eaglegbv.config import Plan
@@ -18,7 +19,7 @@ from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
 from eaglegbv.verification import check_plan
 from eaglegbv.verifiers.otbv import otbv
-from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs
 from eaglegbv.verifiers.proof.enumeration import completed, draft, stateless, target_joint
 from eaglegbv.verifiers.proof.tree import Draws, Outcome, ReferenceTree, Verify
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES, make_verifier

@@ -21,7 +21,7 @@ from eaglegbv.devices import entry_at
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.rng import RequestRng
 from eaglegbv.scheduler.batch import Group
-from eaglegbv.tree import DraftTree, TargetProbs
+from eaglegbv.tree import DraftTree, TargetProbs, WarpedLogits
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.paths import DraftedPath, correction_token
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, VERIFIERS
@@ -31,10 +31,10 @@ LIKELY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class TwoTargets(TargetProbs):
+class TwoTargets(WarpedLogits):
     """What last tokens are drawn from, and another law by which drafts are judged."""
 
-    of_drafts: TargetProbs
+    of_drafts: WarpedLogits
 
 
 class Planted(Verifier):
@@ -98,7 +98,7 @@ class RawBonus(Planted):
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """See :meth:`Verifier.judge`."""
         assert isinstance(target, TwoTargets)
-        sound = TargetProbs(target.logits, target.log_normaliser, target.rows)
+        sound = WarpedLogits(target.logits, target.log_normaliser, target.rows)
         raw, verdict = target.of_drafts, Planted.judge(self, tree, sound, uniforms)
         path = DraftedPath.drawn(tree, raw)
         residual = path.residual(path.lengths, torch.ones_like(uniforms.correction))
@@ -186,7 +186,7 @@ class AlikeUniforms(VerifyUniforms):
         return super().draw(rngs, alike, drafts=drafts, length=length, device=device)
 
 
-def _wrong_row(group: Group, logits: Tensor, target: TargetProbs, verdict: Verdict) -> Any:  # noqa: ANN401
+def _wrong_row(group: Group, logits: Tensor, target: WarpedLogits, verdict: Verdict) -> Any:  # noqa: ANN401
     """Report for a round's last token the law of the token before."""
     nodes = torch.nn.functional.pad(verdict.path_nodes, (1, 0))
     last = entry_at(nodes, verdict.accepted)
@@ -199,8 +199,8 @@ _RANK = verification._rank_committed
 _PROBS = verification.probs_of_nodes
 
 
-def _two_targets(ignored: dict[str, float]) -> Callable[..., TargetProbs]:
-    def probs(group: Group, logits: Tensor) -> TargetProbs:
+def _two_targets(ignored: dict[str, float]) -> Callable[..., WarpedLogits]:
+    def probs(group: Group, logits: Tensor) -> WarpedLogits:
         others = [copy.copy(request) for request in group.requests]
         for request in others:
             request.params = msgspec.structs.replace(request.params, **ignored)

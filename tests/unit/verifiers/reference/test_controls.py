@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.g_test import g_test
+from support.references import UniformChooser, draws_of_paths, inverse_cdf
 from support.tables import Model, Shape, max_error, problem
 
 from eaglegbv.rng import Purpose, RequestRng
@@ -23,15 +24,9 @@ from eaglegbv.verifiers.gbv import gbv, skewed_probs
 from eaglegbv.verifiers.greedy_block import Visit, greedy_block, greedy_verification
 from eaglegbv.verifiers.otbv import otbv, select_child
 from eaglegbv.verifiers.proof import chooser as choosing
-from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import Chooser, Prefix, Probs, exact_probs
 from eaglegbv.verifiers.proof.enumeration import Problem, completed, draft, stateless, target_joint
-from eaglegbv.verifiers.proof.tree import (
-    Draws,
-    Outcome,
-    ReferenceTree,
-    Verify,
-    draws_of_paths,
-)
+from eaglegbv.verifiers.proof.tree import Draws, Outcome, ReferenceTree, Verify
 from eaglegbv.verifiers.registry import REFERENCES
 from eaglegbv.verifiers.specinfer import specinfer
 from eaglegbv.verifiers.stateful import ModifiedTarget, Step, VerifyWithState, entering_draw
@@ -337,7 +332,7 @@ def plain_search(weights: list[float], u: float) -> int:
 def test_extreme_numbers_commit_impossible_tokens(u: float, planted: Callable) -> None:
     full = torch.full((1, 2, 1, 2), u, dtype=torch.float64)
     uniforms = VerifyUniforms(full, full[:, :, 0, 0], full[:, 0, 0, 0])
-    assert not impossible(lambda tree: choosing.UniformChooser(uniforms))
+    assert not impossible(lambda tree: UniformChooser(uniforms))
     assert impossible(lambda tree: Planted(u, planted))
 
 

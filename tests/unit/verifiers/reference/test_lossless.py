@@ -4,12 +4,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from support.references import inverse_cdf
 from support.tables import KINDS, Model, Shape, max_error, problem
 
 from eaglegbv.errors import InvalidProbabilities
 from eaglegbv.rng import Purpose
 from eaglegbv.tree import DraftSampling
-from eaglegbv.verifiers.proof.chooser import exact_probs, inverse_cdf
+from eaglegbv.verifiers.proof.chooser import exact_probs
 from eaglegbv.verifiers.proof.enumeration import draft, trees_probs
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 

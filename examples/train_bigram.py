@@ -1,5 +1,12 @@
-"""A bigram table counted on the texts that heads are trained on: the yardstick for them."""
+"""Count a bigram table, the yardstick of heads, on texts like those that heads are trained on.
 
+    python examples/train_bigram.py TARGET DATA OUT [SAMPLES]
+
+TARGET is a folder or a hub name, DATA a file or folder of chats and texts as JSON lines. SAMPLES
+are answers of the target that the training of a head has kept; they take the place of the data's.
+"""
+
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +15,10 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 
 from eaglegbv.drafters.tabular import Table
-from eaglegbv.drafters.training.data import Corpus, Texts
+from eaglegbv.drafters.training.data import Corpus, Texts, TextSettings, gather_texts
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.loading import find_target
+from eaglegbv.models.hf import load_config, load_tokenizer
 from eaglegbv.utils import require_integer
 
 _PRIORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
@@ -66,11 +75,11 @@ def cross_entropy(pairs: csr_array, prior: float, measured: csr_array) -> float:
     return float(-(measured[first, second] * np.log(probs)).sum() / measured.sum())
 
 
-def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int, command: str = "") -> str:
+def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int = 256) -> str:
     """Count texts, choose the prior by the held-out ones, and save the table in ``out``.
 
-    The target has ``vocab`` tokens; ``width`` followers are kept of each. ``command``, the command
-    line, is saved with the table. Return a summary for a reader.
+    The target has ``vocab`` tokens; ``width`` followers are kept of each. Return a summary for a
+    reader.
 
     Raises:
         InvalidArgument: There is nothing to count, or a token is none of the target's.
@@ -82,8 +91,24 @@ def train_bigram(texts: Texts, out: Path, *, vocab: int, width: int, command: st
     prior = min(losses, key=losses.__getitem__)
     tokens = texts.training.token_counts()
     facts = {"prior": prior, "held_out_cross_entropy": losses[prior], "pairs": pairs.nnz}
-    smoothed(pairs, prior, width).save(out, **facts, tokens=tokens, command=command)
+    smoothed(pairs, prior, width).save(out, **facts, tokens=tokens)
     return (
         f"{pairs.nnz:,} pairs of {sum(tokens.values()):,} tokens, prior {prior:g}, "
         f"held-out cross-entropy {losses[prior]:.3f}; wrote {out}"
     )
+
+
+def main(target: str, data: str, out: str, samples: str = "") -> str:
+    """Read the texts of a target, and count them."""
+    folder = find_target(target)
+    kept = Path(samples or Path(out) / "samples.pt")
+    settings = TextSettings(data=(Path(data),), samples=kept, regenerate=int(bool(samples)))
+    if samples and not kept.is_file():
+        raise InvalidArgument("samples", samples, "a file that the training of a head has kept")
+    texts = gather_texts(settings, load_tokenizer(folder), list)
+    vocab = int(load_config(folder).get_text_config(decoder=True).vocab_size)
+    return train_bigram(texts, Path(out), vocab=vocab)
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:]))

@@ -1,22 +1,19 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from scipy.sparse import csr_array
+from support.examples import load_example
 from support.tiny_pair import example
 
 from eaglegbv.drafters.tabular import Table
-from eaglegbv.drafters.training.bigram import count_pairs, cross_entropy, smoothed
-from eaglegbv.drafters.training.data import Document, join_documents
+from eaglegbv.drafters.training.data import Document, Texts, join_documents
 from eaglegbv.errors import InvalidArgument
 
 VOCAB = 5
-
-
-def arguments(target: Path, data: Path, out: Path, *extra: str) -> list[str]:
-    return [*f"bigram --target {target} --data {data} --out {out}".split(), *extra]
+bigram = load_example("train_bigram")
+count_pairs, cross_entropy, smoothed = bigram.count_pairs, bigram.cross_entropy, bigram.smoothed
 
 
 def pairs() -> csr_array:
@@ -59,8 +56,8 @@ def test_cross_entropy_is_that_of_the_smoothed_distribution() -> None:
     assert cross_entropy(found, prior, found) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_command_writes_a_table_of_the_targets_vocabulary(target, chats, tmp_path, train):
-    assert "held-out cross-entropy" in train(arguments(target, chats, tmp_path))
+def test_it_writes_a_table_of_the_targets_vocabulary(target, chats, tmp_path):
+    assert "held-out cross-entropy" in bigram.main(str(target), str(chats), str(tmp_path))
     facts = json.loads((tmp_path / "config.json").read_text())
     assert set(facts["tokens"]) == {"counting", "prose"}
     table = Table.load(tmp_path, vocab_size=facts["vocab_size"])
@@ -69,7 +66,7 @@ def test_the_command_writes_a_table_of_the_targets_vocabulary(target, chats, tmp
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
 
 
-def test_a_tokenizer_of_older_files(target, chats, tmp_path, train) -> None:
+def test_a_tokenizer_of_older_files(target, chats, tmp_path) -> None:
     folder = shutil.copytree(target, tmp_path / "target")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
@@ -78,12 +75,14 @@ def test_a_tokenizer_of_older_files(target, chats, tmp_path, train) -> None:
     settings = {"tokenizer_class": "GPT2Tokenizer", "chat_template": example.CHAT_TEMPLATE}
     settings |= {"bos_token": example.BOS, "eos_token": example.END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert "held-out cross-entropy" in train(arguments(folder, chats, tmp_path))
+    assert "held-out cross-entropy" in bigram.main(str(folder), str(chats), str(tmp_path))
 
 
-def test_a_table_without_data_or_width_is_refused(target, chats, tmp_path, train) -> None:
+def test_a_table_without_data_or_width_is_refused(target, chats, tmp_path) -> None:
     empty = join_documents([Document(0, [1, 2], [True, False])], ("a",))
     with pytest.raises(InvalidArgument, match=r"^data="):
         count_pairs(empty, VOCAB)
     with pytest.raises(InvalidArgument, match=r"^width=0"):
-        train(arguments(target, chats, tmp_path, "--width", "0"))
+        bigram.train_bigram(Texts(empty, empty), tmp_path, vocab=VOCAB, width=0)
+    with pytest.raises(InvalidArgument, match=r"^samples='nothing'"):
+        bigram.main(str(target), str(chats), str(tmp_path), "nothing")
