@@ -29,9 +29,9 @@ class Drafter(ABC):
     does nothing: that serves one which reads tokens alone.
 
     A request may be pre-empted: it is forgotten, and later observed again from the start of its
-    text, in other slots. Texts that begin alike may share slots: when a drafter first meets a
-    request, the rows of its first ``request.shared`` positions are already in its pool, unless they
-    are ``request.skipped``. So only ``request.slots`` says where rows are, and it may change
+    sequence, in other slots. Sequences that begin alike may share slots: when a drafter first meets
+    a request, the rows of its first ``request.shared`` positions are already in its pool, unless
+    they are ``request.skipped``. So only ``request.slots`` says where rows are, and it may change
     between steps.
     """
 
@@ -72,7 +72,8 @@ class Drafter(ABC):
     def shareable(self, request: Request) -> int:  # noqa: ARG002
         """Return how many leading positions have final rows in the drafter's pool.
 
-        Texts that begin alike, the next token included, may share their slots. 0 is always safe.
+        Sequences that begin alike, the next token included, may share their slots. 0 is always
+        safe.
         """
         return 0
 
@@ -84,21 +85,22 @@ class Drafter(ABC):
         """Drop pending positions except the last ``keep`` (at least 1).
 
         Those are copied so that they do not keep their batch alive. If positions were lost, a
-        drafter that :attr:`skips` restarts there as if the text began there, and sets
+        drafter that :attr:`skips` restarts there as if the sequence began there, and sets
         ``request.skipped``. Its drafts may be worse but stay lossless, and are ready sooner. Not
         for verifiers that replay drafts.
         """
 
 
-class TextDrafter(Drafter):
-    """A drafter whose logits are a function of the text, and that keeps nothing."""
+class SequenceDrafter(Drafter):
+    """A drafter whose logits are a function of the sequence, and that keeps nothing."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset(DraftSampling)
-    order: int | None = None  # number of a text's last tokens that `logits` is given; None for all
+    order: int | None = None
+    """Number of a sequence's last tokens that :meth:`logits` is given; None for all."""
 
     @abstractmethod
-    def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return ``[texts, vocab]``, the logits of the token after each text."""
+    def logits(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return ``[sequences, vocab]``, the logits of the token after each sequence."""
 
     def shareable(self, request: Request) -> int:
         """Return all positions: there are no rows."""
@@ -106,23 +108,26 @@ class TextDrafter(Drafter):
 
     def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
-        texts = [self.last_tokens(request) for request in call.requests]
+        sequences = [self.last_tokens(request) for request in call.requests]
         kept = slice(0 if self.order is None else -self.order, None)
 
         def follow(rows: NewRows) -> Tensor:
-            nonlocal texts
+            nonlocal sequences
             pairs = zip(rows.parents.tolist(), rows.token_ids.tolist(), strict=True)
-            texts = [(*texts[parent], token)[kept] for parent, token in pairs]
-            return self.logits(texts)
+            sequences = [(*sequences[parent], token)[kept] for parent, token in pairs]
+            return self.logits(sequences)
 
-        logits = self.logits(texts)
+        logits = self.logits(sequences)
         ids = torch.arange(logits.shape[1], device=logits.device)
         return draft_trees(call, ids, logits, follow)
 
     def last_tokens(self, request: Request) -> tuple[int, ...]:
-        """Return what :meth:`logits` is given of a request's text."""
+        """Return what :meth:`logits` is given of a request's sequence."""
         first = 0 if self.order is None else max(0, request.length - self.order)
         return tuple(request.tokens_from(first))
+
+
+TextDrafter = SequenceDrafter  # its earlier name
 
 
 class DraftReplay(ABC):
@@ -138,7 +143,7 @@ class DraftReplay(ABC):
         """Return a snapshot at the root of the tree last drafted for ``request``.
 
         Call this before the next ``catch_up``. A snapshot holds no KV slots, and stays valid when
-        the request is forgotten and its text read again.
+        the request is forgotten and its sequence read again.
         """
 
     @abstractmethod
@@ -203,25 +208,26 @@ class RowDrafter(ReplayingDrafter):
         slots: Tensor,
     ) -> list[DraftSnapshot]:
         """Run one more row for each; see :meth:`DraftReplay.advance`."""
-        own, each = own_snapshots(snapshots, RowSnapshot), slots.split(1)
+        steps, each = own_snapshots(snapshots, RowSnapshot), slots.split(1)
         contexts = [
             torch.cat((request.slots[: s.context], s.rows))
-            for request, s in zip(requests, own, strict=True)
+            for request, s in zip(requests, steps, strict=True)
         ]
         segments = [
             Segment.causal(*row) for row in zip(tokens.split(1), contexts, each, strict=True)
         ]
-        outputs = self.next_outputs(segments, torch.stack([s.last for s in own]))
+        outputs = self.next_outputs(segments, torch.stack([s.last for s in steps]))
         return [
             replace(s, rows=torch.cat((s.rows, slot)), last=row)
-            for s, slot, row in zip(own, each, outputs, strict=True)
+            for s, slot, row in zip(steps, each, outputs, strict=True)
         ]
 
     @torch.inference_mode()
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
         """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
-        own = own_snapshots(snapshots, RowSnapshot)
-        return self.probs_after(torch.stack([s.last for s in own]), [s.settings for s in own])
+        steps = own_snapshots(snapshots, RowSnapshot)
+        last = torch.stack([step.last for step in steps])
+        return self.probs_after(last, [step.settings for step in steps])
 
 
 def own_snapshots(
@@ -232,7 +238,7 @@ def own_snapshots(
     Raises:
         TypeError: One belongs to another drafter.
     """
-    own = [snapshot for snapshot in snapshots if isinstance(snapshot, kind)]
-    if len(own) < len(snapshots):
+    of_kind = [snapshot for snapshot in snapshots if isinstance(snapshot, kind)]
+    if len(of_kind) < len(snapshots):
         raise TypeError("a snapshot belongs to another drafter")
-    return own
+    return of_kind

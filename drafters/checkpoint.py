@@ -34,7 +34,7 @@ from eaglegbv.drafters.formats.read import (
     VARIANTS,
     FeatureLayers,
     FormatName,
-    Settings,
+    HeadSettings,
     detect_format,
     read_json,
     read_settings,
@@ -53,7 +53,7 @@ _ROUNDING = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint(Settings):
+class Checkpoint(HeadSettings):
     """A head as stored in a folder, checked against its own configuration."""
 
     folder: Path

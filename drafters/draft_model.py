@@ -28,7 +28,7 @@ from eaglegbv.request import DraftState, Request
 from eaglegbv.tree import DraftTree
 
 
-class Scores(Protocol):
+class NextLogits(Protocol):
     """What a forward computes."""
 
     @property
@@ -43,7 +43,9 @@ class LanguageModel(Protocol):
     max_context: int
     device: torch.device
 
-    def forward(self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None) -> Scores:
+    def forward(
+        self, segments: Sequence[Segment], *, logit_rows: Tensor | None = None
+    ) -> NextLogits:
         """Run the new tokens of ``segments``; return the logits of the packed rows asked for."""
 
 

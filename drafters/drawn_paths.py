@@ -93,12 +93,12 @@ class DrawnPaths:
         self._level = 0
         self._rows = self._room()
 
-    def _room(self) -> "_Rows":
+    def _room(self) -> "_PathRows":
         shape = (len(self._roots), self._plan.paths)
         ids = self._roots.new_empty((2, *shape))
         alive = self._roots.new_empty(shape, dtype=torch.int8)
         scores = self._uniforms.new_empty(shape)
-        return _Rows(ids[0], ids[1], alive, scores, self._roots.new_empty(shape[:1]))
+        return _PathRows(ids[0], ids[1], alive, scores, self._roots.new_empty(shape[:1]))
 
     def grow(self, logits: Tensor, settings: WarpSettings) -> Tensor:
         """Draw a level from ``logits`` ``[rows, draft_vocab]`` with settings of every row.
@@ -184,7 +184,7 @@ class DrawnPaths:
         )
 
 
-class _Rows(NamedTuple):
+class _PathRows(NamedTuple):
     """The rows of a level: one for each path."""
 
     node: Tensor  # [batch, paths] int64, the node of each

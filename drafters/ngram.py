@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts are what followed earlier occurrences of the text's last few tokens.
+"""Prompt lookup: drafts are what followed earlier occurrences of the sequence's last few tokens.
 
-The drafts are a function of the text alone, so their draft sampling is ``fixed``.
+The drafts are a function of the sequence alone, so their draft sampling is ``fixed``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,26 +17,28 @@ from eaglegbv.tree import DraftTree
 
 _SIZES = range(4, 0, -1)  # tokens of the n-grams that are looked up, the longest first
 _LOOK_BACK = 64  # how many of the latest places of an n-gram are looked at
-LONGEST_MATCH = 16  # most tokens that are compared to find how much of a text's end occurred before
+LONGEST_MATCH = (
+    16  # most tokens that are compared to find how much of a sequence's end occurred before
+)
 
 
 @dataclass(slots=True)
 class NgramState(DraftState):
-    """The places of a text's n-grams."""
+    """The places of a sequence's n-grams."""
 
-    # The indexed tokens, kept so that a request's text is not copied at every step.
-    text: list[int] = field(default_factory=list)
+    # The indexed tokens, kept so that a request's sequence is not copied at every step.
+    token_ids: list[int] = field(default_factory=list)
     # For each n-gram the positions of the tokens that followed it, in order.
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 
 class NgramDrafter(Drafter):
-    """Drafts the continuations of earlier occurrences of the text's last tokens."""
+    """Drafts the continuations of earlier occurrences of the sequence's last tokens."""
 
     draft_samplings: ClassVar[frozenset[DraftSampling]] = frozenset({DraftSampling.FIXED})
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Index the new tokens of the texts."""
+        """Index the new tokens of the sequences."""
         for request in requests:
             self._index(request)
 
@@ -64,16 +66,16 @@ class NgramDrafter(Drafter):
         return given_trees(trees, drafts=call.plan.paths, length=call.plan.depth)
 
     def matched(self, request: Request) -> int:
-        """Return how many of the text's last tokens also precede the place of the first draft.
+        """Return how many of the sequence's last tokens also precede the place of the first draft.
 
         That is 0 where nothing is found, and at most :data:`LONGEST_MATCH`.
         """
         state = self._index(request)
-        text, place = state.text, next(self._places(state), None)
+        token_ids, place = state.token_ids, next(self._places(state), None)
         if place is None:
             return 0
         most = min(LONGEST_MATCH, place)
-        same = (text[place - 1 - i] == text[-1 - i] for i in range(most))
+        same = (token_ids[place - 1 - i] == token_ids[-1 - i] for i in range(most))
         return sum(takewhile(bool, same))
 
     def _tree(self, request: Request, plan: Plan) -> tuple[list[int], list[int]]:
@@ -95,28 +97,31 @@ class NgramDrafter(Drafter):
         return token_ids, parents
 
     def _continuations(self, request: Request, length: int) -> Iterator[tuple[int, ...]]:
-        """Yield ``length`` tokens from each place where the text's end occurred before."""
+        """Yield ``length`` tokens from each place where the sequence's end occurred before."""
         state = self._index(request)
-        text = state.text
+        token_ids = state.token_ids
         for place in self._places(state):
-            # A continuation may reach the text's end; from there it repeats itself.
-            period = len(text) - place
-            yield tuple(text[place + i % period] for i in range(length))
+            # A continuation may reach the sequence's end; from there it repeats itself.
+            period = len(token_ids) - place
+            yield tuple(token_ids[place + i % period] for i in range(length))
 
     def _places(self, state: NgramState) -> Iterator[int]:
-        """Yield the places just after earlier occurrences of the text's end, the best first."""
+        """Yield the places just after earlier occurrences of the sequence's end, the best first."""
         for size in _SIZES:
-            if size <= len(state.text):
-                places = state.places.get(tuple(state.text[-size:]), [])
+            if size <= len(state.token_ids):
+                places = state.places.get(tuple(state.token_ids[-size:]), [])
                 yield from reversed(places[-_LOOK_BACK:])
 
     def _index(self, request: Request) -> NgramState:
-        """Note what followed every n-gram of the text; nothing has followed the last one yet."""
+        """Note what followed every n-gram of the sequence; the last one was not followed yet."""
         state = request.draft_state(NgramState, NgramState)
-        known, text = len(state.text), state.text
-        text += request.tokens_from(known)
-        for place in range(known, len(text)):
+        token_ids = state.token_ids
+        known = len(token_ids)
+        token_ids += request.tokens_from(known)
+        for place in range(known, len(token_ids)):
             for size in _SIZES:
                 if size <= place:
-                    state.places.setdefault(tuple(text[place - size : place]), []).append(place)
+                    state.places.setdefault(tuple(token_ids[place - size : place]), []).append(
+                        place
+                    )
         return state

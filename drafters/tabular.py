@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eaglegbv.drafters.base import ReplayingDrafter, TextDrafter, own_snapshots
+from eaglegbv.drafters.base import ReplayingDrafter, SequenceDrafter, own_snapshots
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
 from eaglegbv.drafters.formats.read import SAFETENSORS, read_json, read_weights
@@ -105,7 +105,7 @@ class TabularSnapshot(DraftSnapshot):
     settings: ProbsSettings
 
 
-class TabularDrafter(TextDrafter, ReplayingDrafter):
+class TabularDrafter(SequenceDrafter, ReplayingDrafter):
     """Drafts from a :class:`Table`."""
 
     def __init__(self, table: Table) -> None:
@@ -113,7 +113,7 @@ class TabularDrafter(TextDrafter, ReplayingDrafter):
         self.order = table.order
 
     def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Look the texts' last tokens up; see :meth:`TextDrafter.logits`."""
+        """Look the sequences' last tokens up; see :meth:`SequenceDrafter.logits`."""
         return self.table.logits([self.table.state(text) for text in texts])
 
     def snapshot(self, request: Request) -> TabularSnapshot:
@@ -129,18 +129,18 @@ class TabularDrafter(TextDrafter, ReplayingDrafter):
         slots: Tensor,  # noqa: ARG002
     ) -> list[DraftSnapshot]:
         """Append a token to each; see :meth:`DraftReplay.advance`."""
-        own = own_snapshots(snapshots, TabularSnapshot)
+        steps = own_snapshots(snapshots, TabularSnapshot)
         return [
             replace(s, tokens=(*s.tokens, token)[-self.table.order :])
-            for s, token in zip(own, tokens.tolist(), strict=True)
+            for s, token in zip(steps, tokens.tolist(), strict=True)
         ]
 
     def probs_at(self, snapshots: Sequence[DraftSnapshot]) -> DraftProbs:
         """Return the distributions of the snapshots' steps; see :meth:`DraftReplay.probs_at`."""
-        own = own_snapshots(snapshots, TabularSnapshot)
-        logits = self.logits([s.tokens for s in own])
+        steps = own_snapshots(snapshots, TabularSnapshot)
+        logits = self.logits([step.tokens for step in steps])
         ids = torch.arange(logits.shape[1], device=logits.device)
-        return replayed_probs(logits, [s.settings for s in own], ids)
+        return replayed_probs(logits, [step.settings for step in steps], ids)
 
 
 class TabularFiles(DrafterFiles):

@@ -282,8 +282,8 @@ class Engine:
             if forward.prompts:
                 score_prompts(forward, output.logits)
         with watch.phase(Phase.COMMIT):
-            for group, own in zip(verified, decided, strict=True):
-                outputs += self._commit(group, own, output.features)
+            for group, results in zip(verified, decided, strict=True):
+                outputs += self._commit(group, results, output.features)
             self._keep_chunks(forward, output.features)
         if batch.prefilling:
             self._end_prefill(batch, watch)
@@ -427,7 +427,7 @@ class Engine:
 
     def unobserve(self, observer: StepObserver) -> None:
         """Tell ``observer`` no more."""
-        self._observers = [own for own in self._observers if own[0] is not observer]
+        self._observers = [known for known in self._observers if known[0] is not observer]
 
     def explain_plans(self) -> str:
         """Return in words what the planner expects of the best plans for the running requests."""
@@ -501,15 +501,19 @@ class Engine:
         self, verified: VerifyOutput, decided: list[RequestOutput], features: Tensor | None
     ) -> list[RequestOutput]:
         """Keep what was accepted: tokens, KV slots and features; free the rest."""
-        for b, own in enumerate(decided):
-            if own.fault:
-                own.request.error = fault_error(own.fault, own.request.number)
-                self.finish(own.request, FinishReason.ERROR)
+        for b, output in enumerate(decided):
+            request = output.request
+            if output.fault:
+                request.error = fault_error(output.fault, request.number)
+                self.finish(request, FinishReason.ERROR)
                 continue
-            own.request.target_layers = verified.target_layers[b]
-            self._kv.commit(own.request, verified.group.committed(b, own.nodes))
+            request.target_layers = verified.target_layers[b]
+            self._kv.commit(request, verified.group.committed(b, output.nodes))
         self._drafting.observe_commit(decided, verified.group, features)
-        return [replace(own, token_ids=[] if own.fault else self._extend(own)) for own in decided]
+        return [
+            replace(output, token_ids=[] if output.fault else self._extend(output))
+            for output in decided
+        ]
 
     def _extend(self, output: RequestOutput) -> list[int]:
         """Append new tokens, up to the first that ends the text, and return them."""
@@ -587,7 +591,7 @@ class Engine:
         """End the requests of a step that broke off which it has not served."""
         self.metrics.add(FAILED_STEPS)
         prefilling = {id(chunk.request) for chunk in batch.prefilling}
-        served = {id(own.request) for own in outputs} - prefilling
+        served = {id(output.request) for output in outputs} - prefilling
         failed = [r for r in batch.requests if not r.finished and id(r) not in served]
         for request in failed:
             request.error = StepFailed.of(request.number, error)
@@ -614,9 +618,9 @@ class Engine:
             requests=len(batch.decoding) + len(batch.prefilling),
             prefilling=len(batch.prefilling),
             waiting=self._scheduler.num_waiting,
-            nodes=sum(own.drafted for own in outputs),
-            accepted=sum(len(own.nodes) for own in outputs),
-            committed=sum(len(own.token_ids) for own in outputs if id(own.request) in decoding),
+            nodes=sum(output.drafted for output in outputs),
+            accepted=sum(len(output.nodes) for output in outputs),
+            committed=sum(len(o.token_ids) for o in outputs if id(o.request) in decoding),
             plans=Counter(plan_name(request.plan) for request in batch.decoding),
             reasons=Counter(request.plan_reason for request in batch.decoding),
             why=self._planner.why,

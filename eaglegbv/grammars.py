@@ -1,7 +1,7 @@
-"""Structured output: what a grammar allows after a text, by llguidance.
+"""Structured output: what a grammar allows after a sequence, by llguidance.
 
-A place in a text has a state of its own, so drafted paths need no rollback. States are functions of
-the text: those that drafting met are found again when its tree is verified.
+A place in a sequence has a state of its own, so drafted paths need no rollback. States are
+functions of the sequence: those that drafting met are found again when its tree is verified.
 """
 
 import json
@@ -21,7 +21,7 @@ from eaglegbv.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Text: TypeAlias = tuple[int, ...]  # the tokens generated before a place, on its own path
+Tokens: TypeAlias = tuple[int, ...]  # those generated before a place, on its own path
 Mask: TypeAlias = NDArray[np.int32]  # a bit for each token of the vocabulary, the lowest first
 
 _PACKAGE = "llguidance"
@@ -115,28 +115,28 @@ class Grammar:
 
     def __init__(self, start: "LLMatcher") -> None:
         """Begin before the first token."""
-        self._committed: Text = ()
+        self._committed: Tokens = ()
         # The states after the committed tokens and others, by those others.
-        self._states: dict[Text, LLMatcher] = {(): start}
-        self._masks: dict[Text, Mask] = {}
+        self._states: dict[Tokens, LLMatcher] = {(): start}
+        self._masks: dict[Tokens, Mask] = {}
 
-    def go_on_to(self, text: Text) -> None:
-        """Forget all places that do not follow ``text``, which follows those committed before."""
-        new = text[len(self._committed) :]
+    def go_on_to(self, sequence: Tokens) -> None:
+        """Forget all places but those after ``sequence``, which follows those committed before."""
+        new = sequence[len(self._committed) :]
         if not new:
             return
         self._state(new)
         begun = [path for path in self._states if path[: len(new)] == new]
         self._states = {path[len(new) :]: self._states[path] for path in begun}
         self._masks = {path[len(new) :]: self._masks[path] for path in begun if path in self._masks}
-        self._committed = text
+        self._committed = sequence
 
-    def mask_after(self, text: Text) -> Mask:
-        """Return which tokens may follow ``text``; it follows the committed tokens.
+    def mask_after(self, sequence: Tokens) -> Mask:
+        """Return which tokens may follow ``sequence``; it follows the committed tokens.
 
         None may where a limit of the parser is passed.
         """
-        path = text[len(self._committed) :]
+        path = sequence[len(self._committed) :]
         if path not in self._masks:
             state = self._state(path)
             mask = np.frombuffer(state.compute_bitmask(), dtype=np.int32)
@@ -146,11 +146,11 @@ class Grammar:
             self._masks[path] = mask
         return self._masks[path]
 
-    def allows(self, text: Text, token: int) -> bool:
-        """Return whether ``token`` may follow ``text``."""
-        return bool(self.mask_after(text)[token // 32] >> token % 32 & 1)
+    def allows(self, sequence: Tokens, token: int) -> bool:
+        """Return whether ``token`` may follow ``sequence``."""
+        return bool(self.mask_after(sequence)[token // 32] >> token % 32 & 1)
 
-    def _state(self, path: Text) -> "LLMatcher":
+    def _state(self, path: Tokens) -> "LLMatcher":
         known = len(path)
         while path[:known] not in self._states:
             known -= 1

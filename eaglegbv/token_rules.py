@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.devices import send, upload
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.grammars import Grammar, Text
+from eaglegbv.grammars import Grammar, Tokens
 from eaglegbv.sampling import SamplingParams
 
 
@@ -30,7 +30,7 @@ class TokenRules:
     allowed: frozenset[int] | None = None  # None for all tokens
     min_tokens: int = 0
     ends: frozenset[int] = frozenset()  # tokens that may not come before `min_tokens` others
-    bad_words: tuple[Text, ...] = ()
+    bad_words: tuple[Tokens, ...] = ()
     grammar: Grammar | None = None
 
     @classmethod
@@ -72,35 +72,35 @@ class TokenRules:
                     raise InvalidArgument(name, token, f"token ids in [0, {vocab})")
         return None if rules == cls(vocab) else rules
 
-    def forbidden_after(self, text: Text) -> set[int]:
-        """Return the tokens that may not follow ``text``, but for what is never allowed.
+    def forbidden_after(self, sequence: Tokens) -> set[int]:
+        """Return the tokens that may not follow ``sequence``, but for what is never allowed.
 
         What the grammar forbids is not among them.
         """
-        forbidden = set(self.ends) if len(text) < self.min_tokens else set()
+        forbidden = set(self.ends) if len(sequence) < self.min_tokens else set()
         for *before, last in self.bad_words:
-            if text[len(text) - len(before) :] == tuple(before):
+            if sequence[len(sequence) - len(before) :] == tuple(before):
                 forbidden.add(last)
         return forbidden
 
-    def allows(self, text: Text, token: int) -> bool:
-        """Return whether ``token`` may follow ``text``."""
+    def allows(self, sequence: Tokens, token: int) -> bool:
+        """Return whether ``token`` may follow ``sequence``."""
         if self.allowed is not None and token not in self.allowed:
             return False
-        if token in self.forbidden_after(text):
+        if token in self.forbidden_after(sequence):
             return False
-        return self.grammar is None or self.grammar.allows(text, token)
+        return self.grammar is None or self.grammar.allows(sequence, token)
 
-    def row_after(self, text: Text) -> "RuledRow":
+    def row_after(self, sequence: Tokens) -> "RuledRow":
         """Return the row after the tokens that are committed."""
         if self.grammar is not None:
-            self.grammar.go_on_to(text)
-        return RuledRow(self, text)
+            self.grammar.go_on_to(sequence)
+        return RuledRow(self, sequence)
 
 
 def _words(
-    words: Sequence[str | Text], tokenizer: PreTrainedTokenizerBase | None
-) -> Iterator[Text]:
+    words: Sequence[str | Tokens], tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[Tokens]:
     """Yield bad words as tokens: a text as it begins a line, and as it follows a space.
 
     The latter only if its first token is another and it has as many, as in vLLM: other spellings
@@ -125,13 +125,13 @@ class RuledRow(NamedTuple):
     """A row of logits."""
 
     rules: TokenRules  # those of its request
-    text: Text | None  # the tokens before it; None where the rules forbid them
+    sequence: Tokens | None  # the tokens before it; None where the rules forbid them
 
     def followed_by(self, token: int) -> "RuledRow":
         """Return the row after one more token."""
-        if self.text is None or not self.rules.allows(self.text, token):
+        if self.sequence is None or not self.rules.allows(self.sequence, token):
             return RuledRow(self.rules, None)
-        return RuledRow(self.rules, (*self.text, token))
+        return RuledRow(self.rules, (*self.sequence, token))
 
 
 def rows_of_tree(
@@ -139,8 +139,8 @@ def rows_of_tree(
 ) -> list[RuledRow]:
     """Return the row of each node of a tree, by its own path.
 
-    The text of ``root`` ends with its token; ``token_ids`` and ``parents`` are those of the nodes,
-    root first.
+    The sequence of ``root`` ends with its token; ``token_ids`` and ``parents`` are those of the
+    nodes, root first.
     """
     rows = [root]
     for token, parent in zip(token_ids[1:], parents[1:], strict=True):
@@ -151,7 +151,7 @@ def rows_of_tree(
 def bias_of(rows: Sequence[RuledRow], device: torch.device) -> Tensor:
     """Return what rules add to logits ``[rows, vocab]``, float32: -inf where a token is forbidden.
 
-    Rows that no text reaches are 0, so that they have some distribution.
+    Rows that no sequence reaches are 0, so that they have some distribution.
     """
     vocab = rows[0].rules.vocab
     bias = torch.zeros((len(rows), vocab), device=device)
@@ -162,14 +162,14 @@ def bias_of(rows: Sequence[RuledRow], device: torch.device) -> Tensor:
         first += len(members)
     forbidden: list[int] = []
     for number, row in enumerate(rows):
-        if row.text is not None:
-            tokens = row.rules.forbidden_after(row.text)
+        if row.sequence is not None:
+            tokens = row.rules.forbidden_after(row.sequence)
             forbidden += [number * vocab + token for token in tokens]
     if forbidden:
         places = upload(forbidden, dtype=torch.int64, device=device)
         bias.view(-1).index_fill_(0, places, -torch.inf)
     _forbid_by_grammar(bias, rows)
-    unreached = [row.text is None for row in rows]
+    unreached = [row.sequence is None for row in rows]
     if any(unreached):
         never = upload(unreached, dtype=torch.bool, device=device)
         bias.masked_fill_(never.unsqueeze(1), 0.0)
@@ -177,7 +177,7 @@ def bias_of(rows: Sequence[RuledRow], device: torch.device) -> Tensor:
 
 
 def _add_constant(bias: Tensor, rules: TokenRules) -> None:
-    """Add what is the same after every text; ``bias`` is ``[rows, vocab]``."""
+    """Add what is the same after every sequence; ``bias`` is ``[rows, vocab]``."""
     if rules.allowed is not None:
         allowed = upload(sorted(rules.allowed), dtype=torch.int64, device=bias.device)
         bias.fill_(-torch.inf).index_fill_(1, allowed, 0.0)
@@ -191,9 +191,9 @@ def _add_constant(bias: Tensor, rules: TokenRules) -> None:
 def _forbid_by_grammar(bias: Tensor, rows: Sequence[RuledRow]) -> None:
     """Forbid what the rows' grammars do; ``bias`` is ``[rows, vocab]``."""
     masks = {
-        number: row.rules.grammar.mask_after(row.text)
+        number: row.rules.grammar.mask_after(row.sequence)
         for number, row in enumerate(rows)
-        if row.rules.grammar is not None and row.text is not None
+        if row.rules.grammar is not None and row.sequence is not None
     }
     if not masks:
         return

@@ -45,7 +45,7 @@ class Tracer(AbstractContextManager["Tracer", None]):
             raise InvalidArgument("trace", str(path), f"a file to write ({error})") from error
         self._path, self._fault = str(path), ""
         self._origin: float | None = None
-        self._texts = None if decode is None else TokenTexts(decode)
+        self._texts = None if decode is None else RecordTexts(decode)
         self._file.write("[\n")
         self._file.write(_line({"name": "process_name", "ph": "M", "args": {"name": "eaglegbv"}}))
         for thread, name in ((_STEPS, "steps"), (_PHASES, "phases")):
@@ -86,7 +86,7 @@ class Tracer(AbstractContextManager["Tracer", None]):
 
 
 @dataclass(slots=True)
-class TokenTexts:
+class RecordTexts:
     """Token ids as text.
 
     A token's text may depend on the one before it (leading spaces), so it is what is added to the
@@ -134,7 +134,7 @@ _AS_THEY_ARE = (
 """Fields of a tree's record that a trace holds under their names."""
 
 
-def _tree(tree: TreeRecord, texts: TokenTexts | None) -> Event:
+def _tree(tree: TreeRecord, texts: RecordTexts | None) -> Event:
     event: Event = {name: getattr(tree, name) for name in _AS_THEY_ARE}
     event |= {
         "p": _rounded(tree.target_probs),

@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 from eaglegbv import LLM, SamplingParams
-from eaglegbv.drafters.base import TextDrafter
+from eaglegbv.drafters.base import SequenceDrafter
 from eaglegbv.drafters.registry import register_drafter
 
 
 @register_drafter("bigrams")
-class Bigrams(TextDrafter):
+class Bigrams(SequenceDrafter):
     """Smoothed counts. Any logits will do: the text follows the target's distribution exactly."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
 
-    def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return ``[texts, vocab]``, the logits of the token after each text."""
-        counts = torch.full((len(texts), self.vocab_size), 0.001)
-        for row, text in zip(counts, texts, strict=True):
-            for token, after in pairwise(text):
-                row[after] += token == text[-1]
+    def logits(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return ``[sequences, vocab]``, the logits of the token after each sequence."""
+        counts = torch.full((len(sequences), self.vocab_size), 0.001)
+        for row, sequence in zip(counts, sequences, strict=True):
+            for token, after in pairwise(sequence):
+                row[after] += token == sequence[-1]
         return counts.log().to(self.device)
 
 

@@ -1,4 +1,4 @@
-"""KV slots that requests hold: borrowed for a step, owned by their texts, or in shared blocks."""
+"""KV slots that requests hold: borrowed for a step, owned by sequences, or in shared blocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class KVSlots:
         return request.borrowed
 
     def commit(self, request: Request, places: list[int]) -> None:
-        """Move the borrowed slots at ``places`` to the text; take the other ones back."""
+        """Move the borrowed slots at ``places`` to the sequence; take the other ones back."""
         if len(places) == len(request.borrowed):  # as after every plain step
             request.slots = torch.cat((request.slots, request.borrowed))
             request.borrowed = request.borrowed[:0]

@@ -35,7 +35,7 @@ _KEEP = 1000  # timed steps after which what was learned is kept, beside the end
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PlanGroup:
     """Requests that choose their plan together."""
 
     auto: AutoPlan  # the limits of the choice
@@ -166,12 +166,12 @@ class Planner:
         for auto, members in by_limits.items():
             missed = [behind(request) for request in members]
             mean = sum(missed) / len(missed)
-            group = Group(auto, members, batch, mean)
+            group = PlanGroup(auto, members, batch, mean)
             self._assign(group, fitted)
         if self._latest != before:
             self._timed = None
 
-    def _assign(self, group: Group, fitted: Fitted) -> None:
+    def _assign(self, group: PlanGroup, fitted: Fitted) -> None:
         """Give requests of the same limits their plans, and note what is timed."""
         choice = self._next(group)
         self.why = choice.why
@@ -223,7 +223,7 @@ class Planner:
         """Return whether a drafter should soon read ``rows`` positions of a request in a batch."""
         if request.auto is None:
             return request.drafted
-        group = Group(request.auto, [request], batch, rows)
+        group = PlanGroup(request.auto, [request], batch, rows)
         scores = self.scores(group)
         if scores is None:
             return True
@@ -234,13 +234,13 @@ class Planner:
         members = [request for request in requests if request.auto is not None]
         if not members or members[0].auto is None:
             return "no request leaves its plan to the engine"
-        group = Group(members[0].auto, members, len(requests))
+        group = PlanGroup(members[0].auto, members, len(requests))
         scores = self.scores(group)
         if scores is None:
             return "nothing is known yet about the cost of steps"
         return str(scores)
 
-    def scores(self, group: Group) -> Scores | None:
+    def scores(self, group: PlanGroup) -> Scores | None:
         """Return what is expected of every plan; None until both kinds of steps were timed."""
         costs = self._costs[group.greedy]
         if len(costs.timed) < 2:
@@ -262,7 +262,7 @@ class Planner:
         token_seconds[1:] += reading / group.to_come
         return Scores(plans, group.batch, each, tokens, seconds, reading, 1 / token_seconds)
 
-    def _next(self, group: Group) -> _Choice:
+    def _next(self, group: PlanGroup) -> _Choice:
         """Return the held choice if it still applies to these requests, or choose anew."""
         numbers = [request.number for request in group.requests]
         key = group.auto, group.batch, numbers
@@ -271,7 +271,7 @@ class Planner:
             self._held = deque(self._choose(group))
         return self._held.popleft()
 
-    def _choose(self, group: Group) -> list[_Choice]:
+    def _choose(self, group: PlanGroup) -> list[_Choice]:
         """Return steps that teach what has to be known, or some of the best plan, maybe a probe."""
         scores = self.scores(group)
         if scores is None:
@@ -329,7 +329,7 @@ class Planner:
         why = f"{plan_name(plan)} has not run for {rested[place]} steps; {scores}"
         return [_Choice(plan, PlanReason.PROBE, why)] * _TRIAL
 
-    def _look_up(self, choice: _Choice, group: Group) -> list[Plan]:
+    def _look_up(self, choice: _Choice, group: PlanGroup) -> list[Plan]:
         """Return the requests' plans, with lookups where they promise more.
 
         If steps as chosen commit r tokens a second, a lookup of d nodes is worth its tokens less

@@ -1,20 +1,20 @@
-"""Texts with a common beginning share its KV slots.
+"""Sequences with a common beginning share its KV slots.
 
-A text is cut into blocks of ``BLOCK`` positions. A block is identified by the block before it, its
-own tokens *and the token after them*: the row of an EAGLE head at a position also reads the next
-token, so the last row of a block is valid only for texts that have that token in common too. Blocks
-are compared token by token; with a hash alone two texts could collide.
+A sequence is cut into blocks of ``BLOCK`` positions. A block is identified by the block before it,
+its own tokens *and the token after them*: the row of an EAGLE head at a position also reads the
+next token, so the last row of a block is valid only for sequences that have that token in common
+too. Blocks are compared token by token; with a hash alone two sequences could collide.
 
     positions   0 ... 15 | 16 ... 31 | 32 ...
     key       (root, x_0 ... x_16)   |
                 (block 1, x_16 ... x_32)
 
 In some blocks the drafter's rows are final too; in others, which may follow those, only the
-target's are. A block of each kind may hold the same text.
+target's are. A block of each kind may hold the same sequence.
 
 Blocks in use belong to the cache, and requests count as their users. The slots of a block without
-users are free, but its contents are kept. A text that begins with it takes it back; when other free
-slots run out, the least recently used blocks are forgotten first.
+users are free, but its contents are kept. A sequence that begins with it takes it back; when other
+free slots run out, the least recently used blocks are forgotten first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _FORGET_SHARE = 16
 """One part in this many of the pool is forgotten at once, so that its slots lie together."""
 
 Key: TypeAlias = tuple[int, bool, tuple[int, ...]]
-_ROOT = 0  # number that stands for the parent of a text's first block
+_ROOT = 0  # number that stands for the parent of a sequence's first block
 _WORTH_SKIPPING = 64
 """How many positions longer a match of the target's rows alone must be to be preferred."""
 
@@ -48,11 +48,11 @@ class Block:
     key: Key
     number: int  # the block's own number, never used again
     slots: Tensor  # [BLOCK] int64
-    users: int = 0  # number of requests whose texts contain the block
+    users: int = 0  # number of requests whose sequences contain the block
 
     @property
     def followed(self) -> bool:
-        """Whether the drafter's rows are final too, from the text's beginning on."""
+        """Whether the drafter's rows are final too, from the sequence's beginning on."""
         return self.key[1]
 
 
@@ -61,7 +61,7 @@ class PrefixCache:
     """Blocks, found by their tokens."""
 
     allocator: SlotAllocator  # owner of the slots
-    enabled: bool = True  # whether texts share blocks at all
+    enabled: bool = True  # whether sequences share blocks at all
     shared: int = 0  # tokens so far that requests found, and did not read again
     forgotten: int = 0  # blocks so far that were forgotten because their slots were needed
     _blocks: dict[Key, Block] = field(default_factory=dict)
@@ -115,8 +115,8 @@ class PrefixCache:
     def store(self, request: Request, positions: int, *, followed: bool) -> None:
         """Take over the full blocks among the first ``positions`` positions of ``request``.
 
-        Where the cache already has a block of the same text, the request switches to that block and
-        its own slots are freed: both hold the same values, up to rounding.
+        Where the cache already has a block of the same sequence, the request switches to that block
+        and its own slots are freed: both hold the same values, up to rounding.
 
         Args:
             request: The request that holds the positions.

@@ -376,7 +376,7 @@ _PASSED_ON = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class HeadSettings:
     """What a config.json says of a head."""
 
     architectures: tuple[str, ...]  # its `architectures`, for reports
@@ -391,7 +391,7 @@ class Settings:
 
 def read_settings(
     stored: Mapping[str, Any], arch: Arch, kind: Format, named: NamedTensors
-) -> Settings:
+) -> HeadSettings:
     """Read a config.json.
 
     Raises:
@@ -433,7 +433,7 @@ def read_settings(
     )
     speculators = head.speculators_config
     verifier = None if speculators is None else speculators.verifier
-    return Settings(
+    return HeadSettings(
         architectures=tuple(head.architectures or ()),
         config=config,
         layers=layers,

@@ -76,7 +76,7 @@ class Schedule:
         """
         return self.seed * _SEED_STRIDE + step
 
-    def progress(self, done: "Progress") -> float:
+    def progress(self, done: "RunState") -> float:
         """Return the spent fraction of the budget; 1 and above is the end.
 
         Time is left for the two evaluations at the end: of the last weights, and of the saved ones.
@@ -102,7 +102,7 @@ class Evaluation:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunState:
     """The state of a run: all that a checkpoint holds beside weights and optimiser."""
 
     step: int = 0  # steps taken
@@ -145,7 +145,7 @@ def train(task: Task, schedule: Schedule, folder: Path, *, command: str, resume:
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / CHECKPOINT
     optimizer = _adamw(task.module, schedule)
-    progress = Progress()
+    progress = RunState()
     if resume and checkpoint.exists():
         progress = _restore(checkpoint, task, optimizer)
     _drop_repeated(folder / LOG, progress.step, schedule.evaluate_every)
@@ -173,7 +173,7 @@ def train(task: Task, schedule: Schedule, folder: Path, *, command: str, resume:
 class _Journal:
     """The log of a run, and its progress on standard error: a bar, or lines without a terminal."""
 
-    def __init__(self, log: Path, task: Task, schedule: Schedule, progress: Progress) -> None:
+    def __init__(self, log: Path, task: Task, schedule: Schedule, progress: RunState) -> None:
         self._tokens, self._schedule, self._progress = task.tokens_per_step, schedule, progress
         self._lines = log.open("a", buffering=1)
         first = progress.step * self._tokens
@@ -257,7 +257,7 @@ def _autocast(task: Task, schedule: Schedule) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=schedule.bf16)
 
 
-def _evaluate(task: Task, schedule: Schedule, progress: Progress) -> Evaluation:
+def _evaluate(task: Task, schedule: Schedule, progress: RunState) -> Evaluation:
     """Evaluate, and keep the weights if they are the best so far."""
     task.module.eval()
     began = time.monotonic()
@@ -303,7 +303,7 @@ def _comes_again(entry: Mapping[str, Any], step: int, evaluate_every: int) -> bo
     return not 0 < logged <= step or at_the_end
 
 
-def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progress) -> None:
+def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: RunState) -> None:
     checkpoint = {
         "identity": json.dumps(task.identity, sort_keys=True),
         "module": task.module.state_dict(),
@@ -314,7 +314,7 @@ def _save(path: Path, task: Task, optimizer: torch.optim.AdamW, progress: Progre
         torch.save(checkpoint, partial)
 
 
-def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
+def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> RunState:
     identity = json.dumps(task.identity, sort_keys=True)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -328,11 +328,11 @@ def _restore(path: Path, task: Task, optimizer: torch.optim.AdamW) -> Progress:
         raise InvalidArgument("resume", saved["identity"], f"a checkpoint of this run, {identity}")
     task.module.load_state_dict(saved["module"])
     optimizer.load_state_dict(saved["optimizer"])
-    return Progress(**{each.name: saved[each.name] for each in fields(Progress)})
+    return RunState(**{each.name: saved[each.name] for each in fields(RunState)})
 
 
 def _write_report(
-    folder: Path, task: Task, progress: Progress, final: Evaluation, command: str
+    folder: Path, task: Task, progress: RunState, final: Evaluation, command: str
 ) -> str:
     """Write ``training_report.json``, and ``TRAINING.md``, a section of a model card, returned."""
     device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -42,9 +42,9 @@ class DraftColours:
     """
 
     def __init__(self, llm: "LLM") -> None:
-        from eaglegbv.trace import TokenTexts
+        from eaglegbv.trace import RecordTexts
 
-        self._texts = TokenTexts(partial(llm.decode, skip_special_tokens=True))
+        self._texts = RecordTexts(partial(llm.decode, skip_special_tokens=True))
         self._trees: SimpleQueue[TreeRecord] = SimpleQueue()
 
     def on_step(self, record: "StepRecord") -> None:

@@ -12,7 +12,7 @@ from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason
 from eaglegbv.scheduler.acceptance import Acceptance
 from eaglegbv.scheduler.costs import KnownCosts, StepCosts, StepShape, size_class
-from eaglegbv.scheduler.planner import Group, Planner
+from eaglegbv.scheduler.planner import PlanGroup, Planner
 
 # --- seconds of a step
 PLANS = [PLAIN, *(Plan(paths=k, depth=d) for k, d in ((3, 4), (1, 2), (2, 6), (4, 8)))]
@@ -326,7 +326,7 @@ def test_a_long_match_is_expected_to_go_on_before_any_was_tried() -> None:
 # --- what is learned from which step, and what is told
 def expected(planner: Planner, members: int = 1) -> dict[str, float]:
     requests = [decoding(-n, AUTO, 1.0) for n in range(members)]
-    scores = planner.scores(Group(AUTO, requests, members))
+    scores = planner.scores(PlanGroup(AUTO, requests, members))
     assert scores is not None
     return dict(zip(map(plan_name, scores.plans), scores.seconds.tolist(), strict=True))
 

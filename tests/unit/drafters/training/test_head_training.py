@@ -15,7 +15,7 @@ from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training.data import Document, TextSettings, join_documents
 from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens, head_config_of
-from eaglegbv.drafters.training.train import Progress, Schedule
+from eaglegbv.drafters.training.train import RunState, Schedule
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.validation import target_answers
 from eaglegbv.output_layer import OutputLayer
@@ -121,8 +121,8 @@ def test_a_preset_gives_defaults_and_a_dry_run_tells_the_needs(target, chats, tm
 
 def test_minutes_hold_the_evaluations() -> None:
     schedule = Schedule(steps=1000, minutes=10)
-    assert schedule.progress(Progress(step=100, seconds=60)) == pytest.approx(0.1)
-    assert schedule.progress(Progress(step=100, seconds=60, evaluating=120)) == pytest.approx(0.5)
+    assert schedule.progress(RunState(step=100, seconds=60)) == pytest.approx(0.1)
+    assert schedule.progress(RunState(step=100, seconds=60, evaluating=120)) == pytest.approx(0.5)
     rates = [schedule.rate(spent) for spent in (0.0, 0.025, 0.05, 1.0)]
     assert rates[0] == 0
     assert rates[1] == pytest.approx(rates[2] / 2, rel=0.01)
