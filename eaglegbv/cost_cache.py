@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from eaglegbv.devices import processor_name
-from eaglegbv.scheduler.costs import KnownCosts
+from eaglegbv.scheduler import KnownCosts
 from eaglegbv.utils import cache_folder
 
 _FORMAT = 12

@@ -22,7 +22,7 @@ from eaglegbv.config import (
     plans_of,
 )
 from eaglegbv.devices import torch_as_usual
-from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters import Drafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.grammars import Grammars
@@ -50,11 +50,17 @@ from eaglegbv.models.target import Target
 from eaglegbv.request import FinishReason, Request, RequestOutput
 from eaglegbv.rng import RequestRng, request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.batch import Chunk, Forward, Group, by_plan
-from eaglegbv.scheduler.kv_slots import KVSlots
-from eaglegbv.scheduler.planner import Planner
-from eaglegbv.scheduler.prefix_cache import PrefixCache
-from eaglegbv.scheduler.scheduler import Scheduler, StepBatch
+from eaglegbv.scheduler import (
+    Chunk,
+    Forward,
+    Group,
+    KVSlots,
+    Planner,
+    PrefixCache,
+    Scheduler,
+    StepBatch,
+    by_plan,
+)
 from eaglegbv.token_rules import TokenRules
 from eaglegbv.tree import DraftTree
 from eaglegbv.tree_records import tree_records
@@ -65,7 +71,7 @@ from eaglegbv.verification import (
     read_outputs,
     score_prompts,
 )
-from eaglegbv.verifiers.base import fault_error
+from eaglegbv.verifiers import fault_error
 
 _log = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from eaglegbv.metrics import EngineMetrics, StepObserver
 from eaglegbv.models.hf import load_sampling_defaults
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.scheduler.planner import Planner
+from eaglegbv.scheduler import Planner
 from eaglegbv.serving import Ask, Caller, LoopOutbox, Piece, Serving
 from eaglegbv.text import (
     Completion,
@@ -58,7 +58,7 @@ from eaglegbv.text import (
 )
 from eaglegbv.utils import DRAFT_WIDTH, log_once
 from eaglegbv.verification import check_plan
-from eaglegbv.verifiers.registry import choose
+from eaglegbv.verifiers import choose
 
 _SAMPLING = SamplingParams.__struct_fields__
 

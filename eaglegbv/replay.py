@@ -19,11 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import DraftReplay
+from eaglegbv.drafters import DraftReplay
 from eaglegbv.request import DraftSnapshot, Request, TargetLayer
 from eaglegbv.tree import DraftTree, TargetProbs
-from eaglegbv.verifiers.base import TOLERANCE, Fault
-from eaglegbv.verifiers.stateful import (
+from eaglegbv.verifiers import (
+    TOLERANCE,
+    Fault,
     Layers,
     SparseProbs,
     StatefulUniforms,

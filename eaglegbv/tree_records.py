@@ -10,8 +10,7 @@ from eaglegbv.devices import entry_at
 from eaglegbv.metrics import TreeRecord
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verification import VerifyOutput, verifier_name
-from eaglegbv.verifiers.base import Verdict
-from eaglegbv.verifiers.paths import rows_at, target_of_tokens
+from eaglegbv.verifiers import Verdict, rows_at, target_of_tokens
 
 
 def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> list[TreeRecord]:

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 from eaglegbv import sampling
 from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source
 from eaglegbv.devices import fetch, send, upload
-from eaglegbv.drafters.base import Drafter, ReplayingDrafter
-from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters import Drafter, NgramDrafter, ReplayingDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.logprobs import RankedRows
@@ -22,26 +21,23 @@ from eaglegbv.replay import replay_slots, verify_stateful
 from eaglegbv.request import Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise
 from eaglegbv.sampling_params import LogprobsMode
-from eaglegbv.scheduler.batch import Forward, Group
+from eaglegbv.scheduler import Forward, Group
 from eaglegbv.token_rules import RuledRow, bias_of, rows_of_tree
 from eaglegbv.tree import WarpedLogits
-from eaglegbv.verifiers.base import (
+from eaglegbv.verifiers import (
+    STATEFUL_VERIFIERS,
+    GreedyWalkVerifier,
     NodeStats,
     Rule,
+    StatefulVerifier,
+    TargetOnlyVerifier,
     Verdict,
     VerifyUniforms,
     find_faults,
-)
-from eaglegbv.verifiers.registry import (
-    STATEFUL_VERIFIERS,
     make_any_verifier,
     make_verifier,
     verify_checked,
 )
-from eaglegbv.verifiers.stateful import (
-    StatefulVerifier,
-)
-from eaglegbv.verifiers.target_only import GreedyWalkVerifier, TargetOnlyVerifier
 
 
 @dataclass(frozen=True, slots=True)

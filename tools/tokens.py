@@ -34,7 +34,7 @@ class Ceiling(NamedTuple):
 # makes room; a new capability raises those of its own rooms, in the commit that adds it. "Slack"
 # marks a ceiling above what is there now, for capabilities that are being written.
 CEILINGS = {
-    "eaglegbv": Ceiling(65_500, 9.0),  # slack
+    "eaglegbv": Ceiling(65_200, 8.9),  # to come down to 57,000
     "eaglegbv/models": Ceiling(6_800, 9.0),
     "eaglegbv/attention": Ceiling(11_200, 10.3),
     "eaglegbv/backends/sglang": Ceiling(21_000, 9.2),
@@ -42,16 +42,16 @@ CEILINGS = {
     "eaglegbv/native": Ceiling(3_000, 9.5),  # slack
     "eaglegbv/eval": Ceiling(60_000, 9.8),  # slack: its rooms are new, and to be set plainer
     "eaglegbv/eval/audit/served": Ceiling(14_800, 10.3),  # to come down to 8,000
-    "drafters": Ceiling(26_500, 10.4),  # slack
-    "drafters/formats": Ceiling(6_000, 8.5),  # slack
-    "drafters/training": Ceiling(14_000, 10.3),  # slack
-    "verifiers": Ceiling(28_700, 11.2),
-    "verifiers/proof + scheduler": Ceiling(14_300, 9.9),
+    "drafters": Ceiling(25_500, 10.2),  # to come down to 23,500
+    "drafters/formats": Ceiling(5_100, 8.5),
+    "drafters/training": Ceiling(11_800, 10.1),  # to come down to 11,500
+    "verifiers": Ceiling(25_800, 11.2),
+    "verifiers/proof + scheduler": Ceiling(13_700, 9.9),
 }
 # What kernels have counts in their rooms' tokens, but not in their tokens a line.
 KERNELS_A_LINE = 10.8
 ALL_A_LINE = 9.6
-FUNCTION_LINES = 27  # 95 of 100 functions have at most so many
+FUNCTION_LINES = 26  # 95 of 100 functions have at most so many
 DENSEST = 10
 SHORTEST_DENSE = 5  # lines of code: shorter functions are not called dense
 

@@ -15,6 +15,7 @@ from support.tiny_engine import TinyEngine, tiny_engine
 from eaglegbv.attention.kv_cache import SlotAllocator
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.engine import GivenSequence
 from eaglegbv.errors import InvalidArgument, OutOfSlots
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
@@ -283,3 +284,36 @@ def test_what_was_not_read_has_no_preview_and_a_pool_too_small_keeps_its_slots()
     assert len(first.borrowed) == 0
     allocator.release(taken)
     preview(tiny, first)
+
+
+@ARCHS
+def test_visits_are_requests_that_were_given_as_much(tiny, other):
+    """At the places of each sequence; one without any is not read. Nothing is left afterwards."""
+    texts = [text_of(1, 20), text_of(2, 12), []]
+    places = [(3, 9), (5,), ()]
+    given = [
+        GivenSequence(PROMPT, text, at, seed=7) for text, at in zip(texts, places, strict=True)
+    ]
+    seen = []
+    for requests in tiny.engine.visit(given):
+        for number, request in requests.items():
+            known = len(request.token_ids)
+            seen.append((number, known))
+            request.plan = OTBV
+            alone = preview_at_once(other, texts[number][:known], OTBV)
+            assert_same_scores(preview(tiny, request), alone)
+    assert seen == [(0, 3), (1, 5), (0, 9)]
+    assert tiny.target.allocator.num_free == tiny.target.allocator.num_slots
+    for _ in tiny.engine.visit(given):
+        break  # whoever leaves leaves nothing either
+    assert not tiny.engine.has_work
+
+
+@ARCHS
+def test_a_list_is_answered_together(tiny, other):
+    prompts, params = [PROMPT, text_of(5, 12)], [PARAMS, GREEDY]
+    requests = tiny.engine.run(prompts, params, OTBV)
+    expected = other.texts((*asked, OTBV) for asked in zip(prompts, params, strict=True))
+    assert [request.token_ids for request in requests] == expected
+    with pytest.raises(InvalidArgument, match="prompt"):
+        tiny.engine.run([[]], [PARAMS], OTBV)
