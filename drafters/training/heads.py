@@ -275,44 +275,61 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
 
 
 def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
+    """Return the head that a run begins with."""
     target = model.config.get_text_config(decoder=True)
     eagle3 = config.arch is Arch.EAGLE3
     if eagle3 and target.num_hidden_layers < _FEWEST_LAYERS:
         expected = f"eagle1 for a target of {target.num_hidden_layers} layers; eagle3 reads three"
         raise InvalidArgument("arch", str(config.arch), expected)
-    initial = None if config.initial is None else _loaded(config.initial, model)
-    if initial is not None:
-        for name, asked, known in (
-            ("arch", config.arch, initial.config.arch),
-            ("intermediate", config.intermediate, initial.config.intermediate_size),
-        ):
-            if asked not in (None, known):
-                expected = f"a head whose {name} is {asked}, not {known}"
-                raise InvalidArgument("initial", str(config.initial), expected)
+    if config.initial is not None:
+        initial = _loaded(config.initial, model)
+        _check_initial(config, initial.config)
         if not eagle3 or config.draft_vocab in (None, initial.config.draft_vocab_size):
             return initial.requires_grad_()
-    chosen = torch.arange(target.vocab_size)
-    if eagle3:
-        chosen = frequent_tokens(training, target.vocab_size, config.draft_vocab)
+        return _with_vocabulary(initial, config, model, training)
+    if not eagle3:
+        vocab, width = target.vocab_size, config.intermediate
+        eagle1 = head_config_of(target, config.arch, draft_vocab=vocab, intermediate=width)
+        return Eagle1Head(eagle1, _embedding(model), OutputLayer.of(model).float())
+    chosen = frequent_tokens(training, target.vocab_size, config.draft_vocab)
     head_config = head_config_of(
         target, config.arch, draft_vocab=len(chosen), intermediate=config.intermediate
     )
-    embedding = _embedding(model)
-    output = OutputLayer.of(model).float()
-    if not eagle3:
-        return Eagle1Head(head_config, embedding, output)
-    if initial is not None:
-        head_config = replace(initial.config, draft_vocab_size=len(chosen))
-    head = Eagle3Head(head_config, embedding, chosen.to(embedding.device))
+    return _eagle3_head(head_config, model, chosen)
+
+
+def _check_initial(config: EagleTrainingConfig, initial: EagleHeadConfig) -> None:
+    for name, asked, known in (
+        ("arch", config.arch, initial.arch),
+        ("intermediate", config.intermediate, initial.intermediate_size),
+    ):
+        if asked not in (None, known):
+            expected = f"a head whose {name} is {asked}, not {known}"
+            raise InvalidArgument("initial", str(config.initial), expected)
+
+
+def _with_vocabulary(
+    initial: EagleHead, config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus
+) -> Eagle3Head:
+    """Return a head with another draft vocabulary; rows of tokens that both have are kept."""
+    chosen = frequent_tokens(training, initial.config.vocab_size, config.draft_vocab)
+    head = _eagle3_head(replace(initial.config, draft_vocab_size=len(chosen)), model, chosen)
+    weights = initial.state_dict()
+    rows = weights.pop("lm_head.weight")
+    head.load_state_dict(weights, strict=False)
+    shared = torch.isin(head.draft_to_target, initial.draft_to_target)
+    places = torch.searchsorted(initial.draft_to_target, head.draft_to_target[shared])
+    with torch.no_grad():
+        head.lm_head.weight[shared] = rows[places]
+    return head
+
+
+def _eagle3_head(config: EagleHeadConfig, model: PreTrainedModel, chosen: Tensor) -> Eagle3Head:
+    """Return a new head that drafts the ``chosen`` tokens by the target's own output layer."""
+    embedding, output = _embedding(model), OutputLayer.of(model).float()
+    head = Eagle3Head(config, embedding, chosen.to(embedding.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(output.scale * output.weight[chosen])
-        if initial is not None:  # its output layer gives the rows of the tokens that both have
-            weights = initial.state_dict()
-            rows = weights.pop("lm_head.weight")
-            head.load_state_dict(weights, strict=False)
-            shared = torch.isin(head.draft_to_target, initial.draft_to_target)
-            places = torch.searchsorted(initial.draft_to_target, head.draft_to_target[shared])
-            head.lm_head.weight[shared] = rows[places]
     return head
 
 
