@@ -208,7 +208,8 @@ class RowDrafter(ReplayingDrafter):
         slots: Tensor,
     ) -> list[DraftSnapshot]:
         """Run one more row for each; see :meth:`DraftReplay.advance`."""
-        steps, each = own_snapshots(snapshots, RowSnapshot), slots.split(1)
+        steps = own_snapshots(snapshots, RowSnapshot)
+        each = slots.split(1)
         contexts = [
             torch.cat((request.slots[: s.context], s.rows))
             for request, s in zip(requests, steps, strict=True)

@@ -228,7 +228,8 @@ def _checked(config: EagleHeadConfig, named: NamedTensors) -> tuple[NamedTensors
     Raises:
         DrafterMismatch: One is missing, unknown, or of a wrong shape or type.
     """
-    bias, eagle1 = named.tensors.get(FC_BIAS), config.arch is Arch.EAGLE1
+    bias = named.tensors.get(FC_BIAS)
+    eagle1 = config.arch is Arch.EAGLE1
     if bias is not None and eagle1 and not config.fc_bias and not bool(bias.any()):
         # SGLang wants one in every EAGLE-1 head.
         reason = {named.stored.pop(FC_BIAS): "zeros, and config.json says there is none"}
@@ -252,7 +253,8 @@ def _with_vocabulary(
     config: EagleHeadConfig, named: NamedTensors
 ) -> tuple[NamedTensors, list[Remark]]:
     """Check the draft vocabulary's tensors; t2d follows from d2t where it is missing."""
-    size, full = config.draft_vocab_size, config.draft_vocab_size == config.vocab_size
+    size = config.draft_vocab_size
+    full = config.draft_vocab_size == config.vocab_size
     if full and OFFSETS not in named.tensors and MEMBERS not in named.tensors:
         return named, []
     offsets = _check(named, OFFSETS, (size,), torch.int64)
@@ -263,7 +265,8 @@ def _with_vocabulary(
     members = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     remarks = []
     if MEMBERS not in named.tensors:  # NVIDIA's ModelOpt writes none
-        tensors, stored = named.tensors | {MEMBERS: members}, named.stored | {MEMBERS: MEMBERS}
+        tensors = named.tensors | {MEMBERS: members}
+        stored = named.stored | {MEMBERS: MEMBERS}
         named = replace(named, tensors=tensors, stored=stored)
         text = f"{MEMBERS} follows from {OFFSETS}, being absent; the EAGLE repository needs it"
         remarks.append(Remark(RemarkKind.NOTE, text))
@@ -323,7 +326,8 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
     captured = "the final hidden state"
     if fitted.layers is not None:
         captured = f"the inputs of layers {list(fitted.layers.inputs)} ({fitted.layers.reason})"
-    message, arch = "%s head of %s, format %s, reads %s", fitted.config.arch
+    message = "%s head of %s, format %s, reads %s"
+    arch = fitted.config.arch
     logger.info(message, arch, checkpoint.folder, checkpoint.format, captured)
     for name, reason in checkpoint.named.left_aside.items():
         logger.info("left aside: %s (%s)", name, reason)
@@ -360,7 +364,8 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
     remarks = checkpoint.remarks
     layers = None if checkpoint.layers is None else checkpoint.layers.resolve(None)
     if fitted is not None:
-        layers, remarks = fitted.layers, fitted.remarks
+        layers = fitted.layers
+        remarks = fitted.remarks
     elif layers is not None:
         remarks = (*remarks, *layers.remarks())
     facts = _facts(checkpoint, layers)
@@ -374,12 +379,14 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
 
 
 def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, str]:
-    config, named = checkpoint.config, checkpoint.named
+    config = checkpoint.config
+    named = checkpoint.named
     variants = sorted(name for name in VARIANTS if getattr(config, name))
     weights = [t for name, t in named.tensors.items() if name not in (OFFSETS, MEMBERS)]
     dtypes = _list(sorted({dtype_name(t.dtype) for t in weights}))
     rope = dict(config.rope_parameters)
-    kind, theta = rope.pop("rope_type"), rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    theta = rope.pop("rope_theta")
     width = f"width {config.hidden_size}"
     if config.hidden_size != config.target_hidden_size:
         width += f" (target {config.target_hidden_size})"

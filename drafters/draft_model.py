@@ -97,7 +97,8 @@ class StandaloneDrafter(RowDrafter):
     @torch.inference_mode()
     def draft(self, call: DraftCall) -> DraftTree:
         """Propose one tree per request; see :meth:`Drafter.draft`."""
-        requests, tree_slots = call.requests, call.tree_slots
+        requests = call.requests
+        tree_slots = call.tree_slots
         known = [
             torch.cat((request.slots, slots[:1]))
             for request, slots in zip(requests, tree_slots, strict=True)
@@ -109,7 +110,8 @@ class StandaloneDrafter(RowDrafter):
         logits = self._run(segments, ends)
         for request, logits_of_request in zip(requests, logits, strict=True):
             state = _state(request)
-            state.context, state.logits = request.context, logits_of_request
+            state.context = request.context
+            state.logits = logits_of_request
         drafted = DraftedRows(known, [slots[1:] for slots in tree_slots])
 
         def follow(rows: NewRows) -> Tensor:
@@ -127,7 +129,8 @@ class StandaloneDrafter(RowDrafter):
         if state.logits is None:
             raise RuntimeError(f"request {request.number} has drafted no tree")
         # A copy, as the row would keep the output of its whole batch alive.
-        settings, logits = ProbsSettings.of(request, len(self._ids)), state.logits.clone()
+        settings = ProbsSettings.of(request, len(self._ids))
+        logits = state.logits.clone()
         return RowSnapshot(state.context + 1, request.slots[:0], logits, settings)
 
     def next_outputs(self, segments: Sequence[Segment], last: Tensor) -> Tensor:  # noqa: ARG002

@@ -51,7 +51,8 @@ class TensorPaths:
         """Start trees; see :class:`DrawnPaths`."""
         table = level_table(plan, DraftSampling.IID, roots.device)
         self._growth = TreeGrowth(table, roots, uniforms)
-        self._width, self._draft_to_target = width, draft_to_target
+        self._width = width
+        self._draft_to_target = draft_to_target
 
     def grow(self, logits: Tensor, settings: WarpSettings) -> Tensor:
         """Draw a level; see :meth:`DrawnPaths.grow`."""
@@ -81,7 +82,8 @@ class DrawnPaths:
         """
         batch = len(roots)
         most = 1 + plan.paths * plan.depth
-        self._plan, self._roots = plan, roots
+        self._plan = plan
+        self._roots = roots
         self._uniforms = uniforms.contiguous()
         self._draft_to_target = draft_to_target
         self._width = min(width, len(draft_to_target))
@@ -108,13 +110,15 @@ class DrawnPaths:
         """
         from eaglegbv import draft_kernels  # where Triton is, and only when it is needed
 
-        plan, batch = self._plan, len(self._roots)
+        plan = self._plan
+        batch = len(self._roots)
         listed = self._width < len(self._draft_to_target)
         candidates = self._draft_to_target
         if listed:
             logits, candidates = logits.topk(self._width, dim=1)
         warped, normalisers = warped_rows(logits, settings)
-        rows, after = self._rows, self._room()
+        rows = self._rows
+        after = self._room()
         tokens = self._roots.new_empty((batch, plan.paths))
         values = self._uniforms.new_empty((batch, plan.paths))
         most = self._nodes.shape[2]

@@ -100,7 +100,8 @@ class EagleDrafter(RowDrafter):
             InvalidArgument: Graphs cannot be recorded.
         """
         kind = head.embedding
-        cuda, pool = attention.pool.keys.is_cuda, attention.pool
+        cuda = attention.pool.keys.is_cuda
+        pool = attention.pool
         recorder = make_recorder(
             graphs, cuda=cuda, recordable=attention.recordable, shared=recorder
         )
@@ -272,7 +273,8 @@ class EagleDrafter(RowDrafter):
 
     def _true_segment(self, request: Request, state: EagleState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""
-        start, end = state.context, request.context
+        start = state.context
+        end = request.context
         tokens = request.tokens_from(start + 1)[: end - start]
         return Segment.causal(torch.tensor(tokens), state.rows(request), request.slots[start:])
 
@@ -297,7 +299,8 @@ def head_drafter(
     **how: Any,  # noqa: ANN401  further arguments of EagleDrafter
 ) -> EagleDrafter:
     """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
-    weight, config = next(head.parameters()), head.config
+    weight = next(head.parameters())
+    config = head.config
     # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
     rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
     pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
@@ -316,7 +319,8 @@ class EagleFiles(DrafterFiles):
         return is_head(folder, config)
 
     def __init__(self, folder: Path, opening: Opening) -> None:
-        self._folder, self._opening = folder, opening
+        self._folder = folder
+        self._opening = opening
         self._target_config = opening.read_config(opening.model)
         try:
             head = fit(read_checkpoint(folder), self._target_config).config

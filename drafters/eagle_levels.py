@@ -34,7 +34,8 @@ class EagleLevels:
         requests: int,
         table: LevelTable,
     ) -> None:
-        pool, config = forward.attention.pool, head.config
+        pool = forward.attention.pool
+        config = head.config
         self._head = head
         self._forward = forward
         self._root_of = root_of
@@ -94,7 +95,8 @@ class EagleLevels:
 
     def start(self) -> Tensor:
         """Return what follows the roots: the head has run at the last true rows."""
-        self._hidden, self._branches = self._roots.unsqueeze(1), None
+        self._hidden = self._roots.unsqueeze(1)
+        self._branches = None
         self._rotations = self._rotations_of_levels()
         return self._head.logits(self._roots)
 
@@ -122,7 +124,8 @@ class EagleLevels:
 
         None if each row continues that of its own number.
         """
-        known, parents = self._branches, rows.parents
+        known = self._branches
+        parents = rows.parents
         if depth == 1 or (known is None and parents is None):
             return None
         batch, count = rows.token_ids.shape
@@ -143,7 +146,8 @@ class EagleLevels:
         return [Rotation(*angles) for angles in zip(of_levels.cos, of_levels.sin, strict=True)]
 
     def _attend(self, level: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        attention, branches = self._attention, self._branches
+        attention = self._attention
+        branches = self._branches
         assert attention is not None  # this level exists
         return lambda q, k, v: attention.attend(level, q, k, v, branches)
 

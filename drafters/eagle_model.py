@@ -175,7 +175,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Return the angles of ``positions`` ``[...]`` int64, computed in float32, in ``dtype``."""
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(-2)
-        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        cos = angles.cos() * self.scaling
+        sin = angles.sin() * self.scaling
         return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
 
 
@@ -354,8 +355,10 @@ class Eagle3Head(EagleHead):
         self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
     ) -> None:
         super().__init__(config, embedding, draft_to_target)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        width, layers = config.feature_size, len(config.feature_layers)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        width = config.feature_size
+        layers = len(config.feature_layers)
         self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else nn.Identity()
         self.fc_norm = NormEach(layers, width, eps) if config.fc_norm else nn.Identity()
         self.fc = nn.Linear(width, size, bias=config.fc_bias)

@@ -12,7 +12,8 @@ from eaglegbv.native.model import DTYPES, UNIT, NativeModel, Parts, drop_weights
 
 def native_head(head: EagleHead) -> NativeModel | None:
     """Return ``head``, whose layer's weights move there; None if it cannot run there."""
-    config, embedding = head.config, head.embedding
+    config = head.config
+    embedding = head.embedding
     widths = config.hidden_size, config.target_hidden_size, config.intermediate_size
     misfits = any(width % UNIT for width in (*widths, config.head_dim))
     misfits = misfits or (config.norm_before_fc and config.fc_norm)
@@ -24,10 +25,12 @@ def native_head(head: EagleHead) -> NativeModel | None:
     parts = Parts(library)
     facts: dict[str, Any]
     if isinstance(head, Eagle3Head):
-        layer, first_norm = head.layer, head.layer["input_layernorm"]
+        layer = head.layer
+        first_norm = head.layer["input_layernorm"]
         facts = _eagle3_facts(head, parts)
     elif isinstance(head, Eagle1Head) and head.target_output.plain:
-        layer, first_norm = head.layer, None
+        layer = head.layer
+        first_norm = None
         facts = {"output": parts.matrix(head.target_output)}
     else:
         return None

@@ -175,7 +175,9 @@ class _Drafting:
         settings: WarpSettings,
         draft_to_target: Tensor,
     ) -> None:
-        plan, batch, device = kind.plan, kind.requests, draft_to_target.device
+        plan = kind.plan
+        batch = kind.requests
+        device = draft_to_target.device
         self._kind = kind
         self._levels = levels
         self._table = table
@@ -204,7 +206,8 @@ class _Drafting:
 
     def work(self) -> tuple[Tensor, ...]:
         """Draft, and return the tensors of the trees in order."""
-        kind, device = self._kind, self._roots.device
+        kind = self._kind
+        device = self._roots.device
         if takes(kind.plan, kind.draft_sampling, self._width, device):
             return self._drawn_by_kernels()
         fixed = kind.draft_sampling is DraftSampling.FIXED
@@ -213,7 +216,8 @@ class _Drafting:
         return tuple(growth.finish().tensors.values())
 
     def _drawn_by_kernels(self) -> tuple[Tensor, ...]:
-        plan, ids = self._kind.plan, self._ids
+        plan = self._kind.plan
+        ids = self._ids
         paths = DrawnPaths(
             plan, self._roots, self._uniforms, width=self._width, draft_to_target=ids
         )
@@ -230,7 +234,8 @@ class _Drafting:
 
     def _probs(self, logits: Tensor, rows: int) -> DraftProbs:
         """Return the distributions of ``rows`` rows per request."""
-        width, ids = self._width, self._ids
+        width = self._width
+        ids = self._ids
         if self._kind.draft_sampling is DraftSampling.FIXED:
             return log_probs(logits, width=width, draft_to_target=ids)
         return draft_probs(logits, self._settings_of(rows), width=width, draft_to_target=ids)

@@ -71,7 +71,8 @@ class NgramDrafter(Drafter):
         That is 0 where nothing is found, and at most :data:`LONGEST_MATCH`.
         """
         state = self._index(request)
-        token_ids, place = state.token_ids, next(self._places(state), None)
+        token_ids = state.token_ids
+        place = next(self._places(state), None)
         if place is None:
             return 0
         most = min(LONGEST_MATCH, place)
@@ -80,7 +81,8 @@ class NgramDrafter(Drafter):
 
     def _tree(self, request: Request, plan: Plan) -> tuple[list[int], list[int]]:
         """Merge continuations into a trie, as far as the plan has nodes for them."""
-        token_ids, parents = [request.token_ids[-1]], [0]
+        token_ids = [request.token_ids[-1]]
+        parents = [0]
         children: dict[tuple[int, int], int] = {}
         continuations = dict.fromkeys(self._continuations(request, plan.depth))
         for continuation in islice(continuations, plan.paths):

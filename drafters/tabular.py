@@ -82,7 +82,8 @@ class Table:
             DrafterMismatch: A file is missing or broken, or its vocabulary is not the target's,
                 ``vocab_size``.
         """
-        config, tensors = read_json(folder / "config.json"), read_weights(folder).tensors
+        config = read_json(folder / "config.json")
+        tensors = read_weights(folder).tensors
         if config.get("vocab_size") != vocab_size:
             expected = f"the target's, {vocab_size}"
             raise DrafterMismatch("config.json key vocab_size", config.get("vocab_size"), expected)
@@ -93,7 +94,8 @@ class Table:
             if name not in tensors or tensors[name].dtype != dtype:
                 dtype_stored = tensors[name].dtype if name in tensors else None
                 raise DrafterMismatch(name, dtype_stored, f"a tensor of {dtype}")
-        ids, log_probs = tensors["ids"].long().to(device), tensors["log_probs"].to(device)
+        ids = tensors["ids"].long().to(device)
+        log_probs = tensors["log_probs"].to(device)
         return cls(vocab_size, order, ids, log_probs)
 
 
@@ -156,7 +158,8 @@ class TabularFiles(DrafterFiles):
         return config.get("model_type") == TABULAR
 
     def __init__(self, folder: Path, opening: Opening) -> None:
-        self._folder, self._device = folder, opening.device
+        self._folder = folder
+        self._device = opening.device
 
     def open(self, target: LoadedTarget) -> TabularDrafter:
         """Read the table; see :meth:`DrafterFiles.open`."""

@@ -61,7 +61,8 @@ instead of registers: a forward of seven rows took a quarter longer."""
 
 def _inlining() -> dict[str, str]:
     """Return settings that inline kernels where the compiler's own limits are too low."""
-    name, machine = "cpp.march", platform.machine()
+    name = "cpp.march"
+    machine = platform.machine()
     if machine != "x86_64" or name not in list_options() or config.cpp.march == "":
         return {}
     # The flag for the machine is the only setting through which further flags can be passed.

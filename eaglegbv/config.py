@@ -209,7 +209,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if match is None:
             expected = "a name such as 'otbv 3x4', 'otbv 3x2x2x1 iid' or 'none'"
             raise InvalidArgument("plan", name, expected)
-        sampling, numbers = match["sampling"], tuple(map(int, match["sizes"].split("x")))
+        sampling = match["sampling"]
+        numbers = tuple(map(int, match["sizes"].split("x")))
         sizes: dict[str, Any] = {"widths": numbers}
         if len(numbers) == 2 and match["widths"] is None:
             sizes = {"paths": numbers[0], "depth": numbers[1]}

@@ -192,7 +192,8 @@ class OperationWatch(TorchDispatchMode):
     def __init__(self) -> None:
         parent: Any = super()
         parent.__init__()
-        self.name, self.count = "an operation of compiled code", 0
+        self.name = "an operation of compiled code"
+        self.count = 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -207,7 +208,8 @@ class OperationWatch(TorchDispatchMode):
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         del types
-        self.name, self.count = str(func), self.count + 1
+        self.name = str(func)
+        self.count = self.count + 1
         return func(*args, **(kwargs or {}))
 
 

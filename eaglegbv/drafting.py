@@ -14,7 +14,8 @@ from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler import Group
 from eaglegbv.tree import DraftTree
 
-_KEPT, _MOST_KEPT = 64, 128
+_KEPT = 64
+_MOST_KEPT = 128
 """A drafter more than ``_MOST_KEPT`` positions behind keeps the last ``_KEPT`` and skips the rest.
 
 Otherwise the features of all that large batches decode plainly would fill memory, and a request

@@ -204,7 +204,8 @@ class Engine:
             grammar=self._grammars.of(params),
         )
         # Behind the checks: what is refused changes no other request's numbers.
-        number, self._added = self._added, self._added + 1
+        number = self._added
+        self._added = self._added + 1
         auto = plan if isinstance(plan, AutoPlan) else None
         seed = self._config.seed if params.seed is None else params.seed
         if auto is not None or params.seed is None:
@@ -254,7 +255,8 @@ class Engine:
             return self._refuse_first() if batch.empty else self._run(batch)
         finally:
             self._stepping = False
-            leaving, self._leaving = self._leaving, []
+            leaving = self._leaving
+            self._leaving = []
             for request in leaving:
                 self.cancel(request)
 
@@ -359,7 +361,8 @@ class Engine:
             visits = 0
             while requests:
                 for number, request in requests.items():
-                    given, known = sequences[number], len(request.token_ids)
+                    given = sequences[number]
+                    known = len(request.token_ids)
                     request.give(given.token_ids[known : given.places[visits]])
                 self.step()  # it reads what was given, up to the roots of the trees
                 yield requests
@@ -477,7 +480,8 @@ class Engine:
         """Draft a tree for each request, those of one plan together; plain decoding has a root."""
         groups = []
         for members in by_plan(requests):
-            plan, greedy = members[0].plan, members[0].params.greedy
+            plan = members[0].plan
+            greedy = members[0].params.greedy
             slots = [self._kv.allocate(r, r.plan.tree_slots) for r in members]
             if plan.speculative:
                 sampling = self._verification.sampling_of(plan, greedy=greedy)
@@ -523,13 +527,15 @@ class Engine:
 
     def _extend(self, output: RequestOutput) -> list[int]:
         """Append new tokens, up to the first that ends the text, and return them."""
-        request, prefilling = output.request, not output.request.prefilled
+        request = output.request
+        prefilling = not output.request.prefilled
         kept = self._cut(request, output.token_ids)
         request.token_ids += kept
         request.logprobs += output.logprobs[: len(kept)]
         request.step += 1
         if not prefilling:
-            offered, accepted = output.depth, len(output.nodes)
+            offered = output.depth
+            accepted = len(output.nodes)
             self._planner.observe_request(request, offered=offered, accepted=accepted)
             request.metrics.count_forward(
                 offered=offered,
@@ -584,7 +590,8 @@ class Engine:
 
     def _refuse_first(self) -> list[RequestOutput]:
         """End the first request if nobody runs for want of slots: others on the pool hold them."""
-        first, allocator = self._scheduler.first, self._target.allocator
+        first = self._scheduler.first
+        allocator = self._target.allocator
         if first is None:
             return []
         first.error = OutOfSlots(first.slots_needed, allocator.num_free, allocator.num_slots)

@@ -169,8 +169,10 @@ def rotated_rows(
     """
     from eaglegbv.layer_kernels import ROUNDED, rotate_rows
 
-    q, k = _contiguous_lanes(q), _contiguous_lanes(k)
-    cos, sin = cos.contiguous(), sin.contiguous()
+    q = _contiguous_lanes(q)
+    k = _contiguous_lanes(k)
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     queries = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)

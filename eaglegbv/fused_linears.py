@@ -71,7 +71,8 @@ class DenseProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``."""
-        self._weight, self._bias = weight, bias
+        self._weight = weight
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` ``[..., in_features]``."""
@@ -154,7 +155,8 @@ class Joint:
     """Layers that read the same tensor, as one product."""
 
     def __init__(self, product: Product, sizes: Sequence[int]) -> None:
-        self._sizes, self._product = list(sizes), product
+        self._sizes = list(sizes)
+        self._product = product
         # What was computed last is held until the last layer has taken its part, and so is what it
         # was computed of: no other tensor can be mistaken for it.
         self._input: Tensor | None = None
@@ -173,7 +175,8 @@ class Joint:
             self._found = tuple(parts)
         part = self._found[place]
         if place == len(self._sizes) - 1:
-            self._input, self._found = None, ()
+            self._input = None
+            self._found = ()
         return part
 
 
@@ -182,7 +185,8 @@ class _Prepared(nn.Linear):
 
     def __init__(self, layer: nn.Linear, product: Product, weight: Tensor) -> None:
         nn.Module.__init__(self)  # nn.Linear's own draws weights with the global generator
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = layer.bias
         self._product = product

@@ -126,7 +126,8 @@ def _cached(file: Path, dtype: torch.dtype) -> Path:
     if not file.is_file():
         raise InvalidArgument("model", str(file), "an existing GGUF file")
     with file.open("rb") as content:  # its beginning and its end tell it from others
-        head, size = content.read(1 << 20), content.seek(0, os.SEEK_END)
+        head = content.read(1 << 20)
+        size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - (1 << 20)))
         digest = hashlib.sha256(b"%d" % size + head + content.read()).hexdigest()
     name = f"{file.stem}-{digest[:12]}"
@@ -234,7 +235,8 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     model.generation_config = GenerationConfig(**ids, **settings)
     # The weights are plain ones by now, and would not be saved as quantised ones.
     del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     try:
         model.to(dtype).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

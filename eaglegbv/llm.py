@@ -302,7 +302,8 @@ def sampling_defaults_of(model: str | Path, generation_config: str) -> SamplingP
         return usual
     defaults = load_sampling_defaults(model)
     if defaults == usual and is_smollm2(model):  # the hub's file says nothing
-        warmth, share = RECOMMENDED["temperature"], RECOMMENDED["top_p"]
+        warmth = RECOMMENDED["temperature"]
+        share = RECOMMENDED["top_p"]
         defaults = SamplingParams(temperature=warmth, top_p=share)
     stated = msgspec.structs.asdict(defaults)
     differing = [
@@ -486,7 +487,8 @@ class LLM(TextGenerator):
         planner = self._planner(config, compile_backend)
         # At close, when nobody refers to it any more, or when the interpreter exits.
         self._keep_costs = weakref.finalize(self, planner.keep)
-        target, drafter = self.pair.target, self.pair.drafter
+        target = self.pair.target
+        drafter = self.pair.drafter
         self._engine = Engine(target, drafter, config, planner=planner, tokenizer=self.tokenizer)
         self._engine.check_plan(self.plan)
         if not isinstance(self.plan, AutoPlan):

@@ -219,7 +219,8 @@ class LanguageModelFiles(DrafterFiles):
     def __init__(self, folder: Path, opening: Opening) -> None:
         trust = opening.trust_remote_code
         check_tokenizers(opening.model, folder, trust_remote_code=trust)
-        self._folder, self._opening = folder, opening
+        self._folder = folder
+        self._opening = opening
         self.slot_bytes = _slot_bytes(opening.read_config(folder), opening.dtype)
 
     def open(self, target: LoadedTarget) -> StandaloneDrafter:
@@ -249,7 +250,8 @@ def check_tokenizers(model: str | Path, drafter: Path, *, trust_remote_code: boo
 
     Tables of different sizes are fine where the tokenizers agree: they are padded differently.
     """
-    trust, both = trust_remote_code, (model, drafter)
+    trust = trust_remote_code
+    both = (model, drafter)
     if not any((drafter / name).is_file() for name in _TOKENIZER_FILES):
         configs = [load_config(m, trust_remote_code=trust).get_text_config() for m in both]
         sizes = [config.vocab_size for config in configs]

@@ -139,7 +139,8 @@ class _ReplayedProbs:
         trails = [trail for trail in self._trails if trail.layer.remaining > depth]
         if not trails:
             return self._blank()
-        rows, columns = [trail.row for trail in trails], [trail.column for trail in trails]
+        rows = [trail.row for trail in trails]
+        columns = [trail.column for trail in trails]
         if depth > 0:
             self._advance(trails, tokens[rows, depth - 1])
         replayed = self._drafter.probs_at([trail.place for trail in trails])
@@ -162,7 +163,8 @@ class _ReplayedProbs:
         return SparseProbs(ids, torch.zeros_like(ids, dtype=torch.float64))
 
     def _advance(self, trails: Sequence[_Trail], tokens: Tensor) -> None:
-        slots, self._slots = self._slots[: len(trails)], self._slots[len(trails) :]
+        slots = self._slots[: len(trails)]
+        self._slots = self._slots[len(trails) :]
         requests = [trail.request for trail in trails]
         places = self._drafter.advance(requests, [t.place for t in trails], tokens, slots)
         for trail, place in zip(trails, places, strict=True):
@@ -199,7 +201,8 @@ def _layers_after(
             if remaining[k] > 0
         ]
         if remaining[-1] > 0:
-            since, snapshot = len(request.token_ids), drafter.snapshot(request)
+            since = len(request.token_ids)
+            snapshot = drafter.snapshot(request)
             layers.append(TargetLayer(rho[-1], drafts[-1], remaining[-1], since, snapshot))
         layers_by_request.append(tuple(layers))
     return layers_by_request

@@ -85,7 +85,8 @@ def warp(logits: Tensor, settings: WarpSettings) -> Tensor:
 
     ``logits`` are ``[rows, tokens]`` of any float type, and ``settings`` has an entry per row.
     """
-    temperature, greedy = settings.temperature, settings.greedy
+    temperature = settings.temperature
+    greedy = settings.greedy
     if greedy is not None:
         temperature = temperature.where(~greedy, 1.0)
     warped = logits.float()
@@ -229,7 +230,8 @@ def penalise(
     is judged by its own history. ``params`` are those of requests that own ``rows_each``
     consecutive rows.
     """
-    logits, occurred = logits.float(), generated > 0
+    logits = logits.float()
+    occurred = generated > 0
     penalties = ((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params)
     repetition, presence, frequency = (
         _column(penalty, rows_each, torch.float32, logits.device).unsqueeze(1)

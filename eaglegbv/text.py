@@ -318,7 +318,8 @@ class TextDecoder:
         self._pending.append(token)
         text = self._added(token)
         if text:
-            self._anchor, self._pending = self._pending, []
+            self._anchor = self._pending
+            self._pending = []
         return text
 
     def rest(self) -> str:
@@ -334,7 +335,8 @@ class TextDecoder:
             return self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         except Exception:  # noqa: BLE001  bytes after this text made it another: it has no class
             text = self.rest()
-            self._anchor, self._pending = self._pending, []
+            self._anchor = self._pending
+            self._pending = []
             self._stream = self._begun()
             return text
 
@@ -476,7 +478,8 @@ class TextStream:
         for stop in self.stop:
             at = self.text.find(stop, max(0, searched - len(stop) + 1))
             if 0 <= at < first:
-                first, self.stopped_by = at, stop
+                first = at
+                self.stopped_by = stop
         if self.stopped_by is not None:
             end = first + len(self.stopped_by) if self.includes_stop else first
             self.text = self.text[:end]

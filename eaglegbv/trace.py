@@ -19,7 +19,8 @@ from eaglegbv.metrics import StepRecord, TreeRecord
 Event: TypeAlias = dict[str, object]
 Decode: TypeAlias = Callable[[list[int]], str]
 PROMPT_TOKENS = 512  # most tokens of a prompt, counted from its end, whose text a trace contains
-_STEPS, _PHASES = 1, 2
+_STEPS = 1
+_PHASES = 2
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # most bytes of a character in UTF-8, and so most tokens that may form one
 _MOST_TAILS = 4096  # requests whose last tokens are remembered: more than any engine runs at once
@@ -43,7 +44,8 @@ class Tracer(AbstractContextManager["Tracer", None]):
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by close
         except OSError as error:
             raise InvalidArgument("trace", str(path), f"a file to write ({error})") from error
-        self._path, self._fault = str(path), ""
+        self._path = str(path)
+        self._fault = ""
         self._origin: float | None = None
         self._texts = None if decode is None else RecordTexts(decode)
         self._file.write("[\n")
@@ -106,7 +108,8 @@ class RecordTexts:
 
     def of_committed(self, tree: TreeRecord) -> list[str]:
         """Return the texts of the tokens committed to a request; joined, they are its text."""
-        tail, texts = self.tails.pop(tree.request, [tree.token_ids[0]]), []
+        tail = self.tails.pop(tree.request, [tree.token_ids[0]])
+        texts = []
         for token in tree.committed:
             tail.append(token)
             text = self.added(tail[:1], tail[1:])
@@ -123,7 +126,8 @@ class RecordTexts:
 
     def added(self, before: list[int], tokens: list[int]) -> str:
         """Return the text that tokens add to that of those before them."""
-        first, both = self.decode(before), self.decode([*before, *tokens])
+        first = self.decode(before)
+        both = self.decode([*before, *tokens])
         return both.removeprefix(first) if both.startswith(first) else self.decode(tokens)
 
 

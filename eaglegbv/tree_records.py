@@ -19,19 +19,26 @@ def tree_records(output: VerifyOutput, kept: Mapping[int, Sequence[int]]) -> lis
     ``kept`` are the tokens that each request was given, by its number; requests without any, whose
     probabilities were faulty, have no record.
     """
-    target, tree, verdict = output.target, output.group.tree, output.verdict
+    target = output.target
+    tree = output.group.tree
+    verdict = output.verdict
     if target is None:
         return []
-    tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
+    tokens = tree.token_ids.tolist()
+    parents = tree.parents.tolist()
     multiplicity = tree.multiplicity().tolist()
-    p, q = target_of_tokens(tree, target).tolist(), draft_of_tokens(tree).tolist()
+    p = target_of_tokens(tree, target).tolist()
+    q = draft_of_tokens(tree).tolist()
     node_stats = output.node_stats() if tree.length else {}
     stats = {name: values.tolist() for name, values in node_stats.items()}
-    paths, accepted = verdict.path_nodes.tolist(), verdict.accepted.tolist()
-    next_tokens, next_p = verdict.token_ids.tolist(), _next_probs(verdict, target)
+    paths = verdict.path_nodes.tolist()
+    accepted = verdict.accepted.tolist()
+    next_tokens = verdict.token_ids.tolist()
+    next_p = _next_probs(verdict, target)
     records = []
     for b, request in enumerate(output.group.requests):
-        committed, count = kept.get(request.number), int(tree.num_nodes[b])
+        committed = kept.get(request.number)
+        count = int(tree.num_nodes[b])
         if not committed:
             continue
         start = len(request.token_ids) - len(committed)
@@ -63,7 +70,8 @@ def draft_of_tokens(tree: DraftTree) -> Tensor:
     """Return q of each node's token, ``[batch, nodes]`` float64; NaN where nothing is drawn."""
     if tree.width == 0:
         return tree.draft_probs.new_full(tree.token_ids.shape, math.nan)
-    ids, probs = rows_at(tree.draft_ids, tree.parents), rows_at(tree.draft_probs, tree.parents)
+    ids = rows_at(tree.draft_ids, tree.parents)
+    probs = rows_at(tree.draft_probs, tree.parents)
     return (probs * (ids == tree.token_ids.unsqueeze(2))).sum(dim=2)
 
 

@@ -59,7 +59,8 @@ class Verification:
 
     def __init__(self, target: Target, drafting: Drafting) -> None:
         """Put the parts together."""
-        self._target, self._drafting = target, drafting
+        self._target = target
+        self._drafting = drafting
         self._sound_plans: set[Planning] = set()
 
     def check(self, plan: Planning) -> None:
@@ -72,7 +73,8 @@ class Verification:
 
     def sampling_of(self, plan: Plan, *, greedy: bool) -> DraftSampling:
         """Return how children arise in the trees of a plan that speculates."""
-        verifier, drafter = make_any_verifier(plan.verifier), self._drafting.by(plan)
+        verifier = make_any_verifier(plan.verifier)
+        drafter = self._drafting.by(plan)
         return sampling_of(plan, verifier, drafter, greedy=greedy)
 
     def replay_slots(self, plan: Plan, params: SamplingParams) -> int:
@@ -90,8 +92,10 @@ class Verification:
         return [self._verify(group, logits, record=record) for group in groups]
 
     def _verify(self, group: Group, logits: Tensor, *, record: bool) -> VerifyOutput:
-        requests, tree = group.requests, group.tree
-        plan, greedy = requests[0].plan, requests[0].params.greedy
+        requests = group.requests
+        tree = group.tree
+        plan = requests[0].plan
+        greedy = requests[0].params.greedy
         name = verifier_name(plan, greedy=greedy)
         # At temperature 0 most likely tokens are all that anybody asks for.
         likely = greedy and not record and logits.device.type == "cpu"
@@ -105,7 +109,8 @@ class Verification:
             result, layers, unsound = verify_stateful(
                 verifier, requests, tree, target, drafter, self._target.allocator
             )
-            verdict, stats = result, result.stats
+            verdict = result
+            stats = result.stats
             faults = find_faults(tree, target) | unsound
         else:
             uniforms = VerifyUniforms.draw(
@@ -199,7 +204,8 @@ def sampling_of(
         return DraftSampling.FIXED
     if plan.draft_sampling is not None:
         return plan.draft_sampling
-    usual, known = verifier.default_sampling, drafter.draft_samplings
+    usual = verifier.default_sampling
+    known = drafter.draft_samplings
     if usual not in known and known <= {DraftSampling.FIXED}:
         return DraftSampling.FIXED
     return usual
@@ -211,8 +217,10 @@ def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
         return []
     tables = []  # [batch, 5 + 2 length] int64: five columns, the path's nodes, and their tokens
     for output in outputs:
-        tree, verdict = output.group.tree, output.verdict
-        depth, tokens = tree.depth.amax(dim=1), tree.token_ids.gather(1, verdict.path_nodes)
+        tree = output.group.tree
+        verdict = output.verdict
+        depth = tree.depth.amax(dim=1)
+        tokens = tree.token_ids.gather(1, verdict.path_nodes)
         facts = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
         tables.append(torch.cat((torch.stack(facts, dim=1), verdict.path_nodes, tokens), dim=1))
     ranked = [output.logprobs for output in outputs if output.logprobs is not None]
@@ -224,7 +232,8 @@ def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
         rows = zip(output.group.requests, part.view(table.shape).tolist(), strict=True)
         results = [_request_output(request, row) for request, row in rows]
         if output.logprobs is not None:
-            columns_of, columns = columns[:3], columns[3:]
+            columns_of = columns[:3]
+            columns = columns[3:]
             results = _with_logprobs(results, RankedRows(*columns_of))
         decided.append(results)
     return decided
@@ -349,7 +358,8 @@ def _ruled_rows(group: Group) -> list[RuledRow]:
 
 def _occurrences(group: Group, vocab: int) -> tuple[Tensor, Tensor]:
     """Return, ``[rows, vocab]`` both, a prompt's tokens, and each node's counts of others."""
-    counts, device = group.counts, group.tree.token_ids.device
+    counts = group.counts
+    device = group.tree.token_ids.device
     in_prompt = torch.zeros((sum(counts), vocab), dtype=torch.bool, device=device)
     generated = torch.zeros((sum(counts), vocab), dtype=torch.int64, device=device)
     ancestors = group.tree.ancestor_mask()

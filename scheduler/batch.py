@@ -146,7 +146,8 @@ class Forward:
         """Add the rows that score prompts; ``requests`` are those of the segments, in order."""
         prompts: list[ScoredPrompt] = []
         parts = [self.logit_rows]
-        logits, first = len(self.logit_rows), 0
+        logits = len(self.logit_rows)
+        first = 0
         for request, segment in zip(requests, self.segments, strict=True):
             if request.scores_prompt:
                 position = request.context + 1

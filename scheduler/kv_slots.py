@@ -35,7 +35,8 @@ class KVSlots:
             request.borrowed = request.borrowed[:0]
             return
         # A step lends few slots, and lists sort them faster than tensors do.
-        lent, chosen = request.borrowed.tolist(), set(places)
+        lent = request.borrowed.tolist()
+        chosen = set(places)
         kept = [slot for place, slot in enumerate(lent) if place in chosen]
         rest = [slot for place, slot in enumerate(lent) if place not in chosen]
         request.slots = torch.cat((request.slots, torch.tensor(kept, dtype=torch.int64)))
@@ -46,7 +47,8 @@ class KVSlots:
         """Take back all that a request holds."""
         self.cache.give_back(request)
         self._release(request)
-        released, request.slots = request.slots, request.slots[:0]
+        released = request.slots
+        request.slots = request.slots[:0]
         self.allocator.release(released)
 
     def check(self, requests: Iterable[Request]) -> None:
@@ -58,5 +60,6 @@ class KVSlots:
         self.allocator.check([*self.cache.owned(), *held, *borrowed])
 
     def _release(self, request: Request) -> None:
-        lent, request.borrowed = request.borrowed, request.borrowed[:0]
+        lent = request.borrowed
+        request.borrowed = request.borrowed[:0]
         self.allocator.release(lent)

@@ -175,7 +175,8 @@ class Scheduler:
     def _grant(self) -> StepBatch:
         """Grant running requests the slots and tokens of a step, in order of precedence."""
         batch = StepBatch([], [])
-        free, budget = self.cache.allocator.num_free, self.prefill_tokens
+        free = self.cache.allocator.num_free
+        budget = self.prefill_tokens
         place = 0
         while place < len(self.running):
             request = self.running[place]

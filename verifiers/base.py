@@ -219,7 +219,9 @@ def walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Verdic
     drafted = drafted_nodes(tree)
     node = torch.zeros_like(tree.num_nodes)
     going = torch.ones_like(node, dtype=torch.bool)
-    accepted, token, visited = node, node, []
+    accepted = node
+    token = node
+    visited = []
     for depth in range(tree.length + 1):
         token = torch.where(going, next_token(node, depth), token)
         if depth == tree.length:
@@ -249,7 +251,8 @@ def descend(
     ``draft`` ``[batch, nodes, width]`` float64 over ``ids``.
     """
     node = torch.zeros_like(tree.num_nodes)
-    accepted, visited = node, []
+    accepted = node
+    visited = []
     for _ in range(tree.length):
         child = entry_at(children, node)
         accepted = accepted + (child > 0)
@@ -261,7 +264,7 @@ def descend(
 
 
 def drafts_in_order(tree: DraftTree, uniforms: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the draws of each number, one of every level, ``[batch, length]`` each.
+    """Return the draws of each number, one of every level, ``[batch, length]`` each.
 
     That is the nodes each was drawn at, those they led to, whether there is such a draw, and its
     acceptance number, depth * drafts + number in ``uniforms``. The draws at a node come in order.
@@ -271,8 +274,8 @@ def drafts_in_order(tree: DraftTree, uniforms: Tensor) -> Iterator[tuple[Tensor,
     parents = tree.parents.gather(1, tree.draws.flatten(1)).view_as(tree.draws)
     parents = torch.where(real, parents, (tree.num_nodes - 1).view(-1, 1, 1))
     numbers = uniforms[:, : tree.drafts * tree.length].view_as(tree.draws)
-    for k in range(tree.drafts):
-        yield parents[:, :, k], tree.draws[:, :, k], real[:, :, k], numbers[:, :, k]
+    columns = (parents, tree.draws, real, numbers)
+    return zip(*(column.unbind(2) for column in columns), strict=True)
 
 
 def numbers_of_children(tree: DraftTree, first: Tensor, uniforms: Tensor) -> Tensor:

@@ -47,7 +47,8 @@ def block_verification(
     Y ~ (w p - b)+, or Y ~ p after the whole path.
     """
     w = block_weights(tree, path, probs)
-    tau, length = 0, len(path)
+    tau = 0
+    length = len(path)
     for i in range(length, 0, -1):
         h = w[i]
         if i < length:
@@ -64,7 +65,8 @@ def block_weights(tree: ReferenceTree, path: Prefix, probs: Sequence[Probs]) -> 
     """Return w_0 ... w_L."""
     w: list[Number] = [1]
     for i, x in enumerate(path):
-        p, b = tree.target_probs(path[:i])[x], probs[i][x]
+        p = tree.target_probs(path[:i])[x]
+        b = probs[i][x]
         # b = 0 marks a draft that the distribution cannot produce: it happens by rounding only.
         w.append(min(1, w[-1] * p / b) if b > 0 else min(1, w[-1]) if p > 0 else 0)
     return w

@@ -69,7 +69,8 @@ def skewed_probs(tree: ReferenceTree, path: Prefix) -> list[Probs]:
             skewed[y] = _best(beneath[y], joint * q[y], paths) / whole
             below += q[y]
         probs.append(tuple(skewed))
-        S, joint = beneath[x], joint * q[x]
+        S = beneath[x]
+        joint = joint * q[x]
     return probs
 
 
@@ -93,7 +94,8 @@ class GbvVerifier(BlockRule):
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         q = tree.draft_probs.flatten(1).gather(1, tree.parents * tree.width + places)
         ratios = target_of_tokens(tree, target) / q
-        ratio, other = ratios.unsqueeze(2), ratios.unsqueeze(1)
+        ratio = ratios.unsqueeze(2)
+        other = ratios.unsqueeze(1)
         earlier = tree.token_ids.unsqueeze(1) < tree.token_ids.unsqueeze(2)
         # How many siblings rank below: those of smaller p/q, among equals of smaller token id.
         below = (other < ratio) | ((other == ratio) & earlier)
@@ -119,16 +121,22 @@ def _skewed(path: DraftedPath, paths: Tensor) -> DraftedPath:
     F = path.draft.cumsum(dim=2)
     draft = entry_at(path.draft, path.chosen)
     beneath = entry_at(F, path.chosen) - draft
-    S, q = torch.zeros_like(draft[:, 0]), torch.ones_like(draft[:, 0])
-    below, joint = [], []
+    S = torch.zeros_like(draft[:, 0])
+    q = torch.ones_like(draft[:, 0])
+    below = []
+    joint = []
     for step in range(draft.shape[1]):
         below.append(S)
         joint.append(q)
-        S, q = S + q * beneath[:, step], q * draft[:, step]
+        S = S + q * beneath[:, step]
+        q = q * draft[:, step]
         total = S + q
-        S, q = S / total, q / total
-    S, q = torch.stack(below, dim=1).unsqueeze(2), torch.stack(joint, dim=1).unsqueeze(2)
+        S = S / total
+        q = q / total
+    S = torch.stack(below, dim=1).unsqueeze(2)
+    q = torch.stack(joint, dim=1).unsqueeze(2)
     K = paths.to(q.dtype).view(-1, 1, 1)
-    upto, one = S + q * F, torch.ones_like(q)
+    upto = S + q * F
+    one = torch.ones_like(q)
     skewed = power_step(upto, q * path.draft, K, upto.pow(K)) / power_step(one, q, K, one)
     return replace(path, draft=torch.where(K > 1, skewed, path.draft))

@@ -29,7 +29,8 @@ def global_resolution(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 
 def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
-    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
+    p = tree.target_probs(prefix)
+    q = tree.draft_probs(prefix)
     drafts = tree.drafts(prefix)
     node = exact_transport(p, q, len(drafts))
     x = select_draft(node, drafts, len(prefix), tree.most_draws, chooser)

@@ -111,7 +111,8 @@ def greedy_verification(
         if accepts(chooser, h, Purpose.ACCEPTANCE, i - 1):
             tau = i
             break
-    p, draw = tree.target_probs(path[:tau]), committing_draw(chooser)
+    p = tree.target_probs(path[:tau])
+    draw = committing_draw(chooser)
     if tau == len(path):
         token = chooser.choose(leaf.probs(p), Purpose.CORRECTION, 0)
         return Step(Outcome(path, token), leaf.entered(p, token, draw))
@@ -171,7 +172,8 @@ class GreedyBlockVerifier(StatefulVerifier):
         and ``h_L = min(1, rho_L)``.
         """
         plain = uniforms.plain
-        rho, accepted = torch.ones_like(plain.correction), torch.zeros_like(tree.num_nodes)
+        rho = torch.ones_like(plain.correction)
+        accepted = torch.zeros_like(tree.num_nodes)
         lengths = accepted
         stats: Callable[[], NodeStats] = dict
         if tree.length > 0:
@@ -222,14 +224,17 @@ def _descend(
 
     What comes after a path's end means nothing.
     """
-    node, tokens = torch.zeros_like(tree.num_nodes), tree.token_ids[:, :0]
+    node = torch.zeros_like(tree.num_nodes)
+    tokens = tree.token_ids[:, :0]
     none = node.new_zeros((tree.batch, tree.drafts))
     alive = torch.ones_like(none, dtype=torch.bool)
-    visits, chosen = [], []
+    visits = []
+    chosen = []
     for depth in range(tree.length + 1):
         draws = none if depth == tree.length else tree.draws[:, depth]
         alive = alive & (draws > 0)
-        ids, q = _row_at(tree.draft_ids, node), _row_at(tree.draft_probs, node)
+        ids = _row_at(tree.draft_ids, node)
+        q = _row_at(tree.draft_probs, node)
         modified = ModifiedNode.at(target, node, layers, layer_probs.after(tokens), ids)
         drafts = alive.sum(dim=1)
         plan = transport(RankedProbs.of(ids, q, modified.probs), drafts)
@@ -324,7 +329,8 @@ def _layers_after(
     ``new`` ``[batch]`` int64 is how many tokens this step's layer would cover, ``rho`` the factor
     at the stop; ``uniforms`` is ``[batch, layers + 1]``.
     """
-    plan, modified = stop.plan, stop.modified
+    plan = stop.plan
+    modified = stop.modified
     most = max(modified.layers.most_drafts, paths)
     old = modified.entered(tokens, uniforms)
     ranks = place_of(tokens, plan.ids, plan.draft)

@@ -50,7 +50,8 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
     The sample uses the number of the first child of A, so each child owns one number; with A empty
     it can only be the correction token.
     """
-    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
+    p = tree.target_probs(prefix)
+    q = tree.draft_probs(prefix)
     children = tree.children(prefix)
     kept = most_likely(q, len(children) - 1)
     (drawn,) = children.keys() - set(kept)
@@ -84,7 +85,8 @@ class GreedyDraftVerifier(Verifier):
         kept = popular.most_likely(children - 1)
         # At a leaf nothing is drawn, and the sample is the bonus token.
         tail = tail_probs(popular.draft, kept) * (children > 0).unsqueeze(2)
-        first, drafted = first_draws(tree), drafted_nodes(tree)
+        first = first_draws(tree)
+        drafted = drafted_nodes(tree)
         fixed = drafted & (popular.at_tokens(kept.to(torch.int64)) > 0)
         chances = popular.at_tokens(popular.target) / popular.at_tokens(tail)
         numbers = numbers_of_children(tree, first, uniforms.acceptance)

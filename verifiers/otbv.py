@@ -60,7 +60,8 @@ def select_child(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser
 
 
 def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
-    drafts, q = tree.drafts(prefix), tree.draft_probs(prefix)
+    drafts = tree.drafts(prefix)
+    q = tree.draft_probs(prefix)
     if len(drafts) == 1:
         (token,) = drafts.values()
         return token, q
@@ -85,7 +86,8 @@ def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Choos
     The drawn child keeps what the target wants of it, min(p, r); the others share the rest in
     proportion to p.
     """
-    q, children = tree.draft_probs(prefix), tuple(tree.children(prefix))
+    q = tree.draft_probs(prefix)
+    children = tuple(tree.children(prefix))
     kept = most_likely(q, len(children) - 1)
     (drawn,) = set(children) - set(kept)
     probs = r = exact_tail_probs(q, kept)

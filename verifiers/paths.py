@@ -235,8 +235,10 @@ class DraftedPath:
     def drawn(cls, tree: DraftTree, target: TargetProbs, path: Path | None = None) -> Self:
         """Return a ``path``, or the first of a tree of columns, with what it was drawn from."""
         path = path or Path.of(tree.draws[:, :, 0])
-        steps, tokens = path.nodes[:, :-1], tree.token_ids.gather(1, path.nodes[:, 1:])
-        ids, draft = rows_at(tree.draft_ids, steps), rows_at(tree.draft_probs, steps)
+        steps = path.nodes[:, :-1]
+        tokens = tree.token_ids.gather(1, path.nodes[:, 1:])
+        ids = rows_at(tree.draft_ids, steps)
+        draft = rows_at(tree.draft_probs, steps)
         probs = probs_along(target, steps, ids)
         chosen = place_of(tokens, ids, draft)
         return cls(path.nodes, path.lengths, ids, draft, probs, chosen)

@@ -96,7 +96,8 @@ class Forks:
 
     def path(self, tree: DraftTree, target: TargetProbs, path: Path) -> DraftedPath:
         """Return a path of each tree with b along it."""
-        steps, tokens = path.nodes[:, :-1], tree.token_ids.gather(1, path.nodes[:, 1:])
+        steps = path.nodes[:, :-1]
+        tokens = tree.token_ids.gather(1, path.nodes[:, 1:])
         places = self.at(steps)
         forked = (self.places.gather(1, steps) < self.plan.ids.shape[1]).unsqueeze(2)
         ids = torch.where(forked, rows_at(self.plan.ids, places), rows_at(tree.draft_ids, steps))
@@ -187,7 +188,8 @@ def _drawn_child_keys(tree: DraftTree, weights: Tensor, uniforms: Tensor) -> Ten
     siblings, are ``[batch, nodes]``. Return keys likewise: the largest among siblings, 1 ... K, is
     the child drawn; 0 is never drawn.
     """
-    first, others = first_draws(tree), siblings(tree)
+    first = first_draws(tree)
+    others = siblings(tree)
     earlier = others & (first.unsqueeze(1) <= first.unsqueeze(2))
     cumulative = (earlier * weights.unsqueeze(1)).sum(dim=2)
     total = (others * cumulative.unsqueeze(1)).amax(dim=2)
@@ -215,7 +217,8 @@ class PopularTree:
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:
         """Sort the lists of all nodes."""
         order = most_likely_first(tree.draft_ids, tree.draft_probs)
-        ids, draft = tree.draft_ids.gather(2, order), tree.draft_probs.gather(2, order)
+        ids = tree.draft_ids.gather(2, order)
+        draft = tree.draft_probs.gather(2, order)
         probs = target.probs_in(target.rows, ids) * (draft > 0)
         return cls(tree, ids, draft, probs, places_of_tokens(tree, ids, draft))
 

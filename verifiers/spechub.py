@@ -30,7 +30,8 @@ def spechub(tree: ReferenceTree, chooser: Chooser) -> Outcome:
 
 def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Rejected:
     """Serve p(x) from the pairs (x, a) first, then from (a, x); the hub takes what is left."""
-    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
+    p = tree.target_probs(prefix)
+    q = tree.draft_probs(prefix)
     (hub,) = most_likely(q, 1)
     children = tree.children(prefix)
     others = [x for x in children if x != hub]
@@ -87,7 +88,8 @@ class SpecHubVerifier(Verifier):
         )
 
         # A token drawn before the hub is judged by the pairs (x, a).
-        first_draw, is_hub = first_draws(tree), popular.places == 0
+        first_draw = first_draws(tree)
+        is_hub = popular.places == 0
         drawn_at = torch.where(drafted_nodes(tree), first_draw, tree.drafts)
         earliest = over_nodes(tree, tree.parents, drawn_at, "amin", tree.drafts)
         leads = ~is_hub & (first_draw == earliest.gather(1, tree.parents))
@@ -99,6 +101,7 @@ class SpecHubVerifier(Verifier):
         index = torch.arange(tree.nodes, device=passed.device)
         score = torch.where(passed, index + torch.where(is_hub, 0, tree.nodes), 0)
         best = over_nodes(tree, tree.parents, score, "amax", 0)
-        child, ones = best % tree.nodes, torch.ones_like(numbers)
+        child = best % tree.nodes
+        ones = torch.ones_like(numbers)
         draft = torch.where(hub, popular.target, served)
         return descend(tree, target, uniforms, child, ones, popular.ids, draft)

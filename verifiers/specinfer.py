@@ -25,7 +25,8 @@ def _step(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | Reject
     Drawn without replacement (each child once), q also loses x and is renormalised. Drawn with
     replacement every copy of a token is tried: a copy counts like any other draft.
     """
-    r, q = tree.target_probs(prefix), tree.draft_probs(prefix)
+    r = tree.target_probs(prefix)
+    q = tree.draft_probs(prefix)
     wor = tree.draft_sampling is DraftSampling.WOR
     drafts = {k: x for x, k in tree.children(prefix).items()} if wor else tree.drafts(prefix)
     for number, x in drafts.items():
@@ -53,7 +54,8 @@ class SpecInferVerifier(Verifier):
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """Judge trees drawn with (``iid``) or without (``wor``) replacement."""
-        left, first = RemainingProbs.of(tree, target), first_draws(tree)
+        left = RemainingProbs.of(tree, target)
+        first = first_draws(tree)
         wor = tree.draft_sampling is DraftSampling.WOR
         chosen = torch.zeros_like(tree.parents)
         drafts = drafts_in_order(tree, uniforms.acceptance)
@@ -105,8 +107,10 @@ class RemainingProbs:
         Those are different nodes; one at which nothing would be left stays as it is. All arguments,
         and the mass before normalising that is returned, are ``[batch, steps]``.
         """
-        left, draft = rows_at(self.left, nodes), rows_at(self.draft, nodes)
-        beside, scale = self.beside.gather(1, nodes), self.scale.gather(1, nodes)
+        left = rows_at(self.left, nodes)
+        draft = rows_at(self.draft, nodes)
+        beside = self.beside.gather(1, nodes)
+        scale = self.scale.gather(1, nodes)
         rest = (weights.unsqueeze(2) * left - draft).clamp(min=0)
         mass = rest.sum(dim=2) + weights * beside
         changed = where & (mass > 0)

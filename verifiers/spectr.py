@@ -24,7 +24,8 @@ def exact_k_seq(tree: ReferenceTree, prefix: Prefix, chooser: Chooser) -> int | 
     The residual is p - min(q, p / rho) * sum_{k<n} (1 - beta)^k, non-negative because that sum is
     at most rho.
     """
-    p, q = tree.target_probs(prefix), tree.draft_probs(prefix)
+    p = tree.target_probs(prefix)
+    q = tree.draft_probs(prefix)
     drafts = tree.drafts(prefix)
     rho = scale(p, q, len(drafts))
     for number, x in drafts.items():
@@ -43,7 +44,8 @@ def scale(p: Probs, q: Probs, drafts: int) -> Number:
     Found by bisection and rounded up: any rho of [1, n] with (1 - (1 - beta)^n) / beta <= rho is
     lossless, a smaller one is not.
     """
-    low, high = 1.0, float(drafts)
+    low = 1.0
+    high = float(drafts)
     if _tries(sum(_overlap(p, q, low)), drafts) <= low:
         return 1
     while low < (middle := (low + high) / 2) < high:
@@ -80,7 +82,8 @@ class SpecTrVerifier(Verifier):
         rho, served = k_seq(probs, tree.draft_probs, tree.draft_counts())
         places = places_of_tokens(tree, tree.draft_ids, tree.draft_probs)
         at = tree.parents * tree.width + places
-        p, q = probs.flatten(1).gather(1, at), tree.draft_probs.flatten(1).gather(1, at)
+        p = probs.flatten(1).gather(1, at)
+        q = tree.draft_probs.flatten(1).gather(1, at)
         chances = p / (rho.gather(1, tree.parents) * q)
         chosen = torch.zeros_like(tree.parents)
         for parents, children, real, numbers in drafts_in_order(tree, uniforms.acceptance):
@@ -108,12 +111,14 @@ def k_seq(target: Tensor, draft: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor
         powers = -torch.expm1(n * torch.log1p(-beta.clamp(max=1.0))) / beta
         return torch.where(beta > 0, powers, n)
 
-    low, high = torch.ones_like(n), n
+    low = torch.ones_like(n)
+    high = n
     high = torch.where(tries(low) <= low, low, high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         enough = tries(middle) <= middle
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle)
+        high = torch.where(enough, middle, high)
     overlap = torch.minimum(draft, target / high.unsqueeze(2))
     # A leaf has no drafts, so nothing is served there.
     served = torch.where(drafts > 0, tries(high), 0.0)

@@ -351,7 +351,8 @@ class ModifiedNode:
         remaining = torch.where(draft.probs.sum(dim=2) > 0, layers.remaining, 0)
         wanted = torch.cat((ids, draft.ids.flatten(1)), dim=1)
         probs = target.probs_in(entry_at(target.rows, nodes), wanted)
-        plans, masses = [], []
+        plans = []
+        masses = []
         width = draft.ids.shape[2]
         for k in range(layers.count):
             start = ids.shape[1] + k * width
@@ -376,7 +377,8 @@ class ModifiedNode:
 
         ``uniforms`` ``[batch, layers]``: one for each layer in force, in their order.
         """
-        layers, plan = self.layers, self.plan
+        layers = self.layers
+        plan = self.plan
         if layers.count == 0:
             return layers
         ranks = place_of(tokens.view(-1, 1).expand(-1, layers.count), plan.ids, plan.draft)

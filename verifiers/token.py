@@ -16,7 +16,8 @@ def token(tree: ReferenceTree, chooser: Chooser) -> Outcome:
     """Accept x with min(1, p/q), stop at the first rejection, correct with (p - q)+."""
     (path,) = tree.paths
     for i, x in enumerate(path):
-        p, q = tree.target_probs(path[:i]), tree.draft_probs(path[:i])
+        p = tree.target_probs(path[:i])
+        q = tree.draft_probs(path[:i])
         if not accepts(chooser, min(1, p[x] / q[x]), Purpose.ACCEPTANCE, i):
             correction = chooser.choose(residual_or_target(1, p, q), Purpose.CORRECTION, 0)
             return Outcome(path[:i], correction)

@@ -72,7 +72,8 @@ class ExactTransport:
         sign = 1 if self.moved[rank] > 0 else -1
         mine = list(accumulate(positive(sign * d) for d in self.moved))
         theirs = list(accumulate(positive(-sign * d) for d in self.moved))
-        low, high = mine[rank] - magnitude(self.moved[rank]), mine[rank]
+        low = mine[rank] - magnitude(self.moved[rank])
+        high = mine[rank]
         overlap: dict[int, Number] = {}
         for y, d in reversed(tuple(enumerate(self.moved))):
             delta = min(high, theirs[y]) - max(low, theirs[y] - magnitude(d))
@@ -118,7 +119,8 @@ def exact_transport(p: Probs, q: Probs, drafts: int) -> ExactTransport:
 def _transport(p: Probs, q: Probs, drafts: int, exact: bool) -> ExactTransport:
     del exact
     order = ranked(p, q)
-    ps, qs = [p[x] for x in order], [q[x] for x in order]
+    ps = [p[x] for x in order]
+    qs = [q[x] for x in order]
     F = [0, *accumulate(qs)]
     P = [0, *accumulate(ps)]
     # F_i^n - F_{i-1}^n in factored form: the plain difference cancels.
@@ -146,9 +148,13 @@ def _selected_probs(p: Sequence[Number], v: Sequence[Number], D: Sequence[Number
     from_right = list(accumulate(reversed(D), max))[::-1]
     b: list[Number] = []
     for i in range(1, len(D)):
-        near, far, g = D[i - 1], D[i], from_left[i - 1]
+        near = D[i - 1]
+        far = D[i]
+        g = from_left[i - 1]
         if i > top:  # the mirror image: g falls from entry i - 1 to entry i
-            near, far, g = D[i], D[i - 1], from_right[i]
+            near = D[i]
+            far = D[i - 1]
+            g = from_right[i]
         if far <= g:
             b.append(p[i - 1])
         elif g == near:
@@ -179,12 +185,15 @@ def select_draft(
         relabel = node.relabel_probability(rank, partner)
         return partner if accepts(chooser, relabel, Purpose.SELECTION, take) else rank
 
-    best, highest, top = -1, -1, len(node.order) - 1
+    best = -1
+    highest = -1
+    top = len(node.order) - 1
     for number in drafts:
         if highest < top:  # no label is above the top: other drafts need none
             rank = label(number)
             if rank > highest:  # equal labels: the first drafted
-                best, highest = number, rank
+                best = number
+                highest = rank
     return drafts[best]
 
 
@@ -212,7 +221,8 @@ def multiplicity_probs(node: ExactTransport, token: int) -> Probs:
     for y, width in enumerate(node.q):
         mass = labels.get(y, 0)
         if mass > 0:
-            other, slope = positive(start - q * below), positive(width - q * mass)
+            other = positive(start - q * below)
+            slope = positive(width - q * mass)
             for m in range(1, n + 1):
                 joint[m - 1] += _piece(n, m, q, below, mass, other, slope)
             below += mass
@@ -391,7 +401,8 @@ def _label_probs(plan: Transport, at: Tensor) -> Tensor:
     moved = plan.selected - plan.highest
     excess = moved.gather(1, at)
     side = torch.where(excess > 0, 1.0, -1.0)
-    amount, high = excess.abs(), (side * moved).clamp(min=0).cumsum(dim=1).gather(1, at)
+    amount = excess.abs()
+    high = (side * moved).clamp(min=0).cumsum(dim=1).gather(1, at)
     partner = (-side * moved).clamp(min=0)
     reach = partner.cumsum(dim=1)
     overlap = torch.minimum(high, reach) - torch.maximum(high - amount, reach - partner)

@@ -165,14 +165,16 @@ class _Visit:
     def of(cls, tree: DraftTree, target: TargetProbs) -> Self:
         root = torch.zeros_like(tree.num_nodes)
         left = RemainingProbs.of(tree, target)
-        weights, none = torch.ones_like(left.beside), root.bool().unsqueeze(1)
+        weights = torch.ones_like(left.beside)
+        none = root.bool().unsqueeze(1)
         return cls(left, weights, none, root, tree.draws[:, :, 0])
 
     def enter(self, leaf: _Leaf) -> None:
         """Set the weights of a path's new nodes, from the top down."""
         ratios = self.left.ratios(leaf.parents, leaf.nodes)
         known = self.weights.gather(1, leaf.nodes)
-        weight, column = self.weights[:, 0], []
+        weight = self.weights[:, 0]
+        column = []
         for depth in range(leaf.nodes.shape[1]):
             fresh = (weight * ratios[:, depth]).clamp(max=1.0)
             weight = torch.where(leaf.entered[:, depth], fresh, known[:, depth])
@@ -184,14 +186,16 @@ class _Visit:
     def leave(self, leaf: _Leaf, depth: int, uniforms: Tensor) -> None:
         """Test the node at ``depth`` (0 below the root) if none of its children is left."""
         at = slice(depth, depth + 1)
-        node, parent = leaf.nodes[:, at], leaf.parents[:, at]
+        node = leaf.nodes[:, at]
+        parent = leaf.parents[:, at]
         weight = self.weights.gather(1, node)
         tested = leaf.left[:, at] & ~self.accepted
         passed = tested & (uniforms.gather(1, (node - 1).clamp(min=0)) < weight)
         self.stop = torch.where(passed.squeeze(1), node.squeeze(1), self.stop)
         self.path = torch.where(passed, leaf.nodes, self.path)
         self.accepted = self.accepted | passed
-        rejected, old = tested & ~passed, self.weights.gather(1, parent)
+        rejected = tested & ~passed
+        old = self.weights.gather(1, parent)
         mass = self.left.subtract(parent, old, rejected)
         self.left.lose(parent, node, rejected)
         new = torch.where(old < 1, mass / (mass + (1 - old)), 1.0)

@@ -78,7 +78,8 @@ def name_tensors(tensors: Mapping[str, Tensor], file: str) -> NamedTensors:
             continue
         if known in kept:
             raise DrafterMismatch(name, stored[known], "a single tensor of this meaning")
-        kept[known], stored[known] = tensor, name
+        kept[known] = tensor
+        stored[known] = name
     return NamedTensors(kept, stored, prefix, left_aside)
 
 
@@ -91,7 +92,8 @@ def detect_arch(named: NamedTensors) -> Arch:
     marks = ("layer.hidden_norm.weight", "layer.input_layernorm.weight", OFFSETS)
     if named.layer_prefix == "midlayer." or any(mark in names for mark in marks):
         return Arch.EAGLE3
-    query, fusion = names.get("layer.self_attn.q_proj.weight"), names["fc.weight"]
+    query = names.get("layer.self_attn.q_proj.weight")
+    fusion = names["fc.weight"]
     if query is not None and query.ndim == 2 and query.shape[1] == 2 * len(fusion):
         return Arch.EAGLE3
     return Arch.EAGLE1

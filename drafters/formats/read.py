@@ -399,14 +399,19 @@ def read_settings(
             message names it.
     """
     if kind.nested:
-        whole, inner, section = stored, _object(stored, LAYER_SECTION), f"{LAYER_SECTION}."
+        whole = stored
+        inner = _object(stored, LAYER_SECTION)
+        section = f"{LAYER_SECTION}."
     else:
         whole = inner = _merged(stored, "eagle_config")
         section = ""
-    layer, head = _typed(inner, _Layer, section), _typed(whole, _Head)
+    layer = _typed(inner, _Layer, section)
+    head = _typed(whole, _Head)
     _check_supported(layer, head, section)
     llama = _llama(inner)
-    layers, norms, remarks = None, dict[str, bool](), list[Remark]()
+    layers = None
+    norms = dict[str, bool]()
+    remarks = list[Remark]()
     if arch is Arch.EAGLE3:
         ids = head.eagle_aux_hidden_state_layer_ids
         layers = StoredLayers(None if ids is None else tuple(ids), layer.layer_ids_are, kind)
@@ -503,7 +508,8 @@ def _llama(layer: Mapping[str, Any]) -> LlamaConfig:
 
 def _stand_in(head: _Head) -> tuple[int, ...]:
     """Return as many layer numbers as the head reads, three where nothing says."""
-    ids, said = head.eagle_aux_hidden_state_layer_ids, head.num_aux_hidden_states
+    ids = head.eagle_aux_hidden_state_layer_ids
+    said = head.num_aux_hidden_states
     number = said or 3 if ids is None else len(ids)
     if said not in (None, number):
         raise _mismatch("num_aux_hidden_states", said, f"{number}, as {LAYER_IDS} has")
@@ -517,7 +523,8 @@ def _attention(layer: _Layer, kind: Format, named: NamedTensors) -> dict[str, bo
     """
     if not kind.nested:
         # Configurations copied from a target may say attention_bias, which means the target's.
-        has_bias, said = named.has_attention_bias("qkv"), layer.qkv_bias
+        has_bias = named.has_attention_bias("qkv")
+        said = layer.qkv_bias
         return {
             "qkv_bias": has_bias if said is None else said,
             "o_bias": named.has_attention_bias("o"),
@@ -554,7 +561,8 @@ def _disagreements(
     layer: _Layer, head: _Head, kind: Format, config: EagleHeadConfig, named: NamedTensors
 ) -> list[Remark]:
     """Return remarks on what the file leaves open, and on what other engines would make of it."""
-    eagle1, eagle3 = config.arch is Arch.EAGLE1, config.arch is Arch.EAGLE3
+    eagle1 = config.arch is Arch.EAGLE1
+    eagle3 = config.arch is Arch.EAGLE3
     layers = layer.num_hidden_layers
     facts: dict[RemarkKind, dict[str, bool | None]] = {
         RemarkKind.ASSUMED: {

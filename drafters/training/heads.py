@@ -140,7 +140,8 @@ def try_out(config: EagleTrainingConfig, model: PreTrainedModel, texts: Texts) -
 
     Nothing is written but what ``keep_runs`` names. See :func:`train_eagle` for the arguments.
     """
-    run, schedule = _Run(config, model, texts, None), config.schedule
+    run = _Run(config, model, texts, None)
+    schedule = config.schedule
     seconds = [optimise_once(run.task, schedule, step) for step in range(2)][-1]
     weights = sum(p.numel() for p in run.head.parameters())
     if config.device == "cuda":
@@ -203,7 +204,8 @@ class _Run:
         )
 
     def loss(self, step: int, spent: float) -> Tensor:
-        config, seed = self.config, self.config.schedule.step_seed(step)
+        config = self.config
+        seed = self.config.schedule.step_seed(step)
         run = self.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         depths = list(unroll(self.head, run, anchors, config.depths))
@@ -218,7 +220,8 @@ class _Run:
 
     def evaluate(self, head: EagleHead) -> Evaluation:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
-        depths, number = self.config.depths, self.config.anchors
+        depths = self.config.depths
+        number = self.config.anchors
         runs = tqdm(self.held_out(), desc="evaluation", leave=False, disable=None)
         measured = measure(
             list(unroll(head, run, draw_anchors(run.is_response, number, seed=0), depths))
@@ -239,7 +242,9 @@ def _runs(
 ) -> tuple[Callable[[int], TargetRun], Callable[[], Iterator[TargetRun]]]:
     """Return what draws the batch of a seed, and the batches that acceptance is measured on."""
     device = torch.device(config.device)
-    batch, folder, seed = config.batch, config.keep_runs, config.texts.seed
+    batch = config.batch
+    folder = config.keep_runs
+    seed = config.texts.seed
     training = texts.training.to(device)
     held_out = texts.held_out.to(device)
     held_out = held_out.of(_evenly(held_out, config.texts.held_out)[: config.texts.held_out])
@@ -248,7 +253,8 @@ def _runs(
         others = KeptRuns.over(target, held_out, folder / "held_out", seed=seed)
         parts = torch.arange(len(others.rows)).split(batch)
         return lambda s: kept.of(kept.draw(batch, s)), lambda: map(others.of, parts)
-    number, shape = len(training.lengths), (batch, documents_to_fill(target.window))
+    number = len(training.lengths)
+    shape = (batch, documents_to_fill(target.window))
     parts = torch.arange(len(held_out.lengths), device=device).unsqueeze(1).split(batch)
     return (
         lambda s: target.run(training, draw_documents(number, shape, s).to(device)),
@@ -266,7 +272,8 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     """Return what comes before the first response of ``number`` documents, evenly over lengths."""
     prompts = []
     for document in _evenly(corpus, number).tolist():
-        start, length = int(corpus.starts[document]), int(corpus.lengths[document])
+        start = int(corpus.starts[document])
+        length = int(corpus.lengths[document])
         first = int(corpus.is_response[start : start + length].int().argmax())
         # Plain text is all response.
         if first > 0:
@@ -288,7 +295,8 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
             return initial.requires_grad_()
         return _with_vocabulary(initial, config, model, training)
     if not eagle3:
-        vocab, width = target.vocab_size, config.intermediate
+        vocab = target.vocab_size
+        width = config.intermediate
         eagle1 = head_config_of(target, config.arch, draft_vocab=vocab, intermediate=width)
         return Eagle1Head(eagle1, _embedding(model), OutputLayer.of(model).float())
     chosen = frequent_tokens(training, target.vocab_size, config.draft_vocab)
@@ -326,7 +334,8 @@ def _with_vocabulary(
 
 def _eagle3_head(config: EagleHeadConfig, model: PreTrainedModel, chosen: Tensor) -> Eagle3Head:
     """Return a new head that drafts the ``chosen`` tokens by the target's own output layer."""
-    embedding, output = _embedding(model), OutputLayer.of(model).float()
+    embedding = _embedding(model)
+    output = OutputLayer.of(model).float()
     head = Eagle3Head(config, embedding, chosen.to(embedding.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(output.scale * output.weight[chosen])
@@ -342,7 +351,8 @@ def head_config_of(
     they are there. ``intermediate``, the width of the feed-forward layer, is None for the target's.
     """
     facts = target.to_dict()
-    hidden, heads = int(target.hidden_size), int(target.num_attention_heads)
+    hidden = int(target.hidden_size)
+    heads = int(target.num_attention_heads)
     width = intermediate or facts.get("intermediate_size") or facts.get("n_inner")
     eps = [facts[key] for key in _NORM_EPS if facts.get(key)]
     eagle3 = arch is Arch.EAGLE3
@@ -373,7 +383,8 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     settings = stored.get("full_attention", stored)
     if settings is stored and any(isinstance(value, Mapping) for value in stored.values()):
         settings = next(value for value in stored.values() if isinstance(value, Mapping))
-    kind, part = settings.get("rope_type", "default"), settings.get("partial_rotary_factor") or 1.0
+    kind = settings.get("rope_type", "default")
+    part = settings.get("partial_rotary_factor") or 1.0
     if settings is stored and kind in FIXED_ROPE_TYPES and part == 1.0 and "rope_theta" in settings:
         return dict(settings) | {"rope_type": kind}
     plain = {"rope_type": "default", "rope_theta": float(settings.get("rope_theta") or 10_000.0)}

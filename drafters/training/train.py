@@ -174,7 +174,9 @@ class _Journal:
     """The log of a run, and its progress on standard error: a bar, or lines without a terminal."""
 
     def __init__(self, log: Path, task: Task, schedule: Schedule, progress: RunState) -> None:
-        self._tokens, self._schedule, self._progress = task.tokens_per_step, schedule, progress
+        self._tokens = task.tokens_per_step
+        self._schedule = schedule
+        self._progress = progress
         self._lines = log.open("a", buffering=1)
         first = progress.step * self._tokens
         self._bar = tqdm(initial=first, unit="token", unit_scale=True, disable=None)
@@ -189,7 +191,8 @@ class _Journal:
 
     def note_step(self, loss: Tensor) -> None:
         """Note a step; InvalidArgument where the loss of one that is logged is not finite."""
-        step, bar = self._progress.step, self._bar
+        step = self._progress.step
+        bar = self._bar
         bar.update(self._tokens)
         if step % _LOG_EVERY:
             return
@@ -266,7 +269,8 @@ def _evaluate(task: Task, schedule: Schedule, progress: RunState) -> Evaluation:
         evaluation = task.evaluate()
     progress.evaluating = time.monotonic() - began
     if evaluation.score < progress.best_score:
-        progress.best_score, progress.best_step = evaluation.score, progress.step
+        progress.best_score = evaluation.score
+        progress.best_step = progress.step
         progress.best_weights = {
             name: tensor.to("cpu", copy=True) for name, tensor in task.module.state_dict().items()
         }

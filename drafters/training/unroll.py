@@ -53,7 +53,8 @@ class TargetRun:
             logits = self.logits
             return lambda read: _rows(logits, read).float().softmax(dim=-1)[..., drafted]
         # Only the drafted tokens' logits are computed: a tenth of the work, for a tenth of them.
-        drafts, log_z = self.output.rows(drafted).float(), self.log_z
+        drafts = self.output.rows(drafted).float()
+        log_z = self.log_z
 
         def probs(read: Tensor) -> Tensor:
             with torch.autocast(log_z.device.type, enabled=False):
@@ -131,7 +132,8 @@ class KeptRuns:
         shape = (len(rows), target.window)
 
         def kept(name: str, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            path, number = str(folder / name), math.prod(size)
+            path = str(folder / name)
+            number = math.prod(size)
             return torch.from_file(path, shared=True, size=number, dtype=dtype).view(size)
 
         return cls(
@@ -244,7 +246,8 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
     # The recurrent state stays float32 under autocast.
     everywhere = head(next_ids, head.fuse(run.features).float(), positions, attention)
     hidden = _rows(everywhere, anchors.position)
-    used, probs_at = anchors.used, run.probs_of(head.draft_to_target)
+    used = anchors.used
+    probs_at = run.probs_of(head.draft_to_target)
     for depth in range(depths):
         # The last token read; the distribution of what follows it is drafted here.
         read = anchors.position + depth + 1
@@ -325,7 +328,8 @@ def feature_loss(depths: Sequence[Depth], decay: float) -> Tensor:
     """Return EAGLE-1's regression loss of the next hidden state (arXiv 2401.15077, section 3.3)."""
 
     def error(depth: Depth) -> Tensor:
-        drafted, target = depth.hidden.float(), depth.target_hidden.float()
+        drafted = depth.hidden.float()
+        target = depth.target_hidden.float()
         each = functional.smooth_l1_loss(drafted, target, reduction="none")
         return _mean(each.mean(dim=-1), depth.used)
 
@@ -429,7 +433,8 @@ class _UnrolledAttention:
         true_scores = torch.einsum("bahd,bthd->baht", q, self._keys[0])
         later = torch.arange(window, device=q.device) > self._position.unsqueeze(-1)
         true_scores = true_scores.masked_fill(later.unsqueeze(2), -torch.inf)
-        own_keys, own_values = torch.stack(self._keys[1:]), torch.stack(self._values[1:])
+        own_keys = torch.stack(self._keys[1:])
+        own_values = torch.stack(self._values[1:])
         own_scores = torch.einsum("bahd,nbahd->bahn", q, own_keys)
         scores = torch.cat((true_scores, own_scores), dim=-1).float() * q.shape[-1] ** -0.5
         weights = scores.softmax(dim=-1).to(q.dtype)

@@ -155,8 +155,10 @@ def _step_probs(
 ) -> Iterator[tuple[ModifiedTarget, Number]]:
     p, q = (After(each, state.context) for each in (problem.target_probs, problem.draft_probs))
     stop = After(problem.stop, state.context)
-    sampling, shape = problem.draft_sampling, problem.shape
-    draw, widths = _DRAWS[sampling], shape.widths_of(sampling)
+    sampling = problem.draft_sampling
+    shape = problem.shape
+    draw = _DRAWS[sampling]
+    widths = shape.widths_of(sampling)
 
     def run(chooser: Chooser) -> ModifiedTarget:
         drawing = Drawing(draw, q, widths, chooser, stop)
@@ -205,7 +207,8 @@ def target_joint(p: ProbsAt, total: int) -> dict[Prefix, Number]:
 
 def deviation(states: Mapping[ModifiedTarget, Number], p: ProbsAt, total: int) -> float:
     """Return the largest error of a probability of the first ``total`` tokens."""
-    probs, joint = completed(states, p, total), target_joint(p, total)
+    probs = completed(states, p, total)
+    joint = target_joint(p, total)
     return max(
         float(magnitude(probs.get(tokens, 0) - joint.get(tokens, 0)))
         for tokens in probs.keys() | joint.keys()

@@ -151,14 +151,16 @@ class Drawing:
         return self.known[prefix]
 
     def _drawn(self, prefix: Prefix) -> dict[int, int]:
-        depth, length = len(prefix), len(self.widths)
+        depth = len(prefix)
+        length = len(self.widths)
         if depth == length or self.stop(prefix):
             return {}
         above = [0]
         if prefix:
             drafts = self.drafts(prefix[:-1])
             above = [number for number, token in drafts.items() if token == prefix[-1]]
-        width, drawn = self.widths[depth], dict[int, int]()
+        width = self.widths[depth]
+        drawn = dict[int, int]()
         for number in above:
             first = number * width
             indices = count(first * length + depth, length)
