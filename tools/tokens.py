@@ -34,7 +34,7 @@ class Ceiling(NamedTuple):
 # makes room; a new capability raises those of its own rooms, in the commit that adds it. "Slack"
 # marks a ceiling above what is there now, for capabilities that are being written.
 CEILINGS = {
-    "eaglegbv": Ceiling(65_200, 8.9),  # to come down to 57,000
+    "eaglegbv": Ceiling(65_000, 8.8),  # to come down to 57,000
     "eaglegbv/models": Ceiling(6_800, 9.0),
     "eaglegbv/attention": Ceiling(11_200, 10.3),
     "eaglegbv/backends/sglang": Ceiling(21_000, 9.2),
@@ -42,15 +42,15 @@ CEILINGS = {
     "eaglegbv/native": Ceiling(3_000, 9.5),  # slack
     "eaglegbv/eval": Ceiling(60_000, 9.8),  # slack: its rooms are new, and to be set plainer
     "eaglegbv/eval/audit/served": Ceiling(14_800, 10.3),  # to come down to 8,000
-    "drafters": Ceiling(25_600, 10.1),  # to come down to 23,500
+    "drafters": Ceiling(25_600, 9.9),  # to come down to 23,500
     "drafters/formats": Ceiling(5_100, 8.5),
-    "drafters/training": Ceiling(11_900, 10.2),  # to come down to 11,500
-    "verifiers": Ceiling(26_000, 10.9),
-    "verifiers/proof + scheduler": Ceiling(13_800, 9.8),
+    "drafters/training": Ceiling(11_900, 10.0),  # to come down to 11,500
+    "verifiers": Ceiling(25_900, 10.6),
+    "verifiers/proof + scheduler": Ceiling(13_800, 9.7),
 }
 # What kernels have counts in their rooms' tokens, but not in their tokens a line.
 KERNELS_A_LINE = 10.8
-ALL_A_LINE = 9.6
+ALL_A_LINE = 9.5
 FUNCTION_LINES = 26  # 95 of 100 functions have at most so many
 DENSEST = 10
 SHORTEST_DENSE = 5  # lines of code: shorter functions are not called dense
