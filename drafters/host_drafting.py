@@ -94,7 +94,8 @@ class _IndependentPaths:
     """
 
     def __init__(self, call: DraftCall) -> None:
-        plan, batch = call.plan, len(call.requests)
+        plan = call.plan
+        batch = len(call.requests)
         self._floor = plan.min_confidence
         self._uniforms = draft_numbers(call.requests, plan).numpy()
         self._nodes = [[(request.token_ids[-1], 0, 0)] for request in call.requests]
@@ -106,12 +107,14 @@ class _IndependentPaths:
 
     def grow(self, probs: DraftProbs) -> NewRows:
         """Draw a level from the distributions of the latest rows; return the next ones."""
-        level, above = len(self._levels), self._rows
+        level = len(self._levels)
+        above = self._rows
         self._levels.append((above, probs))
         self._rows = {}
         going: list[tuple[int, int, int, float]] = []
         for (b, node, path, score), (token, prob) in zip(self._going, self._drawn(), strict=True):
-            nodes, drafted = self._nodes[b], (token, node, level + 1)
+            nodes = self._nodes[b]
+            drafted = (token, node, level + 1)
             if drafted not in nodes:
                 nodes.append(drafted)
             child = nodes.index(drafted)
@@ -144,7 +147,8 @@ class _IndependentPaths:
         """Return the trees, padded to the largest."""
         nodes = _padded(self._nodes)
         shape = (*nodes[0].shape, self._levels[0][1].ids.shape[1])
-        ids, probs = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+        ids = np.zeros(shape, dtype=np.int64)
+        probs = np.zeros(shape)
         for rows, drawn in self._levels:
             at = tuple(np.array([*rows]).T)
             ids[at], probs[at] = drawn.ids.numpy(), drawn.probs.numpy()

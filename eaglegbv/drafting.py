@@ -9,7 +9,9 @@ from torch import Tensor
 from eaglegbv.attention.base import offsets_of
 from eaglegbv.config import DraftSampling, Plan, Source, plan_name
 from eaglegbv.devices import upload
-from eaglegbv.drafters import DraftCall, Drafter, NgramDrafter
+from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.host_drafting import DraftCall
+from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler import Group
 from eaglegbv.tree import DraftTree

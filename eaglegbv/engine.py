@@ -22,7 +22,7 @@ from eaglegbv.config import (
     plans_of,
 )
 from eaglegbv.devices import torch_as_usual
-from eaglegbv.drafters import Drafter
+from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.grammars import Grammars

@@ -18,18 +18,11 @@ from eaglegbv.attention.kv_cache import PoolSize, slot_bytes
 from eaglegbv.config import GraphMode, Planning, plans_of
 from eaglegbv.cuda_graphs import make_recorder
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
-from eaglegbv.drafters import (
-    DRAFTER_FILES,
-    DRAFTERS,
-    Drafter,
-    DrafterFiles,
-    EagleFiles,
-    LoadedTarget,
-    Opening,
-    StandaloneDrafter,
-    files_in,
-    make_drafter,
-)
+from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.draft_model import StandaloneDrafter
+from eaglegbv.drafters.eagle import EagleFiles
+from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
+from eaglegbv.drafters.registry import DRAFTER_FILES, DRAFTERS, files_in, make_drafter
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.gguf import SMOLLM2, find_model, is_smollm2, smollm2_at_hand
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer

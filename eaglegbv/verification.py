@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from eaglegbv import sampling
 from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source
 from eaglegbv.devices import fetch, send, upload
-from eaglegbv.drafters import Drafter, NgramDrafter, ReplayingDrafter
+from eaglegbv.drafters.base import Drafter, ReplayingDrafter
+from eaglegbv.drafters.ngram import NgramDrafter
 from eaglegbv.drafting import Drafting
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.logprobs import RankedRows
