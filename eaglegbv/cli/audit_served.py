@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,10 @@ from eaglegbv.cli.options import opt
 from eaglegbv.cli.structs import Fields
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.audit.served.client import Client, Server
-from eaglegbv.eval.audit.served.places import Settings
+from eaglegbv.eval.audit.served.laws import Settings
+from eaglegbv.eval.audit.served.plan import Plan, Store
 from eaglegbv.eval.audit.served.report import Verdict
-from eaglegbv.eval.audit.served.run import PROMPTS, Audit, Plan, Store
+from eaglegbv.eval.audit.served.run import PROMPTS, Audit
 
 STATUS = {Verdict.PASSES: 0, Verdict.FAILS: 1, Verdict.UNKNOWN: 3}
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -45,7 +47,12 @@ def served(
         tuple[int, ...], opt("Ids of tokens that end answers without a row of their own.")
     ] = (),
     top: Annotated[int, opt("Likely tokens to ask for at each place.")] = 20,
+    against: Annotated[str | None, opt("Server of the same model to compare laws with.")] = None,
+    against_model: Annotated[
+        str | None, opt("Model to compare laws with, a folder or on the hub, by transformers.")
+    ] = None,
     concurrency: Annotated[int, opt("Requests at once.")] = 8,
+    max_requests: Annotated[int, opt("Most requests to send.")] = 100_000,
     budget: Annotated[str | None, opt("Time after which no request begins, such as 10m.")] = None,
     timeout: Annotated[float, opt("Seconds without a token after which an answer ends.")] = 120.0,
     out: Annotated[Path | None, opt("Folder of the answers; a stopped audit goes on.")] = None,
@@ -76,13 +83,22 @@ def served(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + _seconds(budget)
+    client = Client(
+        server=server,
+        concurrency=concurrency,
+        timeout=timeout,
+        most_requests=max_requests,
+        until=until,
+    )
     audit = Audit(
-        Client(server=server, concurrency=concurrency, timeout=timeout, until=until),
+        client,
         plan,
-        Store(None if out is None else out / "answers.jsonl"),
-        lambda text: typer.echo(text, err=True),
+        Store(None if out is None else out / "answers.jsonl", _say),
+        _say,
         PROMPTS if prompts is None else prompts.read_text(encoding="utf-8").splitlines(),
         end,
+        against=None if against is None else replace(client, server=replace(server, url=against)),
+        model=against_model,
     )
     report = asyncio.run(audit.run())
     if json_path is not None:
@@ -92,6 +108,10 @@ def served(
     for line in report.lines():
         typer.echo(line)
     raise typer.Exit(STATUS[report.verdict])
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _object(name: str, text: str) -> dict[str, object]:

@@ -17,11 +17,23 @@ class FakeServer:
     (from the fourth token), ``error`` (an event).
     """
 
-    def __init__(self, seed=0, *, troubles=(), leak=0.0, habit="beside", processed=False):
+    def __init__(
+        self,
+        seed=0,
+        *,
+        troubles=(),
+        leak=0.0,
+        habit="beside",
+        processed=False,
+        drafts=False,
+        accepted=0,
+    ):
         self.bank = Bank.made(seed, laws=256, vocab=40)
         self.rng = np.random.default_rng(seed)
         self.troubles = list(troubles)
         self.leak, self.habit, self.processed = leak, habit, processed
+        self.drafts = drafts  # nothing is listed of the tokens after an answer's first
+        self.accepted = accepted  # drafts that are said to be accepted in every answer
         self.bodies = []
         self.refused = {}  # fields that are refused with 400, as long as they have these values
 
@@ -49,7 +61,10 @@ class FakeServer:
         for index in range(body.get("n", 1)):
             prompt = body["messages"][0]["content"] if chat else body["prompt"]
             rng = np.random.default_rng(body["seed"]) if "seed" in body else self.rng
-            law = len(prompt) * 7 % len(self.bank.p)
+            text, *before = prompt if isinstance(prompt, list) else [prompt]
+            law = len(text) * 7 % len(self.bank.p)
+            for token in before:
+                law = int(self.bank.following(law, token))
             for t in range(3 if trouble == "cut" else body["max_tokens"]):
                 if trouble == "garbage" and t == 3:
                     yield b"data: {nonsense\n\n"
@@ -61,12 +76,19 @@ class FakeServer:
                 logprobs = self.logprobs(token, reported, body, chat=chat)
                 if trouble == "no logprobs" and t > 3:
                     logprobs = None
+                if self.drafts and t > 0:
+                    logprobs["top_logprobs"] = [None]
                 told = {"index": index, "logprobs": logprobs, "finish_reason": None}
                 told |= {"delta": {"content": f" {token}"}} if chat else {"text": f" {token}"}
                 if t + 1 == body["max_tokens"]:
                     told["finish_reason"] = "length"
                 yield f"data: {json.dumps({'choices': [told]})}\n\n".encode()
                 law = int(self.bank.following(law, token))
+        if body.get("stream_options") == {"include_usage": True} and trouble is None:
+            count = body["max_tokens"]
+            forwards = {"target_forwards": count - 1, "accepted_prediction_tokens": self.accepted}
+            usage = {"completion_tokens": count, "completion_tokens_details": forwards}
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode()
         if trouble != "cut":
             yield b"data: [DONE]\n\n"
 

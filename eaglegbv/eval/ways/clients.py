@@ -5,15 +5,15 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import msgspec
 
 from eaglegbv.errors import InvalidArgument, StepFailed
-from eaglegbv.eval.events import events
+from eaglegbv.eval.endpoint import asked, connected
 from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.figures import ACCEPTANCE, Sums
 from eaglegbv.eval.observations import Observation
@@ -53,15 +53,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Answer(NamedTuple):
-    """One answer; times are seconds after the question."""
-
-    first: float
-    last: float
-    tokens: int
-    forwards: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class Clients:
     """A server's answers, by clients at once."""
@@ -92,22 +83,16 @@ class Clients:
                 setting=setting.name,
                 unit=str(number),
                 # Clients are answered side by side: each answer has its share of the whole time.
-                sums=_sums(answer) | {"wall_seconds": seconds / len(answers)},
+                sums=answer | {"wall_seconds": seconds / len(answers)},
             )
             for number, answer in enumerate(answers)
         ]
 
-    async def _level(self, clients: int) -> tuple[list[Answer], float]:
+    async def _level(self, clients: int) -> tuple[list[dict[str, float]], float]:
         """Return the answers to a number of clients, and how long they took together."""
         load = self.load
-        async with httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {self.key}"},
-            timeout=600,
-            limits=httpx.Limits(max_connections=clients),
-        ) as client:
+        async with connected(self.url, self.key, connections=clients) as client:
             served = await client.get("/v1/models")
-            _check(served)
             questions = enumerate(cycle(self.messages))
             shared = {
                 "model": served.json()["data"][0]["id"],
@@ -118,12 +103,12 @@ class Clients:
                 "stream_options": {"include_usage": True},
             }
 
-            async def ask(count: int) -> list[Answer]:
+            async def ask(count: int) -> list[dict[str, float]]:
                 answers = []
                 for _ in range(count):
-                    number, asked = next(questions)
+                    number, messages = next(questions)
                     seeded = {} if load.seed is None else {"seed": load.seed + number}
-                    body = {**shared, "messages": asked, **seeded}
+                    body = {**shared, "messages": messages, **seeded}
                     answers.append(await _answer(client, body))
                     self.on_answer()
                 return answers
@@ -132,19 +117,7 @@ class Clients:
             start = perf_counter()
             by_client = await asyncio.gather(*(ask(load.each) for _ in range(clients)))
             seconds = perf_counter() - start
-            return [answer for answers in by_client for answer in answers], seconds
-
-
-def _sums(answer: Answer) -> dict[str, float]:
-    sums = {
-        "answer_tokens": float(answer.tokens),
-        "first_token": answer.first,
-        "between_tokens": (answer.last - answer.first) / (answer.tokens - 1),
-    }
-    if answer.forwards:
-        # The first token of an answer comes from the prompt's own forward.
-        sums |= {"tokens": float(answer.tokens - 1), "steps": float(answer.forwards)}
-    return sums
+            return list(chain(*by_client)), seconds
 
 
 HEADINGS = ["clients", "answers", "first token, s", "95 of 100", "between tokens, s", "tokens/s"]
@@ -171,33 +144,28 @@ def _row(sums: Sums, setting: Setting) -> list[str]:
     ]
 
 
-async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
+async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str, float]:
+    """Return an answer's tokens and forwards, and its times in seconds after the question."""
     start = perf_counter()
-    first = last = None
-    usage: Mapping[str, Any] = {}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.is_error:
-            await response.aread()
-        _check(response)
-        async for event in events(response.aiter_text()):
-            usage = event.get("usage") or usage
-            if any(_says(choice.get("delta") or {}) for choice in event.get("choices") or ()):
-                last = perf_counter() - start
-                first = last if first is None else first
-    if first is None or last is None or usage.get("completion_tokens", 0) < 2:
+    times: list[float] = []
+    usage: Any = {}
+    async for event in asked(client, "/v1/chat/completions", body):
+        usage = event.get("usage") or usage
+        if any(_says(choice.get("delta") or {}) for choice in event.get("choices") or ()):
+            times.append(perf_counter() - start)
+    tokens = usage.get("completion_tokens", 0)
+    if not times or tokens < 2:
         raise StepFailed(0, "an answer without text, or without its usage")
+    between = (times[-1] - times[0]) / (tokens - 1)
+    sums = {"answer_tokens": tokens, "first_token": times[0], "between_tokens": between}
     details = usage.get("completion_tokens_details") or {}
-    return Answer(first, last, usage["completion_tokens"], details.get("target_forwards"))
+    if forwards := details.get("target_forwards"):
+        # The first token of an answer comes from the prompt's own forward.
+        sums |= {"tokens": tokens - 1, "steps": forwards}
+    return {name: float(value) for name, value in sums.items()}
 
 
 def _says(delta: Mapping[str, Any]) -> bool:
     """Whether a piece of an answer brings tokens: text, thoughts or a call."""
-    return any(
-        delta.get(kind) for kind in ("content", "reasoning_content", "reasoning", "tool_calls")
-    )
-
-
-def _check(response: httpx.Response) -> None:
-    if response.is_error:
-        expected = f"a server that answers ({response.status_code}: {response.text})"
-        raise InvalidArgument("url", str(response.url), expected)
+    kinds = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return any(map(delta.get, kinds))

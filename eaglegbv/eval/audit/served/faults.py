@@ -5,10 +5,10 @@ show under a setting alone, which the audit must then ask for.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -18,6 +18,8 @@ from torch import Tensor
 from eaglegbv import verification
 from eaglegbv.config import DraftSampling
 from eaglegbv.devices import entry_at
+from eaglegbv.drafters import host_drafting
+from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.rng import RequestRng
 from eaglegbv.scheduler.batch import Group
@@ -43,7 +45,6 @@ class Planted(Verifier):
     name = "planted"
     draft_samplings = frozenset({DraftSampling.IID})
     max_paths = 1
-    ignored: ClassVar[dict[str, float]] = {}  # settings that drafts are not judged with
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """See :meth:`Verifier.judge`."""
@@ -72,37 +73,16 @@ class Planted(Verifier):
         return correction_token(residual, target, uniforms.correction)
 
 
-class TemperatureIgnored(Planted):
-    """Drafts are judged at temperature 1."""
-
-    ignored: ClassVar = {"temperature": 1.0}
-
-
-class PenaltyIgnored(Planted):
-    """Drafts are judged without penalties."""
-
-    ignored: ClassVar = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-
-
-class LateTopP(Planted):
-    """Top-p applies to corrections and bonus tokens alone."""
-
-    ignored: ClassVar = {"top_p": 1.0}
-
-
 class RawBonus(Planted):
     """The bonus token is drawn at temperature 1."""
-
-    ignored: ClassVar = {"temperature": 1.0}
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """See :meth:`Verifier.judge`."""
         assert isinstance(target, TwoTargets)
-        sound = WarpedLogits(target.logits, target.log_normaliser, target.rows)
-        raw, verdict = target.of_drafts, Planted.judge(self, tree, sound, uniforms)
+        raw = target.of_drafts
+        verdict = super().judge(tree, replace(target, of_drafts=target), uniforms)
         path = DraftedPath.drawn(tree, raw)
-        residual = path.residual(path.lengths, torch.ones_like(uniforms.correction))
-        other = correction_token(residual, raw, uniforms.correction)
+        other = self.last(path, path.lengths, raw, uniforms)
         bonus = verdict.accepted == path.lengths
         return replace(verdict, token_ids=torch.where(bonus, other, verdict.token_ids))
 
@@ -136,12 +116,9 @@ class LikelyAccepted(Planted):
 class NoResidual(Planted):
     """The correction is drawn from p."""
 
-    def last(
-        self, path: DraftedPath, accepted: Tensor, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> Tensor:
+    def last(self, path: DraftedPath, *rest: Any) -> Tensor:  # noqa: ANN401
         """See :meth:`Planted.last`."""
-        nothing = replace(path, draft=torch.zeros_like(path.draft))
-        return Planted.last(self, nothing, accepted, target, uniforms)
+        return super().last(replace(path, draft=torch.zeros_like(path.draft)), *rest)
 
 
 class NumberReused(Planted):
@@ -168,22 +145,9 @@ class PrunedDrafts(Planted):
         return replace(path, lengths=kept.cumprod(dim=1).sum(dim=1))
 
 
-class AlikeUniforms(VerifyUniforms):
-    """The numbers of a step are those of the next one too."""
-
-    @classmethod
-    def draw(
-        cls,
-        rngs: Sequence[RequestRng],
-        steps: Sequence[int],
-        *,
-        drafts: int,
-        length: int,
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """See :meth:`VerifyUniforms.draw`."""
-        alike = [step - step % 2 for step in steps]
-        return super().draw(rngs, alike, drafts=drafts, length=length, device=device)
+def _alike(rngs: Sequence[RequestRng], steps: Sequence[int], **how: Any) -> VerifyUniforms:  # noqa: ANN401
+    """Draw for every second step the numbers of the step before."""
+    return _DRAW(rngs, [step - step % 2 for step in steps], **how)
 
 
 def _wrong_row(group: Group, logits: Tensor, target: WarpedLogits, verdict: Verdict) -> Any:  # noqa: ANN401
@@ -191,15 +155,19 @@ def _wrong_row(group: Group, logits: Tensor, target: WarpedLogits, verdict: Verd
     nodes = torch.nn.functional.pad(verdict.path_nodes, (1, 0))
     last = entry_at(nodes, verdict.accepted)
     earlier = entry_at(nodes, (verdict.accepted - 1).clamp(min=0))
-    rows = target.rows.scatter(1, last[:, None], entry_at(target.rows, earlier)[:, None])
+    reported = entry_at(target.rows, earlier)
+    rows = target.rows.scatter(1, last[:, None], reported[:, None])
     return _RANK(group, logits, replace(target, rows=rows), verdict)
 
 
+_DRAW = VerifyUniforms.draw
 _RANK = verification._rank_committed
 _PROBS = verification.probs_of_nodes
 
 
-def _two_targets(ignored: dict[str, float]) -> Callable[..., WarpedLogits]:
+def _two_targets(**ignored: float) -> dict[str, Any]:
+    """Judge drafts without some settings."""
+
     def probs(group: Group, logits: Tensor) -> WarpedLogits:
         others = [copy.copy(request) for request in group.requests]
         for request in others:
@@ -208,23 +176,44 @@ def _two_targets(ignored: dict[str, float]) -> Callable[..., WarpedLogits]:
         both = _PROBS(group, logits)
         return TwoTargets(both.logits, both.log_normaliser, both.rows, of_drafts)
 
-    return probs
+    return {"eaglegbv.verification.probs_of_nodes": probs}
 
 
+_LIST = host_drafting._Distributions.of
+_NUMBERS = host_drafting.draft_numbers
+
+
+def _likely_first(*of: Any) -> DraftProbs:  # noqa: ANN401
+    """Put the most likely drafts first, so that numbers of 0 draw them."""
+    probs = _LIST(*of)
+    order = probs.probs.argsort(dim=1, descending=True)
+    return DraftProbs(probs.ids.gather(1, order), probs.probs.gather(1, order))
+
+
+def _zeros(*of: Any) -> Tensor:  # noqa: ANN401
+    return torch.zeros_like(_NUMBERS(*of))
+
+
+GREEDY = {
+    "eaglegbv.drafters.host_drafting._Distributions.of": _likely_first,
+    "eaglegbv.drafters.host_drafting.draft_numbers": _zeros,
+}
+"""The most likely drafts are taken, and judged as if they were drawn."""
 FAULTS: dict[str, tuple[type[Planted], dict[str, Any]]] = {
     "none": (Planted, {}),
-    "temperature-ignored": (TemperatureIgnored, {}),
+    "temperature-ignored": (Planted, _two_targets(temperature=1.0)),
+    "greedy-drafts": (Planted, GREEDY),
     "other-temperature": (OtherTemperature, {}),
     "half-threshold": (HalfThreshold, {}),
     "likely-accepted": (LikelyAccepted, {}),
     "no-residual": (NoResidual, {}),
     "number-reused": (NumberReused, {}),
-    "steps-alike": (Planted, {"VerifyUniforms": AlikeUniforms}),
-    "raw-bonus": (RawBonus, {}),
+    "steps-alike": (Planted, {"eaglegbv.verification.VerifyUniforms.draw": _alike}),
+    "raw-bonus": (RawBonus, _two_targets(temperature=1.0)),
     "pruned-drafts": (PrunedDrafts, {}),
-    "penalty-ignored": (PenaltyIgnored, {}),
-    "late-top-p": (LateTopP, {}),
-    "wrong-row": (Planted, {"_rank_committed": _wrong_row}),
+    "penalty-ignored": (Planted, _two_targets(presence_penalty=0.0)),
+    "late-top-p": (Planted, _two_targets(top_p=1.0)),
+    "wrong-row": (Planted, {"eaglegbv.verification._rank_committed": _wrong_row}),
 }
 """The faults by name: the rule, and what it takes the place of in verification."""
 
@@ -239,11 +228,9 @@ def planted(name: str) -> Iterator[str]:
     if name not in FAULTS:
         raise InvalidArgument("fault", name, one_of(FAULTS, name))
     rule, changes = FAULTS[name]
-    if rule.ignored:
-        changes = {"probs_of_nodes": _two_targets(rule.ignored)}
     with ExitStack() as stack:
         for table in (VERIFIERS, ALL_VERIFIERS):
             stack.enter_context(mock.patch.dict(table, {Planted.name: rule}))
-        for attribute, value in changes.items():
-            stack.enter_context(mock.patch.object(verification, attribute, value))
+        for place, value in changes.items():
+            stack.enter_context(mock.patch(place, value))
         yield Planted.name

@@ -1,54 +1,19 @@
-"""Places of answers, each with the law that a server reports there, and laws that follow from it.
+"""The places of answers in arrays, each with the law that its token was drawn from."""
 
-A law is the list of tokens that counts, the most likely first, and one more outcome for all others,
-the *rest*. Lumping tokens of a law yields a law, so nothing is approximated whatever the length of
-the list; which tokens count must not depend on the token drawn (:mod:`reading`).
-"""
-
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
+from zlib import crc32
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from eaglegbv.eval.audit.served.laws import Grid, Law, Rule, law_of
+from eaglegbv.eval.audit.served.rows import Answer, Token, finite
+
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
-Bools: TypeAlias = NDArray[np.bool_]
-
-SLACK = 1e-5
-"""Mass that float32 may lose when a server's probabilities are added."""
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server is asked to sample.
-
-    Attributes:
-        temperature: Sampling temperature, more than 0.
-        top_p: Smallest mass of most likely tokens to sample from.
-        top_k: Number of most likely tokens to sample from.
-        min_p: Smallest probability to sample, as a share of the most likely token's.
-        presence_penalty: Taken from the logit of every token that the answer has already.
-        frequency_penalty: The same, for every time.
-        repetition_penalty: Divides or multiplies logits of tokens that the text has already.
-        logit_bias: Added to logits, by token id: a JSON object.
-    """
-
-    temperature: float = 1.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The settings that are set, by name."""
-        given = msgspec.to_builtins(self)
-        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +29,27 @@ class Places:
     position: Ints  # [places]: how many tokens of its answer stand before
     context: Ints  # [places]: number of the text before, prompt included
 
+    @classmethod
+    def of(cls, laws: Sequence[Law], where: Sequence[tuple[int, int, int]]) -> Self:
+        """Put laws into arrays; ``where`` are their answers, positions and contexts."""
+        width = max((len(law.entries) for law in laws), default=1)
+        nothing = (-np.inf, 0.0, -1.0, 0.0)
+        table = np.tile(nothing, (len(laws), width, 1))
+        drawn = np.full(len(laws), width)
+        for row, law in enumerate(laws):
+            for column, entry in enumerate(law.entries):
+                number = number_of(entry.token)
+                table[row, column] = (entry.logprob, entry.error, number, entry.earlier)
+                if entry.token == law.drawn:
+                    drawn[row] = column
+        logits, errors, tokens, counts = table.transpose(2, 0, 1)
+        probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+        rest = np.array([[law.rest] for law in laws]).reshape(-1, 1)
+        probs *= (1 - rest) / probs.sum(axis=1, keepdims=True)
+        places = np.array(where, int).reshape(-1, 3).T
+        probs = np.append(probs, rest, axis=1)
+        return cls(probs, errors, tokens.astype(int), counts.astype(int), drawn, *places)
+
     def __len__(self) -> int:
         return len(self.drawn)
 
@@ -72,125 +58,65 @@ class Places:
         """Index of the rest among the outcomes."""
         return int(self.probs.shape[1]) - 1
 
-    def take(self, index: Ints | Bools) -> Self:
-        """Return some of the places."""
-        columns = {field.name: getattr(self, field.name)[index] for field in fields(self)}
-        return replace(self, **columns)
+    def mean(self, values: Floats) -> Floats:
+        """Return the expectation of values ``[places, k + 1]`` under each law, ``[places, 1]``."""
+        mean: Floats = np.einsum("nk,nk->n", self.probs, values)[:, None]
+        return mean
 
-    def with_logits(self, logits: Floats, kept: Bools, errors: Floats) -> Self:
-        """Return the ``kept`` places whose token has a finite logit, by the law given that.
-
-        ``logits`` ``[places, k]`` are of the listed tokens, -inf for those that cannot be drawn.
-        To leave out a place for the rest is sound: a function that is constant on what has no
-        logit, and equal there to its expectation on what has one, has the difference 0 there.
-        """
-        probs = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-1e9))
-        probs /= np.maximum(probs.sum(axis=1, keepdims=True), 1e-300)
-        order = np.argsort(-probs, axis=1, kind="stable")
-        rank = np.append(np.argsort(order, axis=1), np.full((len(self), 1), self.rest), axis=1)
-        padded = np.append(probs, np.zeros((len(self), 1)), axis=1)
-        drawable = padded[np.arange(len(self)), self.drawn] > 0
-
-        def ranked(values: Any) -> Any:  # noqa: ANN401  an array of any kind
-            return np.take_along_axis(values, order, axis=1)
-
-        law = replace(
-            self,
-            probs=np.append(ranked(probs), padded[:, -1:], axis=1),
-            errors=ranked(errors),
-            tokens=np.where(ranked(probs) > 0, ranked(self.tokens), -1),
-            counts=ranked(self.counts),
-            drawn=rank[np.arange(len(self)), self.drawn],
-        )
-        return law.take(kept & drawable)
+    def at_drawn(self, values: Floats) -> Floats:
+        """Return the values ``[places, k + 1]`` of what was drawn, ``[places, 1]``."""
+        return np.take_along_axis(values, self.drawn[:, None], axis=1)
 
 
-def log_probs(places: Places) -> Floats:
-    """Return the log-probabilities of the listed tokens, ``[places, k]``, -inf where none is."""
-    with np.errstate(divide="ignore"):
-        return np.log(places.probs[:, :-1])
+def number_of(token: Token) -> int:
+    """Return a number for a token that does not depend on when it was first met."""
+    return token if isinstance(token, int) else crc32(token.encode())
 
 
-def among_listed(places: Places, settings: Settings, ends: Collection[int] = ()) -> Places:
-    """Return the laws given that a listed token is drawn, from a report before all settings.
+@dataclass(slots=True)
+class Notes:
+    """What was met while answers were read."""
 
-    Tokens of ``ends`` are taken out of it: where an answer's last row lacks, they were not drawn.
-
-    Temperature, penalties and biases change the odds of the listed tokens in a known way, whatever
-    the rest does. Tokens count that are more likely after them than any in the rest may be, so the
-    ``top_k`` first of them are the first of all.
-    """
-    raw = log_probs(places)
-    presence, frequency = settings.presence_penalty or 0.0, settings.frequency_penalty or 0.0
-    logits = raw - presence * (places.counts > 0) - frequency * places.counts
-    bias = settings.logit_bias or {}
-    for token, value in bias.items():
-        logits += value * (places.tokens == int(token))
-    logits[np.isin(places.tokens, list(ends))] = -np.inf
-    gain = max(0.0, *bias.values(), 0.0)
-    if settings.top_k is not None:
-        # Ties are broken by the server, so tokens at the limit count only if none equals the next.
-        least = np.log(least_listed(places.probs[:, :-1]))
-        logits[logits < least[:, None] + gain] = -np.inf
-        ranked = -np.sort(-logits, axis=1)
-        limit = ranked[:, settings.top_k] if settings.top_k < ranked.shape[1] else -np.inf
-        logits[logits <= np.reshape(limit, (-1, 1))] = -np.inf
-    kept = np.isfinite(logits).any(axis=1)
-    return places.with_logits(
-        logits / settings.temperature, kept, places.errors / settings.temperature
-    )
+    answers: int = 0
+    places: int = 0
+    unusable: Counter[str] = field(default_factory=Counter)
+    without_end: int = 0  # answers that ended by a token that has no row
+    impossible: int = 0  # tokens drawn although they cannot be
+    over_one: int = 0  # rows whose probabilities add up to more than 1
+    grid: Grid = field(default_factory=Grid)
 
 
-def truncated(places: Places, settings: Settings) -> Places:
-    """Return the laws after top-p, top-k and min-p, from a report of the law before these alone.
-
-    A place counts where the list shows which tokens are left, whatever the errors of the report.
-    """
-    probs, raw = places.probs[:, :-1], log_probs(places)
-    before = np.cumsum(probs, axis=1) - probs
-    spread = np.cumsum(probs * np.expm1(places.errors), axis=1) + SLACK
-    left, clear = np.ones(probs.shape, bool), np.ones(len(places), bool)
-    if settings.top_p is not None:
-        left &= before < settings.top_p
-        clear &= (np.abs(before - settings.top_p) > spread).all(axis=1)
-        clear &= probs.sum(axis=1) > settings.top_p + spread[:, -1]
-    if settings.top_k is not None and settings.top_k < probs.shape[1]:
-        left[:, settings.top_k :] = False
-        clear &= raw[:, settings.top_k - 1] > raw[:, settings.top_k]
-    if settings.min_p is not None:
-        ratio = probs / probs[:, :1]
-        left &= ratio >= settings.min_p
-        error = 2 * places.errors.max(axis=1, keepdims=True) + SLACK
-        clear &= (np.abs(ratio - settings.min_p) > settings.min_p * error).all(axis=1)
-        clear &= least_listed(ratio) < settings.min_p
-    logits = np.where(left & (probs > 0), raw, -np.inf)
-    return places.with_logits(logits, clear, places.errors)
-
-
-def outside(places: Places, settings: Settings, *, warped: bool) -> Bools:
-    """Return which tokens the settings exclude beyond doubt, ``[places]``: each is a proof.
-
-    ``warped`` says that the law is the one that top-p and min-p apply to.
-    """
-    probs = places.probs[:, :-1]
-    rest = places.drawn == places.rest
-    # Tokens that tie with the drawn one count as less likely than it.
-    own = places.probs[np.arange(len(places)), places.drawn]
-    ahead = (probs > own[:, None]) | (rest[:, None] & (probs > 0))
-    spread = (probs * np.expm1(places.errors)).sum(axis=1) + SLACK
-    proved = np.zeros(len(places), bool)
-    if settings.top_k is not None:
-        proved |= ahead.sum(axis=1) >= settings.top_k
-    if warped and settings.top_p is not None:
-        proved |= (probs * ahead).sum(axis=1) > settings.top_p + spread
-    if warped and settings.min_p is not None:
-        largest = np.where(rest, np.minimum(own, least_listed(probs)), own)
-        error = 2 * places.errors.max(axis=1) + SLACK
-        proved |= largest * np.exp(error) < settings.min_p * probs[:, 0]
-    return proved
+def read(answers: Sequence[Answer], k: int, rule: Rule) -> tuple[Places, Notes]:
+    """Return the places of answers to which lists of ``k`` tokens were asked, and notes."""
+    notes = Notes(grid=grid_of(answers))
+    laws: list[Law] = []
+    where: list[tuple[int, int, int]] = []
+    contexts: dict[Any, int] = {}
+    for number, answer in enumerate(answers):
+        notes.answers += 1
+        notes.without_end += answer.told is not None and answer.told > len(answer.rows) > 0
+        context: Any = answer.ask.prompt
+        counts = Counter[Token]()
+        for position, row in enumerate(answer.rows):
+            here = contexts.setdefault(context, len(contexts))
+            law = law_of(row, k, notes.grid, counts)
+            if isinstance(law, str):
+                notes.unusable[law] += 1
+            else:
+                notes.impossible += law.impossible or rule.excluded(law)
+                notes.over_one += law.over_one
+                followed = rule.law(law)
+                if followed is not None:
+                    laws.append(followed)
+                    where.append((number, position, here))
+            notes.places += 1
+            counts[row.token] += 1
+            context = (here, row.token)
+    return Places.of(laws, where), notes
 
 
-def least_listed(probs: Floats) -> Floats:
-    """Return the smallest positive entry of each row, 1 where there is none."""
-    least: Floats = probs.min(axis=1, where=probs > 0, initial=1.0)
-    return least
+def grid_of(answers: Iterable[Answer]) -> Grid:
+    """Return which numbers a server writes in its lists."""
+    rows = (row for answer in answers for row in answer.rows)
+    values = np.array([finite(logprob) for row in rows for _, logprob in row.listed or ()])
+    return Grid.of(values[np.isfinite(values)])

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from eaglegbv.eval.audit.served.findings import Finding
-from eaglegbv.eval.audit.served.places import Settings
+from eaglegbv.eval.audit.served.laws import Settings
+from eaglegbv.eval.audit.served.statistics import Finding
 
 EQUAL = "equal seeds"
 
@@ -20,12 +20,17 @@ class Verdict(StrEnum):
     UNKNOWN = "cannot tell"
 
 
-class Feature(msgspec.Struct, frozen=True, kw_only=True):
+class Feature(msgspec.Struct, frozen=True):
     """What an audit says of one feature, and why."""
 
     name: str
     verdict: Verdict
     why: str
+
+
+def judged(name: str, *, good: bool, why: str) -> Feature:
+    """Return a feature that passes or fails."""
+    return Feature(name, Verdict.PASSES if good else Verdict.FAILS, why)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,11 +56,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> Verdict:
         """The worst of all."""
         # That equal seeds give equal answers is a convenience, which no server promises in batches.
-        failing = [f for f in self.features if f.verdict is Verdict.FAILS and f.name != EQUAL]
-        if failing:
-            return Verdict.FAILS
-        sampling = next(feature for feature in self.features if feature.name == "sampling")
-        return sampling.verdict
+        told = {f.verdict for f in self.features if f.name != EQUAL}
+        return Verdict.FAILS if Verdict.FAILS in told else self.features[0].verdict
 
     def told(self) -> dict[str, Any]:
         """Return the report as it is written, with its verdict."""
@@ -69,35 +71,29 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             f"{f.p_value:10.1e}{f.level:10.1e}  {in_words(f)}"
             for f in sorted(self.findings, key=lambda finding: finding.p_value)
         ]
-        told = [f"{feature.name}: {feature.verdict} ({feature.why})" for feature in self.features]
         return [
             f"{self.url}, {self.kind}: {self.tokens:,} tokens in {self.answers:,} answers to "
-            f"{self.requests:,} requests; {self.places:,} are used; {self.law}",
+            f"{self.requests:,} requests; {self.places:,} are used; the law is reported {self.law}",
             *([heading, *found] if found else []),
-            *told,
+            *(f"{feature.name}: {feature.verdict} ({feature.why})" for feature in self.features),
             *(f"note: {note}" for note in self.notes),
             f"the server {self.verdict}",
         ]
 
     def junit(self) -> str:
         """Return the report for continuous integration, as JUnit writes its own."""
-        suite = ElementTree.Element("testsuite", name="eaglegbv audit served", hostname=self.url)
-        rows = [
-            (f.name, Verdict.FAILS if f.fails else Verdict.PASSES, in_words(f))
-            for f in self.findings
-        ]
-        rows += [(f.name, f.verdict, f.why) for f in self.features]
+        features = [judged(f.name, good=not f.fails, why=in_words(f)) for f in self.findings]
+        features += self.features
         tags = {Verdict.FAILS: "failure", Verdict.UNKNOWN: "skipped"}
-        for name, verdict, why in rows:
-            case = ElementTree.SubElement(suite, "testcase", classname=self.kind, name=name)
-            if verdict in tags:
-                ElementTree.SubElement(case, tags[verdict], message=why)
-        for tag, attribute in (
-            ("failure", "failures"),
-            ("skipped", "skipped"),
-            ("testcase", "tests"),
-        ):
-            suite.set(attribute, str(sum(1 for _ in suite.iter(tag))))
+        suite = ElementTree.Element("testsuite", name="eaglegbv audit served", hostname=self.url)
+        for feature in features:
+            names = {"classname": self.kind, "name": feature.name}
+            case = ElementTree.SubElement(suite, "testcase", names)
+            if feature.verdict in tags:
+                ElementTree.SubElement(case, tags[feature.verdict], message=feature.why)
+        counted = {"failures": "failure", "skipped": "skipped", "tests": "testcase"}
+        for name, tag in counted.items():
+            suite.set(name, str(len(list(suite.iter(tag)))))
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
 
 

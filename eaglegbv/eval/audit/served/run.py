@@ -1,23 +1,26 @@
-"""The plan of an audit, and its run: a pilot, long answers, short copies, and single features."""
+"""The run of an audit: a pilot, long answers, short copies, single features, other laws."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import product
+from typing import Any
 
-import msgspec
-import numpy as np
+from msgspec.structs import replace as replaced
 
 from eaglegbv import __version__
-from eaglegbv.eval.audit.served.client import Ask, Client, Refused, Stopped
-from eaglegbv.eval.audit.served.copies import copies_of
-from eaglegbv.eval.audit.served.findings import Finding, findings
-from eaglegbv.eval.audit.served.places import Places, Settings, among_listed, outside, truncated
-from eaglegbv.eval.audit.served.reading import ALIKE, Answer, Grid, Notes, Row, Token, finite, read
-from eaglegbv.eval.audit.served.report import EQUAL, Feature, Report, Verdict
-from eaglegbv.eval.audit.served.statistics import surprises
-from eaglegbv.utils import grouped, require_integers
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.eval.audit.served.again import FAR, MANY, distances, reasked, rescored
+from eaglegbv.eval.audit.served.client import Client, Stopped
+from eaglegbv.eval.audit.served.copies import Copies
+from eaglegbv.eval.audit.served.laws import ALIKE, Grid, Reported, Rule, Settings
+from eaglegbv.eval.audit.served.places import Notes, Places, grid_of, read
+from eaglegbv.eval.audit.served.plan import TOGETHER, Plan, Store, requests
+from eaglegbv.eval.audit.served.report import EQUAL, Feature, Report, Verdict, judged
+from eaglegbv.eval.audit.served.rows import Answer, Ask, Row, Token, finite
+from eaglegbv.eval.audit.served.statistics import Finding, findings, surprises
+from eaglegbv.eval.endpoint import Refused
 
 PROMPTS = (
     "Once upon a time",
@@ -29,122 +32,35 @@ PROMPTS = (
 )
 LOOKS = ((0.25, 0.1), (0.5, 0.2), (1.0, 0.7))
 """Shares of the plan after which the answers are tested, and of the level spent there."""
-LEAST_INFORMATION = 0.03  # variance a token, of the surprise, below which a prompt says nothing
 SEEDS_SHARE = 0.1  # of the level, for neighbouring seeds
-LIMITS = {"top_p": 0.5, "top_k": 2, "min_p": 0.9}  # by which a law shows whether they are in it
-TOGETHER = 16  # copies in a request
+LEAST_INFORMATION = 0.03  # variance a token, of the surprise, below which a prompt says nothing
 PILOT = 24  # tokens of an answer of the pilot
 FEW = 5  # tokens listed by servers that list fewest
-REPORTED = {
-    "raw": "before all settings",
-    "temperature": "after temperature and penalties, and before limits",
-    "all": "after all settings",
-}
 FEWEST = 1000  # places below which an audit says nothing
-WISHES: tuple[dict[str, bool], ...] = (
-    {"return_tokens_as_token_ids": True, "ignore_eos": True},
-    {"ignore_eos": True},
-    {},
-)
 SURE = 0.3  # a log-probability that differs by so much was changed by the settings
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much an audit asks for.
-
-    Attributes:
-        long: Tokens in long answers.
-        copies: Tokens in short answers, many to each of two prompts.
-        depth: Longest path that the server drafts: short answers have two tokens more.
-        length: Tokens of a long answer.
-        seeds: Answers with neighbouring seeds, and a few with equal ones; 0 for none.
-        greedy: Tokens at temperature 0; 0 for none.
-        level: Probability with which an honest server fails.
-        seed: First of the seeds.
-    """
-
-    long: int = 20_000
-    copies: int = 12_000
-    depth: int = 4
-    length: int = 200
-    seeds: int = 200
-    greedy: int = 128
-    level: float = 1e-3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_integers(self, long=(0, None), copies=(0, None), depth=(0, 64), length=(2, None))
-        require_integers(self, seeds=(0, None), greedy=(0, None), seed=(0, None))
-
-    def asks(self, prompts: Sequence[str], together: int) -> list[Ask]:
-        """Return the requests of long answers and copies, ``together`` of these in one."""
-        short = self.depth + 2
-        long = [
-            Ask(number=i, part="long", prompt=prompts[i % len(prompts)], tokens=self.length)
-            for i in range(-(-self.long // self.length))
-        ]
-        copies = [
-            Ask(
-                number=i,
-                part="copies",
-                prompt=prompts[i % 2 % len(prompts)],
-                tokens=short,
-                copies=together,
-            )
-            for i in range(-(-self.copies // (short * together)))
-        ]
-        return long + copies
-
-    def single(self, prompt: str) -> list[Ask]:
-        """Return the requests that test seeds and temperature 0."""
-        seeds = [self.seed + i for i in range(self.seeds)]
-        asks = [
-            Ask(number=i, part="seeds", prompt=prompt, tokens=self.depth + 2, seed=seed)
-            for i, seed in enumerate(seeds)
-        ]
-        asks += [
-            Ask(number=i, part="equal seeds", prompt=prompt, tokens=32, seed=self.seed + i // 2)
-            for i in range(4 if seeds else 0)
-        ]
-        if self.greedy:
-            cold = {"temperature": 0.0}
-            asks.append(
-                Ask(number=0, part="greedy", prompt=prompt, tokens=self.greedy, changed=cold)
-            )
-        return asks
-
-
-@dataclass(slots=True)
-class Store:
-    """The answers of an audit, kept in a file from which it goes on."""
-
-    path: Path | None = None
-    answers: list[Answer] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.path is not None and self.path.exists():
-            lines = self.path.read_bytes().splitlines()
-            whole = lines if self.path.read_bytes().endswith(b"\n") else lines[:-1]
-            self.answers = [msgspec.json.decode(line, type=Answer) for line in whole]
-            self.path.write_bytes(b"".join(line + b"\n" for line in whole))
-
-    def keep(self, answers: Iterable[Answer]) -> None:
-        """Keep the answers of a request."""
-        kept = list(answers)
-        self.answers += kept
-        if self.path is not None:
-            with self.path.open("ab") as file:
-                file.write(b"".join(msgspec.json.encode(answer) + b"\n" for answer in kept))
-
-    def of(self, *parts: str) -> list[Answer]:
-        """Return the answers of parts of the plan, in their order."""
-        kept = [answer for answer in self.answers if answer.part in parts]
-        return sorted(kept, key=lambda answer: (answer.part, answer.request, answer.choice))
-
-    def lacks(self, asks: Iterable[Ask]) -> list[Ask]:
-        """Return the requests that gave no token yet."""
-        have = {(answer.part, answer.request) for answer in self.answers if answer.rows}
-        return [ask for ask in asks if (ask.part, ask.number) not in have]
+PROBES = {"top_p": 0.5, "top_k": 2, "min_p": 0.9}  # by which a law shows whether they are in it
+COMPARED = 500  # tokens compared with another server or model, where it is not said how many
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "ignore_eos": True,
+}
+"""Settings that change nothing: without them a server takes the defaults of its model."""
+IDS: dict[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+WISHES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    (IDS | USAGE, ("top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")),
+    (USAGE, ("top_p", "top_k", "min_p", "ignore_eos")),
+    (USAGE, ("top_p",)),
+    ({}, ()),
+)
+"""Fields and neutral settings that servers are asked with; those that refuse some get the next."""
 
 
 @dataclass(slots=True)
@@ -157,13 +73,18 @@ class Audit:
     say: Callable[[str], object]
     prompts: Sequence[str] = PROMPTS
     ends: Sequence[int] = ()  # tokens that end answers without a row of their own
-    reported: str = "raw"  # the law before settings; after "temperature"; or after "all" of them
+    against: Client | None = None  # another server
+    model: str | None = None  # another model, by transformers
+    reported: Reported = Reported.RAW
     stopped: str | None = None
-    reading: Places = field(default_factory=lambda: read([], FEW)[0])  # of all that was asked for
-    notes: Notes = field(default_factory=Notes)
+    tested: list[Answer] = field(default_factory=list)
+    distances: list[float] = field(default_factory=list)  # between reported and other laws
 
     async def run(self) -> Report:
         """Ask, look at what came, and report."""
+        anew = self.plan.reasked or self.plan.compared or self.against or self.model
+        if anew and self.client.server.kind == "chat":
+            raise InvalidArgument("kind", "chat", "a kind whose requests can continue an answer")
         found: list[Finding] = []
         try:
             await self._agree()
@@ -177,256 +98,244 @@ class Audit:
             for share, level in LOOKS:
                 # Every look has its share of long answers and of copies.
                 await self._ask(part_of(asks, share))
+                await self._tell_anew()
                 found = self._look(level)
                 if any(finding.fails for finding in found):
                     break
+            await self._compare()
         except Stopped as error:
             self.stopped = str(error)
-            found = self._look(LOOKS[-1][1])
+            if not found:
+                self.tested = self.tested or self.store.of("long", "copies")
+                found = self._look(LOOKS[-1][1])
         return self._report(found)
 
     def _look(self, level: float) -> list[Finding]:
-        found = findings(self._places(), (1 - SEEDS_SHARE) * level * self.plan.level)
+        places, _ = self._read(self.tested)
+        found = findings(places, (1 - SEEDS_SHARE) * level * self.plan.level)
         for finding in found:
             if finding.fails:
                 self.say(f"{finding.name}: p = {finding.p_value:.1e}")
         return found
 
-    async def _ask(self, asks: Sequence[Ask]) -> None:
+    async def _ask(self, asks: Iterable[Ask]) -> None:
         await self.client.collect(self.store.lacks(asks), self.store.keep)
+
+    async def _tell_anew(self) -> None:
+        self.tested = self.store.of("long", "copies")
+        if self.plan.reasked:
+            neutral = self._neutral
+            self.tested = await reasked(self.client, self.store, self.tested, "reasked", neutral)
+
+    async def _compare(self) -> None:
+        """Compare reported laws with those of the same texts by another way."""
+        server, elsewhere = self.client.server, self.model is not None or self.against is not None
+        wanted = self.plan.compared or COMPARED * elsewhere
+        if self.reported is not Reported.RAW and server.settings != Settings():
+            return  # the laws of different settings are not the same
+        answers = self.store.of("long")[: -(-wanted // self.plan.length)]
+        if not all(isinstance(token, int) for answer in answers for token in answer.tokens):
+            raise InvalidArgument("url", server.url, "a server that tells the ids of tokens")
+        if self.model is not None:
+            others = rescored(answers, self.model, server.top)
+        else:
+            other = self.against or self.client
+            other.server = replace(server, url=other.server.url)
+            others = await reasked(other, self.store, answers, "compared", self._neutral)
+        self.distances = distances(answers, others)
+
+    @property
+    def _neutral(self) -> dict[str, Any]:
+        return {name: NEUTRAL[name] for name in self.client.server.settings.asked}
 
     async def _agree(self) -> None:
         """Ask for two tokens until the server takes the form of the request."""
         server = self.client.server
-        first = Ask(number=0, part="first", prompt=self.prompts[0], tokens=2)
-        forms = [(wish, top) for top in (server.top, min(server.top, FEW)) for wish in WISHES]
-        for number, (wish, top) in enumerate(forms):
-            self.client.server = replace(server, top=top, extra={**wish, **server.extra})
+        (first,) = requests("first", self.prompts[:1], 2, 2)
+        refused = None
+        for top, (fields, names) in product((server.top, min(server.top, FEW)), WISHES):
+            extra = {**(fields if server.is_openai else {}), **server.extra}
+            neutral = {name: NEUTRAL[name] for name in names}
+            self.client.server = replace(server, top=top, extra=extra, neutral=neutral)
             try:
                 # Not kept: what the server offers now may not be what it offered before.
-                await self.client.collect([first], list)
-            except Refused:
-                if number == len(forms) - 1:
-                    raise
+                await self.client.collect([first], id)
+            except Refused as error:
+                refused = error
             else:
                 return
+        assert refused is not None
+        raise refused
 
     async def _pilot(self) -> list[str]:
         """Return the prompts by the information that their answers give, the most first."""
-        await self._ask(
-            [
-                Ask(number=number, part="pilot", prompt=prompt, tokens=PILOT)
-                for number, prompt in enumerate(self.prompts)
-            ]
-        )
+        await self._ask(requests("pilot", self.prompts, PILOT * len(self.prompts), PILOT))
         told = {}
         for answer in self.store.of("pilot"):
-            places = read([answer], self.client.server.top)[0]
-            told[answer.prompt] = information(places)["surprise"] / max(len(places), 1)
+            places, _ = read([answer], self.client.server.top, Rule(Settings()))
+            whole = information(places)["surprise"]
+            told[answer.ask.prompt] = whole / max(len(places), 1)
         ranked = sorted(told, key=lambda prompt: -told[prompt])
         return [p for p in ranked if told[p] >= LEAST_INFORMATION] or ranked[:1]
 
     async def _probe(self, prompt: str) -> None:
         """Find out by the law after a prompt whether it is reported before or after settings."""
-        asked = self.client.server.settings.asked
-        neutral = {**dict.fromkeys(asked), "temperature": 1.0}
-        limits = {name: value for name, value in LIMITS.items() if name in asked}
-        probes = (neutral, {**neutral, "temperature": 0.5}, {**neutral, **limits})
+        neutral, limits = self._neutral, self.client.server.settings.limits
+        narrow = {name: PROBES[name] for name in limits}
+        probes = (neutral, neutral | {"temperature": 0.5}, neutral | narrow)
+        asks = requests("probe", [prompt], len(probes), 1)
         await self._ask(
-            [
-                Ask(number=number, part="probe", prompt=prompt, tokens=1, changed=changed)
-                for number, changed in enumerate(probes)
-            ]
+            replaced(ask, changed=changed) for ask, changed in zip(asks, probes, strict=True)
         )
-        rows = {answer.request: answer.rows[0] for answer in self.store.of("probe") if answer.rows}
-        if len(rows) < len(probes):
+        laws = [logprobs_of(answer.rows[0]) for answer in self.store.of("probe") if answer.rows]
+        if len(laws) < len(probes):
             return
-        base, cold, limited = (logprobs_of(rows[number]) for number in range(len(probes)))
+        base, cold, limited = laws
         if _spread(cold, base) > 1.5 * _spread(base, cold):
-            self.reported = "temperature"
-        if limits and (
-            len(limited) < len(base) or max(limited.values()) > max(base.values()) + SURE
-        ):
-            self.reported = "all"
-
-    def _places(self) -> Places:
-        """Return the places of long answers and copies, by the law that applies to them."""
-        self.reading, self.notes = read(self.store.of("long", "copies"), self.client.server.top)
-        return self.law(self.reading)
-
-    def law(self, places: Places) -> Places:
-        """Return the places by the law that the settings make of the reported one.
-
-        There are none if that cannot be told.
-        """
-        settings = self.client.server.settings
-        unlimited = msgspec.structs.replace(settings, top_p=None, min_p=None)
-        limited = unlimited != settings
-        raw = self.reported == "raw"
-        if self.unknown:
-            return places.take(places.drawn < 0)
-        if raw and (unlimited != Settings() or self.ends) and not limited:
-            return among_listed(places, unlimited, self.ends)
-        if self.reported != "all" and (limited or settings.top_k is not None):
-            return truncated(places, settings)
-        return among_listed(places, Settings(), self.ends) if self.ends else places
+            self.reported = Reported.WARPED
+        raised = max(limited.values()) > max(base.values()) + SURE
+        if limits and (raised or len(limited) < len(base)):
+            self.reported = Reported.ALL
 
     @property
-    def unknown(self) -> dict[str, str]:
-        """Why nothing can be told of settings that are asked for, by their names."""
-        if self.reported == "all":
-            return {}
-        settings, told = self.client.server.settings, {}
-        why = f"the law is reported before it, and after {self.reported} settings alone"
-        limits = [name for name in ("top_p", "min_p") if name in settings.asked]
-        others = {**settings.asked, "temperature": settings.temperature}
-        if self.reported == "raw":
-            moved = {name for name in others if name not in LIMITS} - {"temperature"}
-            if settings.repetition_penalty is not None:
-                told["repetition_penalty"] = why
-            if moved or settings.temperature != 1 or settings.top_k is not None:
-                told |= dict.fromkeys(limits, why)
-            if "response_format" in self.client.server.extra:
-                told["grammar"] = why
-        elif len(limits) + (settings.top_k is not None) > 1:
-            told |= dict.fromkeys(limits, "several limits, of which each server has its own order")
-        return told
+    def rule(self) -> Rule:
+        """The law that applies to what is tested."""
+        server = self.client.server
+        reported = Reported.RAW if self.plan.reasked else self.reported
+        return Rule(server.settings, reported, self.ends, "response_format" in server.extra)
+
+    def _read(self, answers: Sequence[Answer]) -> tuple[Places, Notes]:
+        return read(answers, self.client.server.top, self.rule)
 
     def _report(self, found: list[Finding]) -> Report:
-        server, places = self.client.server, self._places()
-        answers = self.store.answers
+        server, answers = self.client.server, self.store.answers
+        places, notes = self._read(self.tested)
         return Report(
             url=server.url,
             kind=server.kind,
             model=server.model,
             settings=server.settings,
-            law=f"the law is reported {REPORTED[self.reported]}",
+            law=self.rule.reported,
             version=__version__,
             requests=self.client.requests,
             answers=len(answers),
-            tokens=sum(len(answer.rows) for answer in answers),
+            tokens=self.store.tokens,
             places=len(places),
             level=self.plan.level,
             information=information(places),
             findings=found,
-            features=self._features(found, places),
-            notes=self._told(),
+            features=self._features(found, len(places), notes),
+            notes=self._told(notes),
         )
 
-    def _told(self) -> list[str]:
+    def _told(self, notes: Notes) -> list[str]:
         """Return what a reader of the report should know beside its numbers."""
-        notes = self.notes
         broken = Counter(answer.error for answer in self.store.answers if answer.error)
         told = [f"{count} places without a law: {why}" for why, count in notes.unusable.items()]
         told += [f"{count} answers broke off: {why}" for why, count in broken.items()]
         if notes.grid != Grid():
             told.append(f"the server's numbers are rounded: {notes.grid}")
+        if "top_p" not in self.client.server.neutral:
+            told.append("the server takes no neutral settings: its own defaults may apply")
         if self.stopped:
             told.append(f"stopped: {self.stopped}")
         return told
 
-    def _features(self, found: list[Finding], places: Places) -> list[Feature]:
+    def _features(self, found: list[Finding], places: int, notes: Notes) -> list[Feature]:
         """Return the verdicts on sampling and on every feature that was asked for."""
-        sampling = self._sampling(found, places)
-        covered = [
-            Feature(name=name, verdict=sampling.verdict, why="its law is the one that was tested")
+        sampling = self._sampling(found, places, notes)
+        unknown, why = self.rule.unknown, "its law is the one that was tested"
+        told = [Feature(name, Verdict.UNKNOWN, reason) for name, reason in unknown.items()]
+        told += [
+            Feature(name, sampling.verdict, why)
             for name in self.client.server.settings.asked
-            if name not in self.unknown
+            if name not in unknown
         ]
-        untold = [
-            Feature(name=name, verdict=Verdict.UNKNOWN, why=why)
-            for name, why in self.unknown.items()
-        ]
-        return [sampling, *covered, *untold, *self._single()]
+        return [sampling, *told, *self._single(found)]
 
-    def _sampling(self, found: list[Finding], places: Places) -> Feature:
-        notes = self.notes
+    def _sampling(self, found: list[Finding], places: int, notes: Notes) -> Feature:
         proofs = {
-            "tokens that cannot be drawn by the law": notes.impossible + self._excluded(),
+            "tokens that cannot be drawn by the law": notes.impossible,
             "laws that add up to more than 1": notes.over_one,
             "statistics beyond their level": sum(finding.fails for finding in found),
         }
         shown = [f"{count} {what}" for what, count in proofs.items() if count]
         if shown:
-            return Feature(name="sampling", verdict=Verdict.FAILS, why="; ".join(shown))
+            return judged("sampling", good=False, why="; ".join(shown))
         why = None
-        if self.unknown:
-            why = f"the law after {', '.join(self.unknown)} is not reported"
+        if self.rule.unknown:
+            why = f"the law after {', '.join(self.rule.unknown)} is not reported"
         elif notes.without_end and not self.ends:
             why = f"{notes.without_end} answers lack the row of their last token: name it by --end"
         elif self.stopped:
             why = f"the plan was not done: {self.stopped}"
-        elif len(places) < FEWEST:
-            why = f"{len(places)} usable places, fewer than {FEWEST}"
+        elif places < FEWEST:
+            why = f"{places} usable places, fewer than {FEWEST}"
         if why is not None:
-            return Feature(name="sampling", verdict=Verdict.UNKNOWN, why=why)
-        return _feature("sampling", "no statistic is beyond its level", good=True)
+            return Feature("sampling", Verdict.UNKNOWN, why)
+        return judged("sampling", good=True, why="no statistic is beyond its level")
 
-    def _excluded(self) -> int:
-        """Return how many tokens the limits exclude beyond doubt."""
-        settings = self.client.server.settings
-        limits = Settings(top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p)
-        moved = self.reported == "raw" and msgspec.structs.replace(
-            settings, **dict.fromkeys(LIMITS), temperature=1.0
-        )
-        if self.reported == "all" or limits == Settings() or (moved and moved != Settings()):
-            return 0
-        warped = not self.unknown
-        return int(outside(self.reading, limits, warped=warped).sum())
+    def _single(self, found: list[Finding]) -> Iterator[Feature]:
+        """Yield the verdicts on what has tests of its own, where there were any."""
+        if any(answer.choice for answer in self.tested):
+            for copies in (finding for finding in found if finding.name == "copies"):
+                why = f"independent answers: p = {copies.p_value:.1e}"
+                yield judged("n", good=not copies.fails, why=why)
+        answers = self.store.of("equal seeds")
+        pairs = zip(answers[::2], answers[1::2], strict=False)
+        same = [one.tokens == other.tokens for one, other in pairs if one.rows and other.rows]
+        if same:
+            why = f"{sum(same)} of {len(same)} pairs of answers with equal seeds are equal"
+            yield judged(EQUAL, good=all(same), why=why)
+        seeded = Copies.of(self._read(self.store.of("seeds"))[0])
+        if seeded is not None:
+            why = f"answers with neighbouring seeds, p = {seeded.p_value:.1e}"
+            good = seeded.p_value >= SEEDS_SHARE * self.plan.level
+            yield judged("seeds", good=good, why=why)
+        yield from self._counted("temperature 0", "tokens are not the most likely", self._behind())
+        # The first token comes from the prompt's forward; a last round may be cut short.
+        off = [
+            not -self.plan.depth <= len(answer.rows) - answer.forwards - answer.accepted <= 1
+            for answer in self.store.answers
+            if answer.forwards and answer.accepted is not None and answer.rows
+        ]
+        yield from self._counted("counts", "answers differ from forwards and accepted tokens", off)
+        far = [distance > FAR for distance in self.distances]
+        what = f"laws differ by more than {FAR} from those told anew"
+        yield from self._counted("laws", what, far, MANY)
 
-    def _single(self) -> list[Feature]:
-        """Return the verdicts on seeds, temperature 0 and the server's own counts."""
-        told = []
-        equal = self.store.of("equal seeds")
-        pairs = [(a, b) for a, b in zip(equal[::2], equal[1::2], strict=False) if a.rows and b.rows]
-        if pairs:
-            same = all(tokens_of(a) == tokens_of(b) for a, b in pairs)
-            told.append(_feature(EQUAL, "equal seeds give equal answers", good=same))
-        neighbours = copies_of(self.law(read(self.store.of("seeds"), self.client.server.top)[0]))
-        if neighbours is not None:
-            good = neighbours.p_value >= SEEDS_SHARE * self.plan.level
-            why = f"answers with neighbouring seeds, p = {neighbours.p_value:.1e}"
-            told.append(_feature("seeds", why, good=good))
-        cold = [row for answer in self.store.of("greedy") for row in answer.rows if row.listed]
-        if cold:
-            wrong = sum(_is_behind(row, self.notes.grid) for row in cold)
-            why = f"{wrong} of {len(cold)} tokens are not the most likely"
-            told.append(_feature("temperature 0", why, good=wrong == 0))
-        counted = [a for a in self.store.answers if a.forwards and a.accepted is not None]
-        if counted:
-            beyond = (len(a.rows) - (a.forwards or 0) - (a.accepted or 0) for a in counted)
-            # An answer may end within what a last round accepted.
-            off = sum(not -self.plan.depth <= difference <= 1 for difference in beyond)
-            why = f"{off} of {len(counted)} answers differ from forwards and accepted tokens"
-            told.append(_feature("counts", why, good=off == 0))
-        return told
+    def _counted(
+        self, name: str, what: str, wrong: Sequence[bool], most: float = 0.0
+    ) -> Iterator[Feature]:
+        """Yield a feature by how many of its cases are wrong; nothing where there are no cases."""
+        if wrong:
+            good = sum(wrong) <= most * len(wrong)
+            yield judged(name, good=good, why=f"{sum(wrong)} of {len(wrong)} {what}")
+
+    def _behind(self) -> list[bool]:
+        """Return whether each token at temperature 0 is less likely than another."""
+        answers = self.store.of("greedy")
+        grid = grid_of(answers)
+        return [_is_behind(row, grid) for answer in answers for row in answer.rows if row.listed]
 
 
 def part_of(asks: Sequence[Ask], share: float) -> list[Ask]:
     """Return the first ``share`` of the requests of every part."""
-    parts = grouped(asks, lambda ask: ask.part)
-    return [ask for part in parts.values() for ask in part[: math.ceil(share * len(part))]]
+    counts = Counter(ask.part for ask in asks)
+    return [ask for ask in asks if ask.number < share * counts[ask.part]]
 
 
 def information(places: Places) -> dict[str, float]:
     """Return the sums of variances that what is tested has: of the most likely token, in nats^2."""
-    probs, surprise = places.probs, surprises(places)
-    mean = (probs * surprise).sum(axis=1)
-    return {
-        "top": float((probs[:, 0] * (1 - probs[:, 0])).sum()),
-        "surprise": float(((probs * surprise**2).sum(axis=1) - mean**2).sum()),
-    }
+    surprise, top = surprises(places), places.probs[:, 0]
+    variances = places.mean(surprise**2) - places.mean(surprise) ** 2
+    return {"top": float((top * (1 - top)).sum()), "surprise": float(variances.sum())}
 
 
 def logprobs_of(row: Row) -> dict[Token, float]:
     """Return what a row lists, without what cannot be drawn."""
     values = {token: finite(logprob) for token, logprob in row.listed or ()}
     return {token: value for token, value in values.items() if value > -math.inf}
-
-
-def tokens_of(answer: Answer) -> list[Token]:
-    """Return the tokens of an answer."""
-    return [row.token for row in answer.rows]
 
 
 def _spread(law: Mapping[Token, float], other: Mapping[Token, float]) -> float:
@@ -439,9 +348,4 @@ def _is_behind(row: Row, grid: Grid) -> bool:
     """Whether a token is less likely than another, whatever the rounding."""
     values = logprobs_of(row)
     most = max(values.values(), default=0.0)
-    error = float(grid.errors(np.array([most]))[0])
-    return values.get(row.token, -math.inf) < most - 2 * error - ALIKE
-
-
-def _feature(name: str, why: str, *, good: bool) -> Feature:
-    return Feature(name=name, verdict=Verdict.PASSES if good else Verdict.FAILS, why=why)
+    return values.get(row.token, -math.inf) < most - 2 * grid.error(most) - ALIKE

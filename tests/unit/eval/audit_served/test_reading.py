@@ -1,25 +1,26 @@
 """Rows of servers: what is read of them may not depend on the token drawn."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eaglegbv.eval.audit.served.reading import (
-    Answer,
-    Grid,
-    Law,
-    Row,
-    Unusable,
-    law_of,
-    read,
-    rows_of,
-    sglang_rows,
-)
+from eaglegbv.eval.audit.served.laws import Grid, Law, Rule, Settings, law_of
+from eaglegbv.eval.audit.served.places import read
+from eaglegbv.eval.audit.served.rows import Answer, Ask, Row, rows_of, sglang_rows
 
 K = 5
+
+
+def read_row(row):
+    return law_of(row, K, Grid(), Counter())
+
+
+def pairs(law):
+    return [(entry.token, entry.logprob) for entry in law.entries]
 
 
 def listed(logprobs, drawn, how):
@@ -54,12 +55,12 @@ def test_the_law_is_the_same_whatever_was_drawn(how, levels):
     for drawn in logprobs:
         tokens = listed(logprobs, drawn, how)
         row = Row(drawn, logprobs[drawn], [(token, logprobs[token]) for token in tokens])
-        law = law_of(row, K)
+        law = read_row(row)
         assert isinstance(law, Law)
-        names = [token for token, _ in law.counted]
-        assert law.drawn == (names.index(drawn) if drawn in names else len(names))
+        names = [entry.token for entry in law.entries]
+        assert law.drawn == (drawn if drawn in names else None)
         assert len(names) <= K - 2
-        laws[drawn] = tuple(law.counted)
+        laws[drawn] = tuple(pairs(law))
     assert len(set(laws.values())) == 1
     counted = next(iter(laws.values()))
     if counted:  # what is lumped is less likely than all that is not
@@ -78,10 +79,9 @@ def test_a_naive_reading_of_such_lists_is_biased():
         mean = sum(math.exp(logprobs[t]) * -logprobs[t] for t in tokens)
         rest = 1 - sum(math.exp(logprobs[t]) for t in tokens)
         naive.append(-logprobs[drawn] - mean - rest * -math.log(rest))
-        law = law_of(Row(drawn, logprobs[drawn], [(t, logprobs[t]) for t in tokens]), K)
-        kept = [math.exp(value) for _, value in law.counted]
-        kept.append(1 - sum(kept))
-        ours.append(float(law.drawn == 0) - kept[0])
+        law = read_row(Row(drawn, logprobs[drawn], [(t, logprobs[t]) for t in tokens]))
+        first = law.entries[0]
+        ours.append(float(law.drawn == first.token) - first.prob)
     z = {n: np.mean(v) / np.std(v) * len(v) ** 0.5 for n, v in (("naive", naive), ("ours", ours))}
     assert abs(z["naive"]) > 10
     assert abs(z["ours"]) < 4
@@ -99,21 +99,23 @@ def test_a_naive_reading_of_such_lists_is_biased():
     ],
 )
 def test_rows_without_a_law(row, why):
-    assert law_of(row, K) == Unusable(why)
+    assert read_row(row) == why
 
 
 def test_what_stands_for_the_logarithm_of_0_is_no_probability():
     entries = [(1, math.log(0.75)), (2, math.log(0.25)), (3, -9999.0), (4, -9999.0), (5, -9999.0)]
-    law = law_of(Row(1, math.log(0.75), entries), K)
-    assert law.counted == entries[:2]
+    law = read_row(Row(1, math.log(0.75), entries))
+    assert pairs(law) == entries[:2]
     assert law.closed
-    assert law_of(Row(1, math.log(0.75), entries[:2]), K).closed  # a server that leaves them out
+    assert not law.impossible
+    assert read_row(Row(3, None, entries)).impossible
+    assert read_row(Row(1, math.log(0.75), entries[:2])).closed  # a server that leaves them out
 
 
 def test_a_drawn_token_of_a_listed_ones_text_is_another_token():
     entries = [("a", -0.7), ("b", -1.4), ("c", -2.0), ("d", -3.0), ("e", -4.0)]
-    assert law_of(Row("a", -0.7, entries), K).drawn == 0
-    assert law_of(Row("a", -6.0, entries), K).drawn == 3
+    assert read_row(Row("a", -0.7, entries)).drawn == "a"
+    assert read_row(Row("a", -6.0, entries)).drawn is None
 
 
 def test_formats_of_servers():
@@ -157,7 +159,7 @@ def test_formats_of_servers():
 )
 def test_the_grid_of_numbers(values, expected, error):
     assert Grid.of(values) == expected
-    assert Grid.of(values).errors(values) == pytest.approx(np.array(error))
+    assert [Grid.of(values).error(value) for value in values] == pytest.approx(error)
 
 
 @given(st.floats(-30, -1e-3))
@@ -166,23 +168,27 @@ def test_half_a_unit_of_bfloat16_is_a_bound(value):
 
     rounded = np.array([float(torch.tensor(value, dtype=torch.bfloat16))])
     assert Grid.of(rounded).bits == 8
-    assert abs(rounded[0] - value) <= Grid(bits=8).errors(rounded)[0]
+    assert abs(rounded[0] - value) <= Grid(bits=8).error(rounded[0])
+
+
+def asked(number, prompt):
+    return Ask(part="long", number=number, prompt=prompt, tokens=3)
 
 
 def test_places_of_answers():
     entries = [(4, math.log(0.5)), (2, math.log(0.25)), (9, math.log(0.125)), (3, -2.5), (1, -3.0)]
     rows = [Row(4, math.log(0.5), entries), Row(8, -5.0, entries), Row(4, math.log(0.5), None)]
     answers = [
-        Answer(request=0, part="long", prompt="p", rows=rows, finish="length"),
-        Answer(request=1, part="long", prompt="p", rows=rows[:2], finish=None, error="cut off"),
-        Answer(request=2, part="long", prompt="q", rows=[], error="nothing came"),
+        Answer(ask=asked(0, "p"), rows=rows, finish="length"),
+        Answer(ask=asked(1, "p"), rows=rows[:2], finish=None, error="cut off"),
+        Answer(ask=asked(2, "q"), rows=[], error="nothing came"),
     ]
-    places, notes = read(answers, K)
+    places, notes = read(answers, K, Rule(Settings()))
     assert len(places) == 4
     assert places.drawn.tolist() == [0, places.rest, 0, places.rest]
-    assert places.probs[0] == pytest.approx([0.5, 0.25, 0.125, 0, 0.125], abs=1e-5)
-    assert places.tokens[0].tolist() == [4, 2, 9, -1]
-    assert places.counts[1].tolist() == [1, 0, 0, 0]
+    assert places.probs[0] == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=1e-5)
+    assert places.tokens[0].tolist() == [4, 2, 9]
+    assert places.counts[1].tolist() == [1, 0, 0]
     assert places.context.tolist() == [places.context[0], places.context[1]] * 2
     assert places.answer.tolist() == [0, 0, 1, 1]
     assert places.position.tolist() == [0, 1, 0, 1]
@@ -194,15 +200,15 @@ def test_places_of_answers():
 
 def test_probabilities_that_add_up_to_more_than_one_are_counted():
     entries = [(4, math.log(0.6)), (2, math.log(0.3)), (9, math.log(0.2)), (3, -2.5), (1, -3.0)]
-    answer = Answer(request=0, part="long", prompt="p", rows=[Row(4, entries[0][1], entries)])
-    assert read([answer], K)[1].over_one == 1
+    answer = Answer(ask=asked(0, "p"), rows=[Row(4, entries[0][1], entries)])
+    assert read([answer], K, Rule(Settings()))[1].over_one == 1
 
 
 def test_a_token_that_a_whole_list_lacks_is_impossible():
     entries = [(1, math.log(0.75)), (2, math.log(0.25)), (3, -9999.0), (4, -9999.0), (5, -9999.0)]
-    answer = Answer(request=0, part="long", prompt="p", rows=[Row(8, -9999.0, entries)])
-    assert read([answer], K)[1].impossible == 1
+    answer = Answer(ask=asked(0, "p"), rows=[Row(8, -9999.0, entries)])
+    assert read([answer], K, Rule(Settings()))[1].impossible == 1
 
 
 def test_no_answers_are_no_places():
-    assert len(read([], K)[0]) == 0
+    assert len(read([], K, Rule(Settings()))[0]) == 0

@@ -10,11 +10,13 @@ import msgspec
 import pytest
 from support.served_fake import FakeServer, K
 
-from eaglegbv.eval.audit.served.client import Ask, Client, Server
-from eaglegbv.eval.audit.served.places import Settings
-from eaglegbv.eval.audit.served.reading import read
+from eaglegbv.eval.audit.served.client import Client, Server
+from eaglegbv.eval.audit.served.laws import Rule, Settings
+from eaglegbv.eval.audit.served.places import read
+from eaglegbv.eval.audit.served.plan import Plan, Store
 from eaglegbv.eval.audit.served.report import Verdict
-from eaglegbv.eval.audit.served.run import Audit, Plan, Store
+from eaglegbv.eval.audit.served.rows import Ask
+from eaglegbv.eval.audit.served.run import Audit
 
 SMALL = Plan(long=900, copies=700, length=50, seeds=20, greedy=10)
 
@@ -32,6 +34,13 @@ def audit(fake, plan=SMALL, path=None, settings=None, kind="completions", extra=
     return Audit(client, plan, Store(path), lambda text: None)
 
 
+def against(fake, other, **plan):
+    audited = audit(fake, msgspec.structs.replace(SMALL, compared=100, **plan))
+    server = Server(url="http://other", top=K)
+    audited.against = Client(server=server, transport=other.transport())
+    return asyncio.run(audited.run())
+
+
 def report_of(fake, **how):
     return asyncio.run(audit(fake, **how).run())
 
@@ -47,7 +56,8 @@ def test_an_honest_server_passes(kind, habit):
     report = report_of(FakeServer(habit=habit), kind=kind)
     assert report.verdict is Verdict.PASSES, report.lines()
     assert verdicts(report) == dict.fromkeys(
-        ("sampling", "temperature", "equal seeds", "seeds", "temperature 0"), Verdict.PASSES
+        ("sampling", "temperature", "n", "equal seeds", "seeds", "temperature 0", "counts"),
+        Verdict.PASSES,
     )
     assert report.places > 1200
 
@@ -68,9 +78,7 @@ def test_the_law_that_is_reported_is_found_out(processed):
     settings = Settings(temperature=0.7)
     report = report_of(FakeServer(processed=processed), settings=settings)
     assert report.law == (
-        "the law is reported after temperature and penalties, and before limits"
-        if processed
-        else "the law is reported before all settings"
+        "after temperature and penalties, and before limits" if processed else "before all settings"
     )
     assert report.verdict is Verdict.PASSES
 
@@ -94,7 +102,7 @@ def test_troubles_lose_nothing_that_came(trouble):
     client = Client(server=server, transport=fake.transport(), concurrency=2)
     asyncio.run(client.collect(asks, store.keep))
     answers = store.of("long")
-    assert sorted(answer.request for answer in answers) == list(range(12))
+    assert sorted(answer.ask.number for answer in answers) == list(range(12))
     sizes = [len(answer.rows) for answer in answers]
     if trouble in ("cut", "garbage", "error"):  # what came counts, and is not asked for again
         assert sorted(sizes) == [3] * 2 + [10] * 10
@@ -105,7 +113,64 @@ def test_troubles_lose_nothing_that_came(trouble):
     else:
         assert sizes == [10] * 12
         assert len(fake.bodies) == 14
-    assert len(read(answers, K)[0]) == sum(sizes)
+    assert len(read(answers, K, Rule(Settings()))[0]) == sum(sizes)
+
+
+def test_tokens_are_rounds_and_accepted_drafts():
+    report = report_of(FakeServer(accepted=9))
+    assert verdicts(report)["counts"] is Verdict.FAILS
+    assert report.verdict is Verdict.FAILS
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.3])
+def test_laws_are_asked_for_anew_where_drafted_tokens_have_none(leak):
+    """As with llama.cpp: nothing is listed of drafted tokens, and a request for one drafts none."""
+    told = report_of(FakeServer(drafts=True))
+    assert told.verdict is Verdict.UNKNOWN
+    plan = msgspec.structs.replace(SMALL, reasked=True)
+    report = report_of(FakeServer(drafts=True, leak=leak), plan=plan)
+    assert report.verdict is (Verdict.FAILS if leak else Verdict.PASSES), report.lines()
+    assert leak or report.places > 1200
+
+
+def test_texts_are_asked_for_anew_once():
+    fake = FakeServer()
+    report_of(fake, plan=msgspec.structs.replace(SMALL, reasked=True, seeds=0, greedy=0))
+    texts = [tuple(body["prompt"]) for body in fake.bodies if isinstance(body["prompt"], list)]
+    assert len(set(texts)) == len(texts) > 500
+
+
+def test_laws_are_compared_with_another_servers():
+    same = against(FakeServer(), FakeServer(seed=0))
+    assert verdicts(same)["laws"] is Verdict.PASSES
+    other = against(FakeServer(), FakeServer(seed=1))
+    assert verdicts(other)["laws"] is Verdict.FAILS
+    assert verdicts(other)["sampling"] is Verdict.PASSES
+    # The same server, asked again: a report that is not of what comes next would differ.
+    rescored = report_of(FakeServer(), plan=msgspec.structs.replace(SMALL, compared=100))
+    assert verdicts(rescored)["laws"] is Verdict.PASSES
+
+
+def test_a_cap_of_requests_is_kept():
+    fake = FakeServer()
+    audited = audit(fake)
+    audited.client.most_requests = 40
+    report = asyncio.run(audited.run())
+    assert len(fake.bodies) == report.requests == 40
+    assert report.verdict is Verdict.UNKNOWN
+    assert any("budget" in note for note in report.notes)
+
+
+def test_settings_that_change_nothing_are_asked_for():
+    """Otherwise a server takes the defaults of its model, of which its law may show nothing."""
+    fake = FakeServer()
+    report_of(fake, settings=Settings(top_k=3, temperature=0.9))
+    assert all(body["top_p"] == 1.0 for body in fake.bodies)
+    assert all(body["min_p"] == 0.0 for body in fake.bodies)
+    assert fake.bodies[-1]["top_k"] == 3
+    fake = FakeServer()
+    fake.refused = {"top_p": 1.0}
+    assert any("its own defaults" in note for note in report_of(fake).notes)
 
 
 def test_a_server_that_dies_leaves_a_report():

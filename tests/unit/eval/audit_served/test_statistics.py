@@ -7,10 +7,9 @@ import pytest
 from scipy import stats
 from support import served_laws as made
 
-from eaglegbv.eval.audit.served.copies import copies_of
-from eaglegbv.eval.audit.served.findings import findings
+from eaglegbv.eval.audit.served.copies import Copies
 from eaglegbv.eval.audit.served.places import Places
-from eaglegbv.eval.audit.served.statistics import WEIGHTS, Feature, features
+from eaglegbv.eval.audit.served.statistics import WEIGHTS, Sum, columns, findings
 
 LEVEL = 1e-3
 
@@ -49,7 +48,7 @@ def coins(chance, drawn):
 )
 def test_tails_are_those_of_the_exact_law(chance, size, count):
     places = coins(chance, np.arange(size) >= count)
-    (column,) = Feature("top", np.array([[1.0, 0.0]] * size)).columns(places)
+    column = Sum.of(places, "top", np.array([[1.0, 0.0]] * size))
     law = stats.binom(size, chance)
     # Between the tails with and without the count itself: the approximation is continuous.
     assert law.sf(count) < column.p_value / 2 < law.sf(count - 1) * 1.05
@@ -58,12 +57,13 @@ def test_tails_are_those_of_the_exact_law(chance, size, count):
 def test_rare_events_are_no_evidence_by_themselves():
     """A column that expects less than a few events is left out, whatever was drawn."""
     places = coins(0.999, np.arange(1000) >= 997)
-    assert not list(Feature("top", np.array([[1.0, 0.0]] * 1000)).columns(places))
-    assert list(Feature("top", np.array([[1.0, 0.0]] * 1000)).columns(coins(0.99, [0] * 1000)))
+    top = np.array([[1.0, 0.0]] * 1000)
+    assert Sum.of(places, "top", top) is None
+    assert Sum.of(coins(0.99, [0] * 1000), "top", top) is not None
 
 
 def test_every_statistic_has_a_share_of_the_level(bank):
-    names = {name for name, _ in features(long(bank, 0, count=2, length=8))}
+    names = {name for name, *_ in columns(long(bank, 0, count=2, length=8))}
     assert names | {"copies"} == set(WEIGHTS)
     assert sum(WEIGHTS.values()) == pytest.approx(1)
 
@@ -74,19 +74,17 @@ def test_features_use_nothing_of_the_token_drawn(bank):
     other = places.drawn.copy()
     other[-1] = (other[-1] + 1) % places.rest
     changed = replace(places, drawn=other)
-    for (_, first), (_, second) in zip(features(places), features(changed), strict=True):
-        for a, b in zip(first, second, strict=True):
-            assert np.array_equal(a.values[-1], b.values[-1])
-            for name in ("weight", "group"):
-                if getattr(a, name) is not None:
-                    assert getattr(a, name)[-1] == getattr(b, name)[-1]
+    for (*names, first), (*others, second) in zip(columns(places), columns(changed), strict=True):
+        assert names == others
+        assert np.array_equal(first[-1], second[-1])
 
 
 def test_pit_overlaps_are_uniform_under_the_law(bank):
     places = long(bank, 2, count=2, length=10)
-    parts = dict(features(places))["pit"]
-    for feature in parts:
-        assert (places.probs * feature.values).sum(axis=1) == pytest.approx(0.1)
+    bins = [values for name, _, values in columns(places) if name == "pit"]
+    assert len(bins) == 10
+    for values in bins:
+        assert (places.probs * values).sum(axis=1) == pytest.approx(0.1)
 
 
 def test_rounding_is_not_held_against_a_server(bank):
@@ -125,16 +123,16 @@ def test_faults_are_found(bank, fault, of, count):
 def test_copies_that_share_random_numbers_or_are_too_even_are_found(bank):
     tokens, laws = made.answers(bank, 60, 6, 0, starts=[3])
     same = made.places(bank, np.repeat(tokens, 10, axis=0), np.repeat(laws, 10, axis=0))
-    assert copies_of(same).p_value < 1e-6
+    assert Copies.of(same).p_value < 1e-6
     flat = int(bank.p.max(axis=1).argmin())
     even = np.repeat(np.arange(120), np.rint(bank.p[flat] * 2000).astype(int))[:, None]
-    told = copies_of(made.places(bank, even, np.full_like(even, flat)))
+    told = Copies.of(made.places(bank, even, np.full_like(even, flat)))
     assert told.z < 0
     assert told.p_value < 0.01
 
 
 def test_texts_that_never_repeat_have_no_copies(bank):
-    assert copies_of(long(bank, 0, count=3, length=30)) is None
+    assert Copies.of(long(bank, 0, count=3, length=30)) is None
 
 
 @pytest.mark.hours
