@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import msgspec
@@ -53,6 +53,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+Answer: TypeAlias = dict[str, float]
+"""Tokens, forwards and times in seconds of one answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Clients:
     """A server's answers, by clients at once."""
@@ -88,7 +92,7 @@ class Clients:
             for number, answer in enumerate(answers)
         ]
 
-    async def _level(self, clients: int) -> tuple[list[dict[str, float]], float]:
+    async def _level(self, clients: int) -> tuple[list[Answer], float]:
         """Return the answers to a number of clients, and how long they took together."""
         load = self.load
         async with connected(self.url, self.key, connections=clients) as client:
@@ -103,7 +107,7 @@ class Clients:
                 "stream_options": {"include_usage": True},
             }
 
-            async def ask(count: int) -> list[dict[str, float]]:
+            async def ask(count: int) -> list[Answer]:
                 answers = []
                 for _ in range(count):
                     number, messages = next(questions)
@@ -144,8 +148,7 @@ def _row(sums: Sums, setting: Setting) -> list[str]:
     ]
 
 
-async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str, float]:
-    """Return an answer's tokens and forwards, and its times in seconds after the question."""
+async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
     start = perf_counter()
     times: list[float] = []
     usage: Any = {}
