@@ -97,7 +97,6 @@ def take(event: Mapping[str, Any], ask: Ask, answers: dict[int, Answer]) -> None
         # Some servers give all rows so far with every event, not the new ones alone.
         answer.rows = rows if choice.get("whole") else answer.rows + rows
         answer.prompt_ids = choice.get("prompt_token_ids") or answer.prompt_ids
-        answer.finish = choice.get("finish_reason") or choice.get("stop_type") or answer.finish
     usage = event.get("usage") or {}
     details = usage.get("completion_tokens_details") or {}
     if len(answers) == 1 and usage:
@@ -112,10 +111,8 @@ def _choices(event: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         meta = event["meta_info"]
         rows = sglang_rows(meta)
         whole = len(rows) == meta["completion_tokens"]
-        finish = (meta.get("finish_reason") or {}).get("type")
         before = [token for _, token, *_ in meta.get("input_token_logprobs") or ()]
-        told = {"rows": rows, "whole": whole, "finish_reason": finish}
-        yield {**event, **told, "prompt_token_ids": before}
+        yield {**event, "rows": rows, "whole": whole, "prompt_token_ids": before}
         return
     for choice in event.get("choices", [event]) or ():
         logprobs = choice.get("logprobs", choice.get("completion_probabilities"))

@@ -18,8 +18,6 @@ from torch import Tensor
 from eaglegbv import verification
 from eaglegbv.config import DraftSampling
 from eaglegbv.devices import entry_at
-from eaglegbv.drafters import host_drafting
-from eaglegbv.drafters.draft_probs import DraftProbs
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.rng import RequestRng
 from eaglegbv.scheduler.batch import Group
@@ -50,10 +48,9 @@ class Planted(Verifier):
         """See :meth:`Verifier.judge`."""
         judged = target.of_drafts if isinstance(target, TwoTargets) else target
         path = self.path(DraftedPath.drawn(tree, judged))
-        numbers = uniforms.acceptance[:, : tree.length]
-        inside = torch.arange(tree.length) < path.lengths.unsqueeze(1)
-        passed = (numbers < self.ratios(path)) & inside
+        passed = uniforms.acceptance[:, : tree.length] < self.ratios(path)
         accepted = passed.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        accepted = torch.minimum(accepted, path.lengths)
         token_ids = self.last(path, accepted, target, uniforms)
         return Verdict(path.nodes[:, 1:], accepted, token_ids)
 
@@ -139,10 +136,9 @@ class PrunedDrafts(Planted):
 
     def path(self, path: DraftedPath) -> DraftedPath:
         """See :meth:`Planted.path`."""
-        steps = torch.arange(path.chosen.shape[1])
-        likely = entry_at(path.draft, path.chosen) >= PRUNED_BELOW
-        kept = (likely & (steps < path.lengths.unsqueeze(1))).to(torch.int64)
-        return replace(path, lengths=kept.cumprod(dim=1).sum(dim=1))
+        likely = (entry_at(path.draft, path.chosen) >= PRUNED_BELOW).to(torch.int64)
+        kept = likely.cumprod(dim=1).sum(dim=1)
+        return replace(path, lengths=torch.minimum(kept, path.lengths))
 
 
 def _alike(rngs: Sequence[RequestRng], steps: Sequence[int], **how: Any) -> VerifyUniforms:  # noqa: ANN401
@@ -179,26 +175,15 @@ def _two_targets(**ignored: float) -> dict[str, Any]:
     return {"eaglegbv.verification.probs_of_nodes": probs}
 
 
-_LIST = host_drafting._Distributions.of
-_NUMBERS = host_drafting.draft_numbers
+def _greedy(growing: Any) -> Iterator[tuple[int, float]]:  # noqa: ANN401
+    """Take the most likely drafts, which are then judged as if they were drawn."""
+    rows, drafts = growing._levels[-1]
+    at = [rows[request, node] for request, node, *_ in growing._going]
+    probs, places = drafts.probs[at].max(dim=1)
+    return zip(drafts.ids[at, places].tolist(), probs.tolist(), strict=True)
 
 
-def _likely_first(*of: Any) -> DraftProbs:  # noqa: ANN401
-    """Put the most likely drafts first, so that numbers of 0 draw them."""
-    probs = _LIST(*of)
-    order = probs.probs.argsort(dim=1, descending=True)
-    return DraftProbs(probs.ids.gather(1, order), probs.probs.gather(1, order))
-
-
-def _zeros(*of: Any) -> Tensor:  # noqa: ANN401
-    return torch.zeros_like(_NUMBERS(*of))
-
-
-GREEDY = {
-    "eaglegbv.drafters.host_drafting._Distributions.of": _likely_first,
-    "eaglegbv.drafters.host_drafting.draft_numbers": _zeros,
-}
-"""The most likely drafts are taken, and judged as if they were drawn."""
+GREEDY = {"eaglegbv.drafters.host_drafting._IndependentPaths._drawn": _greedy}
 FAULTS: dict[str, tuple[type[Planted], dict[str, Any]]] = {
     "none": (Planted, {}),
     "temperature-ignored": (Planted, _two_targets(temperature=1.0)),

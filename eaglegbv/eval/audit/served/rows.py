@@ -48,7 +48,6 @@ class Answer(msgspec.Struct, kw_only=True):
     choice: int = 0  # number of the answer among the request's
     rows: list[Row] = []  # of its tokens, also of the last one
     prompt_ids: list[int] = []  # where the server tells them
-    finish: str | None = None  # why it ended; None where it was cut off
     error: str | None = None  # why nothing, or not all of it, came
     forwards: int | None = None  # of the target, where the server counts them
     accepted: int | None = None  # drafted tokens, where the server counts them

@@ -179,8 +179,8 @@ def test_places_of_answers():
     entries = [(4, math.log(0.5)), (2, math.log(0.25)), (9, math.log(0.125)), (3, -2.5), (1, -3.0)]
     rows = [Row(4, math.log(0.5), entries), Row(8, -5.0, entries), Row(4, math.log(0.5), None)]
     answers = [
-        Answer(ask=asked(0, "p"), rows=rows, finish="length"),
-        Answer(ask=asked(1, "p"), rows=rows[:2], finish=None, error="cut off"),
+        Answer(ask=asked(0, "p"), rows=rows),
+        Answer(ask=asked(1, "p"), rows=rows[:2], error="cut off"),
         Answer(ask=asked(2, "q"), rows=[], error="nothing came"),
     ]
     places, notes = read(answers, K, Rule(Settings()))
