@@ -26,21 +26,21 @@ from eaglegbv.config import (
     GraphMode,
     Plan,
     PlanChoices,
+    Planning,
     plan_name,
 )
 from eaglegbv.devices import AUTO_DTYPE, dtype_name, place_of
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval import benches, page, papers, pictures, random_models
-from eaglegbv.eval import study as trees
 from eaglegbv.eval.baselines import EXPECTED, Library, baseline, chat, streamed
-from eaglegbv.eval.compare import compared_runs, comparison_table, unlike
-from eaglegbv.eval.convert import convert as converted
-from eaglegbv.eval.experiment import Experiment, Way, measure, open_run, report
+from eaglegbv.eval.compare import compared_runs, unlike
+from eaglegbv.eval.experiment import Experiment, Part, Way, measure, open_run, report
 from eaglegbv.eval.figures import Sums
 from eaglegbv.eval.observations import Environment, Run, describe_environment, pretty
-from eaglegbv.eval.questions import Question, make_prompts
+from eaglegbv.eval.questions import QuestionSet, make_prompts
 from eaglegbv.eval.settings import Setting, lossless
+from eaglegbv.eval.simulated import simulated
 from eaglegbv.eval.study import StudySettings
 from eaglegbv.eval.tables import Table
 from eaglegbv.eval.ways import calls, steps
@@ -69,6 +69,7 @@ Scalar = str | int | float | bool | None
 
 app = opts.make_app("Measure acceptance and speed.")
 MADE_PROMPT = 64  # tokens of a prompt of made models, where none are asked for
+MADE_LENGTH = 3.5  # acceptance length of made models, where none is told
 AT_ONCE = 16  # first answers of papers' engine sheets that are given together
 _NAMED = "A drafter, as in generate; 'NAME=DRAFTER' shows it as NAME. May be repeated"
 
@@ -84,7 +85,7 @@ class BackendName(StrEnum):
 # What commands share: from an experiment and its ways to a run and what is printed.
 
 
-def _run(
+def _measured(
     experiment: Experiment,
     ways: Mapping[str, Way],
     setup: Mapping[str, Any],
@@ -101,21 +102,32 @@ def _run(
     return run
 
 
-def _print(experiment: Experiment, run: Run, *, plots: bool = False, tables: int = 1) -> None:
+def _print(
+    experiment: Experiment,
+    run: Run,
+    *,
+    plots: bool = False,
+    tables: int | None = 1,
+    as_json: bool = False,
+) -> None:
     """Print the first tables of a run, and write its page, and pictures, into its folder."""
     came = report(experiment, run)
-    typer.echo("\n\n".join(table.text for table in came.tables[:tables]))
+    if as_json:
+        opts.print_json(came.content)
+    else:
+        typer.echo(page.report_text(came, tables))
     sums = Sums(one for sheet in run.sheets for one in run.observations(sheet))
     opts.print_broken(sums.errors)
     if run.folder is None:
         return
     written = [run.folder / "results.md", run.folder / "report.json"]
     written[0].write_text(page.run_page(run, came), encoding="utf-8")
-    written[1].write_bytes(pretty(came))
+    written[1].write_bytes(pretty(came.content))
     if plots:
         drawn = page.Kept(run.folder.name, run, experiment, came).pictures()
         written += pictures.draw_all(drawn, run.folder / "plots", page.caption(run))
-    opts.print_wrote(*written)
+    if not as_json:
+        opts.print_wrote(*written)
 
 
 def _by_name(texts: Sequence[str]) -> list[tuple[str, str]]:
@@ -188,9 +200,12 @@ def mt_bench(
         for name in entries("draft_sampling", draft_sampling, str)
     ]
     names = _verifiers(backend, verifiers, models)
-    kept, left_out = lossless(
-        Setting(
-            plan=Plan(
+    settings = [Setting(temperature=heat) for heat in temperature if names]
+    for heat, name, sampling, hotter, k, length in product(
+        temperature, names, samplings, draft_temperature, paths, depth
+    ):
+        if name != PLAIN.verifier:
+            plan = Plan(
                 verifier=name,
                 paths=k,
                 depth=length,
@@ -198,14 +213,8 @@ def mt_bench(
                 draft_temperature=hotter,
                 draft_width=base.draft_width,
             )
-            if name != PLAIN.verifier
-            else PLAIN,
-            temperature=heat,
-        )
-        for heat, name, sampling, hotter, k, length in product(
-            temperature, names, samplings, draft_temperature, paths, depth
-        )
-    )
+            settings.append(Setting(plan=plan, temperature=heat))
+    kept, left_out = lossless(settings)
     who = _baseline_names(backend, baselines)
     kept += tuple(Setting(who=name, temperature=heat) for heat, name in product(temperature, who))
     if left_out:
@@ -234,12 +243,11 @@ def mt_bench(
         backend_arguments=arguments,
     )
     sittings = _sittings(backend, models, kept, arguments)
-    packages = ("sglang",) if backend is BackendName.SGLANG else ()
-    way = Conversations(sittings, chosen.questions, max_tokens, seed, repeats, system)
-    experiment = benches.mt_bench(kept)
+    environment = describe_environment(place, ("sglang",) if backend is BackendName.SGLANG else ())
+    experiment = benches.bench("mt-bench", kept)
     folder = out or Path("runs") / chosen.suite
-    with way:
-        run = _run(experiment, {SHEET: way}, setup, describe_environment(place, packages), folder)
+    with Conversations(sittings, chosen.questions, max_tokens, seed, repeats, system) as way:
+        run = _measured(experiment, {SHEET: way}, setup, environment, folder)
     _print(experiment, run, plots=plots)
 
 
@@ -395,7 +403,8 @@ def served(
     from eaglegbv.backends.sglang.llm import Endpoint
 
     require_integer("at-once", at_once, 1, 1024)
-    chosen, shape = asked.load(), chosen_plan(tree)
+    chosen = asked.load()
+    shape = chosen_plan(tree)
     kept, _ = lossless(
         Setting(plan=_with_verifier(shape, name), temperature=heat)
         for heat, name in product(temperature, opts.verifier_names(verifiers))
@@ -422,11 +431,10 @@ def served(
             yield Endpoint(url, trees)
 
     sittings = [Sitting(group, partial(server, group)) for group in _by_plan(kept)]
-    way = Conversations(sittings, chosen.questions, max_tokens, seed, at_once=at_once)
-    experiment = benches.served(kept)
+    experiment = benches.bench("served", kept)
     environment = describe_environment("SGLang's", ("sglang",))
-    with way:
-        run = _run(experiment, {SHEET: way}, setup, environment, folder)
+    with Conversations(sittings, chosen.questions, max_tokens, seed, at_once=at_once) as way:
+        run = _measured(experiment, {SHEET: way}, setup, environment, folder)
     _print(experiment, run)
     text = report(experiment, run).tables[0].text
     (folder / "table.txt").write_text(text + "\n", encoding="utf-8")
@@ -497,18 +505,14 @@ def drafters(
             yield llm.generate
 
     sittings = [Sitting(group, partial(loaded, where)) for where, group in groups.items()]
-    way = Conversations(sittings, chosen.questions, max_tokens, seed, at_once=batch)
-    settings = tuple(setting for group in groups.values() for setting in group)
+    settings = [setting for group in groups.values() for setting in group]
+    place, precision = _place(BackendName.LOCAL, models)
     setup = opts.setup(chosen, models, max_tokens=max_tokens, seed=seed)
-    setup |= {"drafter": ", ".join(groups), "dtype": _place(BackendName.LOCAL, models)[1]}
-    experiment = benches.drafters(settings)
-    place = _place(BackendName.LOCAL, models)[0]
-    with way:
-        run = _run(experiment, {SHEET: way}, setup, describe_environment(place), out)
-    if as_json:
-        opts.print_json(report(experiment, run))
-    else:
-        _print(experiment, run, tables=2)
+    setup |= {"drafter": ", ".join(groups), "dtype": precision}
+    experiment = benches.bench("drafters", settings)
+    with Conversations(sittings, chosen.questions, max_tokens, seed, at_once=batch) as way:
+        run = _measured(experiment, {SHEET: way}, setup, describe_environment(place), out)
+    _print(experiment, run, tables=2, as_json=as_json)
 
 
 # The same drafts: the study and the papers.
@@ -548,22 +552,13 @@ def study(
         for name, where in named
     }
     llm = next(iter(llms.values()))
-    way = AtPlaces(
-        llms=llms,
-        questions=chosen.questions,
-        judge=same_drafts,
-        max_tokens=settings.max_tokens,
-        seed=settings.seed,
-        places=settings.places,
-        judgements=settings.judgements,
-        folder=out,
-    )
-    sizes = {"max_tokens": settings.max_tokens, "seed": settings.seed}
-    sizes |= {"places": settings.places, "judgements": settings.judgements}
+    names = ("max_tokens", "seed", "places", "judgements")
+    sizes: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    way = AtPlaces(llms=llms, questions=chosen.questions, judge=same_drafts, folder=out, **sizes)
     setup = opts.setup(chosen, replace(models, model=model), dtype=dtype_name(llm.dtype), **sizes)
     setup["drafter"] = ", ".join(llms)
-    experiment = trees.study(settings.settings(list(llms)))
-    run = _run(experiment, {"trees": way}, setup, describe_environment(str(llm.device)), out)
+    experiment = benches.bench("study", settings.settings(list(llms)))
+    run = _measured(experiment, {"trees": way}, setup, describe_environment(str(llm.device)), out)
     _print(experiment, run, plots=not settings.shapes, tables=2)
 
 
@@ -627,20 +622,14 @@ def paper(
         return
     questions = asked.load()
     llm = models.load(Plan(), opts.UNCACHED)
-    setup = opts.setup(
-        questions, models, dtype=dtype_name(llm.dtype), **msgspec.structs.asdict(options)
-    )
-    setup |= {"tables": tables}
-    answered = questions.first(min(options.engine_questions, len(questions.questions)))
-    ways = _paper_ways(llm, questions.questions, answered.questions, options, folder)
+    facts = {"dtype": dtype_name(llm.dtype), "tables": tables}
+    setup = opts.setup(questions, models, **msgspec.structs.asdict(options), **facts)
+    ways = _paper_ways(llm, questions, options, folder)
     environment = describe_environment(str(llm.device), ("scipy",))
-    typer.echo(experiment.title)
-    run = _run(experiment, ways, setup, environment, folder)
-    came = report(experiment, run)
-    text = page.report_text(came)
-    (folder / "report.txt").write_text(f"{came.title}\n\n{text}\n", encoding="utf-8")
-    (folder / "report.json").write_bytes(pretty(came))
-    typer.echo("\n" + (msgspec.json.encode(came).decode() if as_json else text))
+    if not as_json:
+        typer.echo(experiment.title)
+    run = _measured(experiment, ways, setup, environment, folder)
+    _print(experiment, run, tables=None, as_json=as_json)
 
 
 def _exact(chosen: papers.Chosen) -> list[Table]:
@@ -663,11 +652,7 @@ def _list_tables(chosen: papers.Chosen, *, as_json: bool) -> None:
 
 
 def _paper_ways(
-    llm: LLM,
-    questions: Sequence[Question],
-    answered: Sequence[Question],
-    options: PaperOptions,
-    folder: Path,
+    llm: LLM, questions: QuestionSet, options: PaperOptions, folder: Path
 ) -> dict[str, Way]:
     """Return all ways in which papers are measured."""
     judges = {
@@ -675,51 +660,39 @@ def _paper_ways(
         papers.NODE: node_acceptance,
         papers.SOLVE: timed_solvers,
     }
-    at_places: dict[str, Way] = {
+    names = ("max_tokens", "seed", "places", "judgements")
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in names}
+    ways: dict[str, Way] = {
         name: AtPlaces(
-            llms={"": llm},
-            questions=questions,
-            judge=judge,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-            places=options.places,
-            judgements=options.judgements,
-            folder=folder,
+            llms={"": llm}, questions=questions.questions, judge=judge, folder=folder, **sizes
         )
         for name, judge in judges.items()
     }
+    count = min(options.engine_questions, len(questions.questions))
+    answered = questions.first(count).questions
     first = [msgspec.structs.replace(one, turns=one.turns[:1]) for one in answered]
 
-    def answers(settings: Sequence[Setting], usual: int | None) -> Iterator[Any]:
+    def answers(usual: int | None, settings: Sequence[Setting]) -> Iterator[Part]:
         for batch, group in grouped(settings, lambda one: one.batch).items():
             sitting = Sitting(tuple(group), lambda: nullcontext(llm.generate))
-            way = Conversations(
-                [sitting], first, options.max_tokens, options.seed, at_once=batch or usual
-            )
+            at_once = batch or usual
+            way = Conversations([sitting], first, options.max_tokens, options.seed, at_once=at_once)
             yield from way(group)
 
-    one_by_one: Way = lambda settings: answers(settings, None)  # noqa: E731
-    together: Way = lambda settings: answers(settings, AT_ONCE)  # noqa: E731
-    return {**at_places, papers.TIME: one_by_one, papers.ENGINE: together}
+    ways[papers.TIME], ways[papers.ENGINE] = partial(answers, None), partial(answers, AT_ONCE)
+    return ways
 
 
 def _synthetic(settings: SyntheticSettings, seed: int, out: Path | None, *, as_json: bool) -> None:
     if out is not None:
         pictures.check_matplotlib()
-    experiment = benches.synthetic(benches.SYNTHETIC)
+    experiment = benches.bench("synthetic", benches.SYNTHETIC)
     sizes = msgspec.structs.replace(settings, seed=seed)
     setup = {"model": "normal logits", "drafter": "the same with noise"}
-    run = _run(
-        experiment,
-        {"synthetic": SyntheticTrees(sizes)},
-        {**setup, **msgspec.structs.asdict(sizes)},
-        describe_environment("cpu"),
-        out,
-    )
-    if as_json:
-        opts.print_json(report(experiment, run))
-    else:
-        _print(experiment, run, plots=out is not None, tables=2)
+    setup |= msgspec.structs.asdict(sizes)
+    ways: dict[str, Way] = {"synthetic": SyntheticTrees(sizes)}
+    run = _measured(experiment, ways, setup, describe_environment("cpu"), out)
+    _print(experiment, run, plots=out is not None, tables=2, as_json=as_json)
 
 
 @app.command(short_help="Compare the solvers of optimal transport.")
@@ -731,7 +704,9 @@ def solvers(
         tuple[int, ...] | None, opt("Numbers of drafts, n.", shown="the standard table")
     ] = None,
     width: Annotated[str, opt("Tokens that draft distributions keep, or 'all'.")] = "all,64",
-    solver: Annotated[str, opt("Solvers to compare.")] = "exact,convex,max_flow,lp",
+    solver: Annotated[
+        str, opt("Solvers to compare.")
+    ] = "exact,published_looser,published_tighter,max_flow,lp",
     instances: Annotated[int, opt("Number of random nodes of each size.")] = 10,
     time_limit: Annotated[float, opt("Milliseconds after which a solver fails.")] = 1000.0,
     seed: opts.Seed = 0,
@@ -757,16 +732,12 @@ def solvers(
     require_integer("instances", instances, 1)
     if not time_limit > 0:
         raise InvalidArgument("time_limit", time_limit, "a positive number")
-    settings = random_settings(chosen, sizes, widths)
-    experiment = benches.solvers(settings)
+    experiment = benches.bench("solvers", random_settings(chosen, sizes, widths))
     setup = {"model": "random nodes", "drafter": "", "seed": seed, "instances": instances}
     setup["time_limit"] = time_limit
-    way = RandomNodes(instances, seed, time_limit / 1e3)
-    run = _run(experiment, {"solvers": way}, setup, describe_environment("cpu", ("scipy",)), out)
-    if as_json:
-        opts.print_json(report(experiment, run))
-    else:
-        _print(experiment, run)
+    ways: dict[str, Way] = {"solvers": RandomNodes(instances, seed, time_limit / 1e3)}
+    run = _measured(experiment, ways, setup, describe_environment("cpu", ("scipy",)), out)
+    _print(experiment, run, as_json=as_json)
 
 
 # Speed: calls by batch, phases of steps, a server by clients.
@@ -789,38 +760,44 @@ def batch(
     models: Annotated[Models, Fields(without=("trust_remote_code", "generation_config"))],
     shape: Annotated[str | None, opt("Make a pair of this shape: tiny or llama-3.1-8b.")] = None,
     acceptance_length: Annotated[
-        float,
+        float | None,
         opt(
-            "Acceptance length of the first plan on a made pair.",
+            "Commit so many tokens a step on average, whatever was drafted: steps cost what they "
+            "cost, and texts mean nothing.",
             "--acceptance-length",
             "--efficiency",
+            shown="what drafts are worth; 3.5 with --shape",
         ),
-    ] = 3.5,
+    ] = None,
     explain: Annotated[bool, opt("Also print what auto chose, and why.", "--explain")] = False,
     out: Annotated[Path | None, opt("Folder; a run in it is resumed.", shown="none")] = None,
 ) -> None:
     """Time ways to generate side by side, and print medians, with ratios to plain decoding.
 
-    All answers have the same length. Ratios are computed within each repeat before the median. With
-    --shape the weights are made, such that drafts are as good as --acceptance-length says: the
-    texts mean nothing, but they are drafted and verified as any others.
+    Plain decoding is always among them. All answers have the same length. Ratios are computed
+    within each repeat before the median. Where --acceptance-length is told, as with --shape, whose
+    weights are random, verifiers are named after it, such as otbv~3.5.
     """
     # Check before loading models, which may take minutes.
     opts.check_verifier(verifier)
     where, precision = place_of(models.device, models.dtype)
-    names = entries("ways", ways, str)
+    names = list(dict.fromkeys([*entries("ways", ways, str), PLAIN.verifier]))
     most = max(count * grid.calls(count) for count in grid.batches)
+    length = MADE_LENGTH if shape and acceptance_length is None else acceptance_length
+    told = partial(_told, length, verifier)
+    plans = {name: told(name) for name in names}
     if shape is None:
         known = asked.load()
         questions = known.first(min(most, len(known.questions))).questions
-        engines = _loaded(models, names, verifier)
+        engines = _loaded(models, any(plan not in (None, PLAIN) for plan in plans.values()))
         assert isinstance(engines.plain, LLM)
         texts = [engines.plain.encode(messages(question.turns[0])) for question in questions]
     else:
-        engines = _made(shape, names, verifier, acceptance_length, grid, models)
-        vocab = _shape(shape, None).draft_vocab
-        texts = random_models.random_prompts(vocab, most, MADE_PROMPT)
-    callers = [_caller(engines, name, verifier) for name in names]
+        if None in plans.values():
+            raise InvalidArgument("ways", ways, "auto, none or PATHSxDEPTH, as models are made")
+        engines = _made(shape, grid, models)
+        texts = random_models.random_prompts(_shape(shape, None).draft_vocab, most, MADE_PROMPT)
+    callers = [_caller(engines, name, plan) for name, plan in plans.items()]
     setup = {
         "model": engines.names[0],
         "drafter": engines.names[1],
@@ -828,17 +805,18 @@ def batch(
         "suite": asked.questions_set if shape is None else "random tokens",
         "compile_backend": models.compile_backend or "",
         "dtype": dtype_name(precision),
+        "acceptance_length": length,
         "tokens": grid.tokens,
         "repeats": grid.repeats,
         "prompts": grid.prompts,
         "seed": grid.seed,
     }
-    experiment = benches.batch(grid.settings(callers))
-    way = calls.Calls(callers, partial(make_prompts, texts), grid)
-    run = _run(experiment, {"batch": way}, setup, describe_environment(str(where)), out)
+    experiment = benches.bench("batch", grid.settings(callers))
+    ways_of: dict[str, Way] = {"batch": calls.Calls(callers, partial(make_prompts, texts), grid)}
+    run = _measured(experiment, ways_of, setup, describe_environment(str(where)), out)
     _print(experiment, run, tables=2 if explain else 1)
-    if engines.note:
-        typer.echo(engines.note)
+    if length is not None:
+        typer.echo(f"The acceptance length, {length:g}, is told: texts mean nothing.")
 
 
 @dataclass(frozen=True)
@@ -846,7 +824,6 @@ class _Engines:
     plain: LLM | Engine  # decodes plainly, and need not keep anything for a drafter
     drafting: LLM | Engine | None  # with a drafter; None where no way drafts
     names: tuple[str, str]  # of target and drafter
-    note: str = ""  # what a reader has to know
 
     @cached_property
     def library(self) -> Library:
@@ -856,59 +833,43 @@ class _Engines:
         return Library(llm.model_name, dtype=llm.dtype, device=llm.device)
 
 
-def _loaded(models: Models, ways: list[str], verifier: str) -> _Engines:
+def _loaded(models: Models, drafts: bool) -> _Engines:
     """Load the models that are named, once plainly, and with the drafter if a way drafts."""
-    drafts = any(name == "auto" or _plan(name, verifier) not in (None, PLAIN) for name in ways)
     models = models.or_lookup(AUTO) if drafts else models
     # Prompts recur in every repeat, and every way must read them.
     config = EngineConfig(prefix_cache=False, kv_slots=65_536, max_batch=256)
-    plain, drafting = models.load(PLAIN, config), models.load(AUTO, config) if drafts else None
-    names = models.named.name, models.named.drafter_name or ""
-    return _Engines(plain, drafting, names)
+    plain = models.load(PLAIN, config)
+    drafting = models.load(AUTO, config) if drafts else None
+    return _Engines(plain, drafting, (models.named.name, models.named.drafter_name or ""))
 
 
-def _made(
-    shape: str,
-    ways: list[str],
-    verifier: str,
-    acceptance_length: float,
-    grid: calls.Grid,
-    models: Models,
-) -> _Engines:
-    """Make models of a shape, whose first fixed plan reaches an acceptance length."""
-    sizes = _shape(shape, None)
-    plans = {name: _plan(name, verifier) for name in ways if name != "auto"}
-    for name, plan in plans.items():
-        if plan is None:
-            raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH, as models are made")
-    speculative = (plan for plan in plans.values() if plan is not None and plan.speculative)
-    plan = next(speculative, None)
-    if plan is None:
-        expected = "a plan, PATHSxDEPTH, that is to reach the acceptance length"
-        raise InvalidArgument("ways", ",".join(ways), expected)
-    temperature = grid.temperature[0]
+def _made(shape: str, grid: calls.Grid, models: Models) -> _Engines:
+    """Make models of a shape, with random weights."""
     device, dtype = place_of(models.device, models.dtype)
     length = max(*grid.contexts, MADE_PROMPT) + grid.tokens + MADE_PROMPT
     target, drafter = random_models.random_pair(
-        sizes,
+        _shape(shape, None),
         slots=max(*grid.batches, 16) * (length + 256),
         max_context=length,
         dtype=dtype,
         device=device,
         compile_backend=models.compile_backend,
         graphs=GraphMode.AUTO,
-        memoryless=True,
     )
-    reached = random_models.tune(target, drafter, plan, acceptance_length, temperature=temperature)
     config = EngineConfig(prefix_cache=False, max_batch=max(grid.batches))
-    drafting = Engine(target, drafter, config)
-    return _Engines(
-        Engine(target, None, config),
-        drafting,
-        (shape, f"made for acceptance length {reached:.2f}"),
-        f"Made weights of shape {shape}, real drafts and verdicts: {plan_name(plan)} commits "
-        f"{reached:.2f} tokens a step at T={temperature:g} (wanted: {acceptance_length:g}).",
-    )
+    plain, drafting = (Engine(target, one, config) for one in (None, drafter))
+    return _Engines(plain, drafting, (shape, "random weights"))
+
+
+def _told(length: float | None, verifier: str, name: str) -> Planning | None:
+    """Return the plan of a way, whose acceptance length may be told; None if it names no plan."""
+    plan = AUTO if name == "auto" else _plan(name, verifier)
+    if length is None or plan is None or plan == PLAIN:
+        return plan
+    if isinstance(plan, Plan) and plan.depth + 1 < length:
+        expected = f"at most {plan.depth + 1} for {plan_name(plan)}"
+        raise InvalidArgument("acceptance_length", length, expected)
+    return msgspec.structs.replace(plan, verifier=simulated(plan.verifier, length))
 
 
 def _shape(name: str, text: str | None) -> random_models.Shape:
@@ -936,8 +897,7 @@ def _plan(name: str, verifier: str) -> Plan | None:
     return Plan.parse(f"{judge or verifier} {sizes}")
 
 
-def _caller(engines: _Engines, name: str, verifier: str) -> calls.Caller:
-    plan = AUTO if name == "auto" else _plan(name, verifier)
+def _caller(engines: _Engines, name: str, plan: Planning | None) -> calls.Caller:
     if plan is not None:
         llm = engines.plain if plan == PLAIN else engines.drafting
         assert llm is not None
@@ -991,17 +951,19 @@ def step(
         if plan is None:
             raise InvalidArgument("plans", name, "none, PATHSxDEPTH or VERIFIER:PATHSxDEPTH")
         settings.append(Setting(plan=plan, batch=requests, context=length, temperature=heat))
-    timed = [steps.step_setting(setting, count) for setting in settings]
+    require_integer("steps", count, 1)
+    for name, values in (("batches", batches), ("contexts", contexts)):
+        require_integer(name, min(values), 1)
     where, precision = place_of(models.device, models.dtype)
     how: dict[str, Any] = {
-        "slots": max(setting.slots for setting in timed),
+        "slots": max(steps.slots_of(setting, count) for setting in settings),
         "dtype": precision,
         "device": where,
         "compile_backend": models.compile_backend,
         "graphs": engine.cuda_graphs,
     }
     if model is None:
-        longest = max(setting.max_context for setting in timed)
+        longest = max(steps.positions_of(setting, count) for setting in settings)
         pair = Pair(*random_models.random_pair(made, max_context=longest, **how))
     else:
         named = Models(model=model, drafter=models.drafter).named
@@ -1017,9 +979,9 @@ def step(
         "weights": floors.weights,
         "steps": count,
     }
-    experiment = benches.step(tuple(settings))
-    way = steps.Steps(pair, floors, count)
-    run = _run(experiment, {"step": way}, setup, describe_environment(str(where)), out)
+    experiment = benches.bench("step", settings)
+    ways: dict[str, Way] = {"step": steps.Steps(pair, floors, count)}
+    run = _measured(experiment, ways, setup, describe_environment(str(where)), out)
     typer.echo(report(experiment, run).tables[0].text)
     typer.echo(f"{floors.weights / 1e9:.2f} GB of weights")
     failed = [one for one in run.observations("step") if one.error is not None]
@@ -1047,14 +1009,11 @@ def endpoint(
     """
     chosen = asked.load()
     conversations = [messages(question.turns[0]) for question in chosen.questions]
-    experiment = benches.endpoint(load.settings)
+    experiment = benches.bench("endpoint", load.settings)
     setup = {"model": url, "drafter": "", "suite": chosen.suite, **msgspec.structs.asdict(load)}
-    way = Clients(url, api_key, conversations, load)
-    run = _run(experiment, {"endpoint": way}, setup, describe_environment("the server's"), out)
-    if as_json:
-        opts.print_json(report(experiment, run))
-    else:
-        _print(experiment, run)
+    ways: dict[str, Way] = {"endpoint": Clients(url, api_key, conversations, load)}
+    run = _measured(experiment, ways, setup, describe_environment("the server's"), out)
+    _print(experiment, run, as_json=as_json)
 
 
 # What is made of runs.
@@ -1087,7 +1046,7 @@ def compare(
     pairs = compared_runs(base, other, setting_a or setting_b, setting_b or setting_a)
     for one in pairs:
         typer.echo(f"A: {one.a}   B: {one.b}   questions: {one.questions}")
-        typer.echo(Table(rows=comparison_table(one)).text + "\n")
+        typer.echo(one.table.text + "\n")
     notes = unlike(base, other)
     if notes:
         typer.echo("the runs also differ in:\n" + "\n".join(f"  {note}" for note in notes))
@@ -1146,13 +1105,3 @@ def results(
     target = to or folder.with_name(folder.name + ".md")
     target.write_text(page.page(runs, folder.name), encoding="utf-8")
     opts.print_wrote(*written, target)
-
-
-@app.command(short_help="Read what version 0.1 has measured.")
-def convert(
-    old: Annotated[Path, typer.Argument(help="A run's folder or file of version 0.1.")],
-    to: Annotated[Path, typer.Argument(help="Compact file to write.")],
-) -> None:
-    """Write what mt-bench, served or batch of version 0.1 has measured as a run of this version."""
-    to.write_bytes(converted(old).compact())
-    opts.print_wrote(to)

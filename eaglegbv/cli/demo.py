@@ -145,7 +145,7 @@ def demo_table(observed: Sequence[Observation]) -> list[list[str]]:
     rows = [["", "tokens/s", "tokens a forward"]]
     for name in sums.settings:
         tokens, seconds = (sums.total(name, part) for part in ("answer_tokens", "wall_seconds"))
-        forwards = sum(sums.total(name, f"plans.{plan}") for plan in sums.names("plans.", [name]))
+        forwards = sum(sums.total(name, f"plans.{plan}") for plan in sums.names("plans.", name))
         # The first token of an answer comes with the prompt, and of no decoding forward.
         decoded = tokens - sums.count(name)
         each = f"{decoded / forwards:.2f}" if forwards else "1.00"

@@ -260,7 +260,8 @@ class _Watch(BaseStreamer):
         if self._puts == 2:  # tokens of the forward that reads the prompt
             self.metrics.add_seconds(Phase.PREFILL, time.perf_counter() - self._start)
             return
-        drafted, committed = self._rows - 1, value.numel()
+        drafted = self._rows - 1
+        committed = value.numel()
         self.metrics.count_forward(
             # A forward whose drafts all pass adds one more token, except at an answer's end.
             offered=drafted,

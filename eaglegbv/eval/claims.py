@@ -10,13 +10,16 @@ from eaglegbv.config import Plan
 from eaglegbv.eval.figures import ACCEPTANCE, FEWEST, SPEED, Estimate, Figure, Sums
 from eaglegbv.eval.settings import Axis, Setting
 
-AGREES, AGAINST, OPEN = "agrees", "against", "not told apart"
-SAME_WAY, OPPOSITE, BOTH = "same", "opposite", "the paper has both"
+AGREES = "agrees"
+AGAINST = "against"
+OPEN = "not told apart"
+SAME_WAY = "same"
+OPPOSITE = "opposite"
+BOTH = "the paper has both"
 UNDECIDED = "not decided"
 FEW = f"fewer than {FEWEST} questions"
 SAME = 1e-6  # ratios nearer to 1 are rounding, and those of solvers to their tolerance
 SHOWN = {ACCEPTANCE.name: "", SPEED.name: "tokens a second"}
-AXES: tuple[Axis, ...] = ("paths", "depth", "draft_width", "temperature")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,9 +37,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the interval lies on the expected side of equality, the other one, or both."""
         if self.paper and self.expected == 0:
             return BOTH
-        yes, no, neither = AGREES, AGAINST, OPEN
+        yes = AGREES
+        no = AGAINST
+        neither = OPEN
         if self.paper:
-            yes, no, neither = SAME_WAY, OPPOSITE, UNDECIDED
+            yes = SAME_WAY
+            no = OPPOSITE
+            neither = UNDECIDED
         if self.ratio is None:
             return neither
         if self.ratio.units < FEWEST:
@@ -107,7 +114,8 @@ class Rises:
         lead, before = (
             f"{a.name} / {b.name}" for a, b in zip((far, near), behind, strict=True) if b
         )
-        above, below = (far.name, behind[1].name), (near.name, behind[0].name)
+        above = (far.name, behind[1].name)
+        below = (near.name, behind[0].name)
         yield Finding(
             statement=f"{lead} at least {before}",
             source=self.source,

@@ -1,16 +1,17 @@
 """Two settings compared question by question, of one run or two."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.figures import CONVERSATIONS, FEWEST, Estimate, Sums
-from eaglegbv.eval.observations import Run
-from eaglegbv.eval.tables import shown
+from eaglegbv.eval.figures import CONVERSATIONS, FEWEST, RATIO_DIGITS, Estimate, Sums
+from eaglegbv.eval.observations import Observation, Run
+from eaglegbv.eval.tables import Table
 
-SIDES = ("A ", "B ")
+HIDDEN = {"question_ids", "origin", "started", "template"}
+"""Facts of a run that may differ from another's unsaid."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,25 +38,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     questions: int  # that both answered to the end
     differences: tuple[Difference, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class _Both:
-    """The sums of two runs, their settings' names led by A and B."""
-
-    sums: Sums
-    names: tuple[list[str], list[str]]  # settings measured in A and in B, in order
-
-
-def _both(a: Run, b: Run) -> _Both:
-    observations = [
-        msgspec.structs.replace(one, setting=side + one.setting)
-        for side, run in zip(SIDES, (a, b), strict=True)
-        for sheet in run.sheets
-        for one in run.observations(sheet)
-    ]
-    sums = Sums(observations)
-    names = [[name[2:] for name in sums.settings if name.startswith(side)] for side in SIDES]
-    return _Both(sums, (names[0], names[1]))
+    @property
+    def table(self) -> Table:
+        """It as a table."""
+        rows = [
+            [one.figure, *(Estimate.exactly(v, RATIO_DIGITS) for v in (one.a, one.b)), one.ratio]
+            for one in self.differences
+        ]
+        told = [[*row, one.verdict] for row, one in zip(rows, self.differences, strict=True)]
+        return Table(rows=[["figure", "A", "B", "B / A", "B is"], *told])
 
 
 def compared_runs(a: Run, b: Run, setting_a: str | None, setting_b: str | None) -> list[Comparison]:
@@ -64,59 +55,54 @@ def compared_runs(a: Run, b: Run, setting_a: str | None, setting_b: str | None) 
     Raises:
         InvalidArgument: A run has not measured a setting, or they share no setting or question.
     """
-    both = _both(a, b)
+    sums = Sums(chain(_side("A ", a), _side("B ", b)))
+    of_a, of_b = ([n[2:] for n in sums.settings if n.startswith(side)] for side in ("A ", "B "))
     if setting_a is not None and setting_b is not None:
-        for name, known in zip((setting_a, setting_b), both.names, strict=True):
+        for name, known in ((setting_a, of_a), (setting_b, of_b)):
             if name not in known:
                 expected = f"one of those measured: {', '.join(sorted(known))}"
                 raise InvalidArgument("setting", name, expected)
-        return [_compared(both.sums, setting_a, setting_b)]
-    shared = [name for name in both.names[0] if name in both.names[1]]
+        return [_compared(sums, setting_a, setting_b)]
+    shared = [name for name in of_a if name in of_b]
     if not shared:
         expected = "at least one in both runs, or --setting-a and -b"
-        raise InvalidArgument("settings", list(both.names), expected)
-    return [_compared(both.sums, name, name) for name in shared]
+        raise InvalidArgument("settings", [of_a, of_b], expected)
+    return [_compared(sums, name, name) for name in shared]
+
+
+def _side(side: str, run: Run) -> Iterator[Observation]:
+    for sheet in run.sheets:
+        for one in run.observations(sheet):
+            yield msgspec.structs.replace(one, setting=side + one.setting)
 
 
 def _compared(sums: Sums, a: str, b: str) -> Comparison:
-    base, other = SIDES[0] + a, SIDES[1] + b
-    units = sums.shared([base, other])
+    base = f"A {a}"
+    other = f"B {b}"
+    units = {unit for _, unit in sums.shared(base, other)}
     if not units:
         expected = "two with questions that both answered to the end"
         raise InvalidArgument("settings", [a, b], expected)
-    return Comparison(
-        a=a, b=b, questions=len(units), differences=tuple(_differences(sums, base, other))
-    )
-
-
-def _differences(sums: Sums, base: str, other: str) -> Iterator[Difference]:
+    differences = []
     for figure in CONVERSATIONS:
-        if not sums.total(base, figure.below) or not sums.total(other, figure.below):
-            continue
-        a, b = (sums.ratio(figure, [name], among=(base, other)).value for name in (base, other))
-        ratio = sums.ratio(figure, [other], [base]) if a else None
-        yield Difference(figure=figure.name, a=a, b=b, ratio=ratio)
+        if sums.total(base, figure.below) and sums.total(other, figure.below):
+            values = [sums.ratio(figure, [name], (), base, other).value for name in (base, other)]
+            ratio = sums.over(figure, other, base) if values[0] else None
+            differences.append(
+                Difference(figure=figure.name, a=values[0], b=values[1], ratio=ratio)
+            )
+    return Comparison(a=a, b=b, questions=len(units), differences=tuple(differences))
 
 
 def unlike(a: Run, b: Run) -> list[str]:
     """Return a line for each other difference between the two runs."""
-    facts = [{**run.head.setup, **msgspec.to_builtins(run.head.environment)} for run in (a, b)]
-    hidden = {"question_ids", "origin", "started", "template"}
+    one, other = ({**run.head.setup, **msgspec.to_builtins(run.head.environment)} for run in (a, b))
     lines = [
-        f"{name}: {facts[0].get(name)!s:.60} and {facts[1].get(name)!s:.60}"
-        for name in dict.fromkeys((*facts[0], *facts[1]))
-        if name not in hidden and facts[0].get(name) != facts[1].get(name)
+        f"{name}: {one.get(name)!s:.60} and {other.get(name)!s:.60}"
+        for name in (one | other)
+        if name not in HIDDEN and one.get(name) != other.get(name)
     ]
-    asked = [set(one.get("question_ids") or ()) for one in facts]
+    asked = [set(facts.get("question_ids") or ()) for facts in (one, other)]
     if only := len(asked[0] ^ asked[1]):
         lines.append(f"questions asked in one run alone, left out: {only}")
     return lines
-
-
-def comparison_table(comparison: Comparison) -> list[list[str]]:
-    """Return a comparison as rows, headings first."""
-    rows = [["figure", "A", "B", "B / A", "B is"]]
-    for one in comparison.differences:
-        values = (f"{one.a:.3f}", f"{one.b:.3f}", shown(one.ratio, 3))
-        rows.append([one.figure, *values, one.verdict])
-    return rows

@@ -20,7 +20,8 @@ async def events(chunks: AsyncIterator[str]) -> AsyncIterator[Mapping[str, Any]]
             data.append(value.removeprefix(" "))
         if line or not data:
             continue
-        text, data = "\n".join(data), []
+        text = "\n".join(data)
+        data = []
         if text.strip() in ("", "[DONE]"):
             continue
         event = decode_json(text.encode(), dict[str, Any], argument="event", place=text[:100])

@@ -12,7 +12,7 @@ from eaglegbv.eval.claims import Claim, Finding
 from eaglegbv.eval.figures import Sums
 from eaglegbv.eval.observations import Environment, Head, Observation, Run
 from eaglegbv.eval.settings import Setting, by_name
-from eaglegbv.eval.tables import Table
+from eaglegbv.eval.tables import Table, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -26,38 +26,31 @@ class Part(NamedTuple):
     measure: Callable[[], list[Observation]]
 
 
-Way: TypeAlias = Callable[[Sequence[Setting]], Iterator[Part]]
+Settings: TypeAlias = Sequence[Setting]
+Way: TypeAlias = Callable[[Settings], Iterator[Part]]
 """How settings are measured."""
 
-Tables: TypeAlias = Callable[[Sums, Sequence[Setting]], list[Table]]
+Tables: TypeAlias = Callable[[Sums, Settings], list[Table]]
 """What is printed of a sheet."""
 
+Draw: TypeAlias = "Callable[[], Canvas]"
+Pictures: TypeAlias = Callable[[Sums, Settings], Mapping[str, Draw]]
+"""What is drawn of a sheet, by name."""
 
 Bar: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]
 """Shows a bar, given what is measured and how many units it takes."""
-
-
-Pictures: TypeAlias = "Callable[[Sums, Sequence[Setting]], Mapping[str, Callable[[], Canvas]]]"
-"""What is drawn of a sheet, by name."""
-
-
-def no_pictures(sums: Sums, settings: Sequence[Setting]) -> Mapping[str, Any]:
-    """Draw nothing."""
-    del sums, settings
-    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
     """Settings measured alike, and what is shown of them."""
 
-    name: str  # unique within the experiment
-    way: str  # name of the way that measures them
+    name: str  # of the way that measures them; unique within the experiment
     settings: tuple[Setting, ...]
     tables: Tables
+    unit: str = ""  # of progress
     claims: tuple[Claim, ...] = ()  # what should be seen
-    pictures: Pictures = no_pictures
-    title: str = ""
+    pictures: Pictures = lambda sums, settings: {}  # noqa: ARG005
 
 
 Overall: TypeAlias = Callable[
@@ -85,6 +78,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def content(self) -> dict[str, object]:
+        """It for JSON, with numbers as numbers."""
+        tables = [
+            {"title": one.title, "rows": [list(map(plain, row)) for row in one.rows]}
+            for one in self.tables
+        ]
+        return {**msgspec.structs.asdict(self), "tables": tables}
+
 
 def open_run(
     experiment: Experiment, setup: Mapping[str, Any], environment: Environment, folder: Path | None
@@ -101,8 +103,8 @@ def open_run(
 def measure(experiment: Experiment, run: Run, ways: Mapping[str, Way], bar: Bar) -> None:
     """Measure all that a run lacks, in the ways that sheets name."""
     for sheet in experiment.sheets:
-        parts = list(ways[sheet.way](sheet.settings))
-        with bar(sheet.title or sheet.name, sum(part.units for part in parts)) as progress:
+        parts = list(ways[sheet.name](sheet.settings))
+        with bar(sheet.unit or sheet.name, sum(part.units for part in parts)) as progress:
             for part in parts:
                 known = run.has(sheet.name, part.key)
                 observed = run.part(sheet.name, part.key, part.measure)
@@ -113,11 +115,12 @@ def note(observed: Sequence[Observation]) -> str:
     """Return in words how what was measured last went."""
     if not observed or not observed[-1].sums.get("steps"):
         return ""
-    last = observed[-1]
-    words = [f"{last.sums['tokens'] / last.sums['steps']:.2f} tokens/forward"]
-    if seconds := last.sums.get("seconds"):
-        words.append(f"{last.sums['tokens'] / seconds:.0f} tokens/s")
-    return f"{last.setting}: {', '.join(words)}"
+    name = observed[-1].setting
+    sums = observed[-1].sums
+    words = f"{name}: {sums['tokens'] / sums['steps']:.2f} tokens/forward"
+    return (
+        f"{words}, {sums['tokens'] / sums['seconds']:.0f} tokens/s" if "seconds" in sums else words
+    )
 
 
 def report(experiment: Experiment, run: Run) -> Report:

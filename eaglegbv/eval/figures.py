@@ -5,10 +5,11 @@ logarithm follows, and Student's t gives the ends. It holds from four units on, 
 resampled units are too narrow.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isclose, nan, sqrt
+from math import exp, isclose, nan, sqrt
 from typing import Self, TypeAlias
 
 import msgspec
@@ -21,6 +22,7 @@ from eaglegbv.metrics import Phase
 
 Floats: TypeAlias = NDArray[np.float64]
 COVERAGE = 0.95
+RATIO_DIGITS = 3  # of ratios of two settings
 FEWEST = 8
 """Fewest units of a verdict; with fewer, a figure and its interval are all that is said."""
 
@@ -31,12 +33,13 @@ class Estimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
-    units: int = FEWEST
+    units: int = FEWEST  # on which it was measured; 0 where nothing is known
+    digits: int = 2  # that are shown
 
     @classmethod
-    def exactly(cls, value: float) -> Self:
+    def exactly(cls, value: float, digits: int = 2) -> Self:
         """Return a figure without noise."""
-        return cls(value, value, value)
+        return cls(value, value, value, digits=digits)
 
     def told(self, above: str, below: str, neither: str, slack: float = 0.0) -> str:
         """Return the word for an interval above 1, below it, or around it: not told apart from it.
@@ -50,12 +53,14 @@ class Estimate(msgspec.Struct, frozen=True):
             return above
         return below if self.high < 1 - slack else neither
 
-    def text(self, digits: int = 2) -> str:
-        """Return the figure with its interval, or alone if that is a point."""
-        if isclose(self.low, self.high, rel_tol=1e-12):
-            return f"{self.value:.{digits}f}"
-        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
-        return f"{self.value:.{digits}f} [{low}, {high}]"
+    @property
+    def text(self) -> str:
+        """The figure with its interval, or alone if that is a point; "-" if it is not known."""
+        if self.units == 0:
+            return "-"
+        value, low, high = (f"{end:.{self.digits}f}" for end in (self.value, self.low, self.high))
+        alone = isclose(self.low, self.high, rel_tol=1e-12)
+        return value if alone else f"{value} [{low}, {high}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +110,6 @@ STEP_MILLISECONDS = Figure(
     scale=1e3,
     digits=2,
 )
-TOKEN_MILLISECONDS = Figure(
-    "ms/token",
-    "seconds",
-    "tokens",
-    "milliseconds of wall time less prefill per token that decoding forwards commit",
-    scale=1e3,
-    digits=2,
-)
 CONVERSATIONS = (ACCEPTANCE, SPEED, WALL_SPEED, STEP_MILLISECONDS)
 """The figures that a run of conversations has."""
 
@@ -144,27 +141,39 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     behind: tuple[str, ...]
 
 
-Row: TypeAlias = Mapping[str, float]
+Key: TypeAlias = tuple[int, str]
+"""A repeat and a unit."""
 
 
 class Sums:
     """Sums by setting, repeat and unit, of which figures are ratios."""
 
     def __init__(self, observations: Iterable[Observation]) -> None:
-        self._rows: dict[str, dict[tuple[int, str], Row]] = {}
-        self.errors: dict[str, int] = {}
-        self.categories: dict[str, str] = {}
-        for one in observations:
+        self._observations = list(observations)
+        self._rows: dict[str, dict[Key, Mapping[str, float]]] = {}
+        for one in self._observations:
             rows = self._rows.setdefault(one.setting, {})
-            self.errors[one.setting] = self.errors.get(one.setting, 0) + (one.error is not None)
             if one.error is None:
                 rows[one.repeat, one.unit] = one.sums
-                self.categories[one.unit] = one.category
 
     @property
     def settings(self) -> list[str]:
         """Names of the settings that were observed."""
         return list(self._rows)
+
+    @property
+    def errors(self) -> Counter[str]:
+        """How many observations broke off, by setting."""
+        return Counter(one.setting for one in self._observations if one.error is not None)
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories of units."""
+        return list(dict.fromkeys(one.category for one in self._observations))
+
+    def only(self, category: str) -> "Sums":
+        """Return those of the units of a category."""
+        return Sums(one for one in self._observations if one.category == category)
 
     def has(self, *settings: str) -> bool:
         """Whether each of these settings was measured on a unit to its end."""
@@ -176,26 +185,17 @@ class Sums:
 
     def total(self, setting: str, name: str) -> float:
         """Return a sum over all units."""
-        return sum(row.get(name, 0.0) for row in self._rows.get(setting, {}).values())
+        return sum(self.column(setting, name))
 
     def column(self, setting: str, name: str) -> list[float]:
         """Return a sum of every unit that has it."""
-        rows = self._rows.get(setting, {}).values()
-        return [row[name] for row in rows if name in row]
+        return [row[name] for row in self._rows.get(setting, {}).values() if name in row]
 
-    def names(self, prefix: str, settings: Iterable[str] | None = None) -> list[str]:
+    def names(self, prefix: str, *settings: str) -> list[str]:
         """Return the names of sums that begin so, without that, in order of appearance."""
-        rows = (self._rows.get(s, {}) for s in settings or self._rows)
-        found = dict.fromkeys(name for of in rows for row in of.values() for name in row)
-        return [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
-
-    def only(self, category: str) -> "Sums":
-        """Return those of the units of a category."""
-        part = Sums(())
-        part.categories = {u: c for u, c in self.categories.items() if c == category}
-        for setting, rows in self._rows.items():
-            part._rows[setting] = {k: v for k, v in rows.items() if k[1] in part.categories}
-        return part
+        rows = (row for setting in settings for row in self._rows.get(setting, {}).values())
+        names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix))
+        return [name.removeprefix(prefix) for name in names]
 
     def estimate(self, figure: Figure, setting: str) -> Estimate:
         """Return a figure of a setting."""
@@ -205,55 +205,50 @@ class Sums:
         """Return a figure of a setting without its interval; 0 if nothing was counted."""
         return self.estimate(figure, setting).value if self.has(setting) else 0.0
 
-    def shared(self, names: Iterable[str]) -> list[str]:
-        """Return the units that all of these settings were measured on to their end."""
-        keys = set.intersection(*(set(self._rows.get(name, ())) for name in names))
-        return sorted({unit for _, unit in keys})
+    def over(self, figure: Figure, setting: str, base: str, digits: int = RATIO_DIGITS) -> Estimate:
+        """Return how many times a figure of one setting another's is, on the same units."""
+        ratio = self.ratio(figure, [setting], [base])
+        return msgspec.structs.replace(ratio, digits=digits)
+
+    def shared(self, *settings: str) -> set[Key]:
+        """Return where all of these settings were measured to their end."""
+        return set.intersection(*(set(self._rows.get(name, ())) for name in settings))
 
     def ratio(
-        self,
-        figure: Figure,
-        above: Sequence[str],
-        below: Sequence[str] = (),
-        among: Sequence[str] = (),
+        self, figure: Figure, above: Sequence[str], below: Sequence[str] = (), *among: str
     ) -> Estimate:
         """Return the product of a figure over ``above`` by that over ``below``.
 
         Settings are paired by repeat and unit: those that any of them, or ``among``, lacks count
         for none. One over one compares two settings, two over two their leads.
         """
-        names = [*above, *below, *among]
-        shared = set.intersection(*(set(self._rows.get(name, ())) for name in names))
-        units = sorted({unit for _, unit in shared})
-        if not units:
+        keys = self.shared(*above, *below, *among)
+        if not keys:
             return Estimate(nan, nan, nan, 0)
-        ratios = np.ones(1)
+        ratios: Floats = np.full((1, 1), figure.scale ** (len(above) - len(below)))
         for name in above:
-            ratios = ratios * self._left_out(figure, name, shared, units)
+            ratios = ratios * self._left_out(figure, name, keys)
         for name in below:
-            ratios = ratios / self._left_out(figure, name, shared, units)
-        with np.errstate(all="ignore"):
-            unknown = np.isnan(ratios).all(axis=0)
-            ratios = np.where(unknown, 0.0, ratios)
-            pooled = np.nanmedian(ratios, axis=0)
-        scale = figure.scale ** (len(above) - len(below))
-        return jackknife(scale * pooled)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = ratios / self._left_out(figure, name, keys)
+        known = ~np.isnan(ratios).all(axis=0)
+        pooled = np.zeros(ratios.shape[1])
+        pooled[known] = np.nanmedian(ratios[:, known], axis=0)
+        digits = RATIO_DIGITS if below else figure.digits
+        return msgspec.structs.replace(jackknife(pooled), digits=digits)
 
-    def _left_out(
-        self, figure: Figure, name: str, keys: set[tuple[int, str]], units: Sequence[str]
-    ) -> Floats:
+    def _left_out(self, figure: Figure, name: str, keys: Collection[Key]) -> Floats:
         """Return a figure by repeat as measured, and with each unit left out ``[repeats, 1 + n]``.
 
         Repeats are one where they are pooled.
         """
         repeats = sorted({repeat for repeat, _ in keys})
-        place = {unit: n for n, unit in enumerate(units)}
+        units = sorted({unit for _, unit in keys})
         sums = np.zeros((2, len(repeats), len(units)))
         for repeat, unit in keys:
             row = self._rows[name][repeat, unit]
-            at = repeats.index(repeat), place[unit]
-            sums[0][at] = row.get(figure.above, 0.0)
-            sums[1][at] = row.get(figure.below, 0.0)
+            pair = row.get(figure.above, 0.0), row.get(figure.below, 0.0)
+            sums[:, repeats.index(repeat), units.index(unit)] = pair
         totals = sums.sum(axis=2, keepdims=True)
         left = np.concatenate((totals, totals - sums), axis=2)
         if not figure.median:
@@ -273,20 +268,14 @@ class Sums:
         """
         first = self._rows[ladder[0]]
         plain = {key: {**row, "tokens": row["steps"], "nodes": 0.0} for key, row in first.items()}
-        trees: list[tuple[float, Mapping[tuple[int, str], Row]]] = [(0.0, plain)]
-        trees += [(self.value(NODES, name), self._rows[name]) for name in ladder]
-        trees.sort(key=lambda tree: tree[0])
-        for (less, low), (more, high) in pairwise(trees):
+        trees = sorted((self.value(NODES, name), name) for name in ladder)
+        rows: list[tuple[float, Mapping[Key, Mapping[str, float]]]] = [(0.0, plain)]
+        rows += ((size, self._rows[name]) for size, name in trees)
+        for (less, low), (more, high) in pairwise(rows):
             if less <= nodes <= more and less < more:
                 share = (nodes - less) / (more - less)
                 name = f"{nodes:.4f} nodes of {ladder[0]}"
-                self._rows[name] = {
-                    key: {
-                        part: (1 - share) * low[key][part] + share * high[key][part]
-                        for part in ("tokens", "nodes", "steps")
-                    }
-                    for key in low
-                }
+                self._rows[name] = {key: _mixed(share, low[key], high[key]) for key in low}
                 return name
         raise ValueError(f"no tree of {ladder} has {nodes} nodes")
 
@@ -294,17 +283,16 @@ class Sums:
         """Rank settings: one is behind if the interval of its ratio to the leader is below 1."""
         values = {name: self.estimate(figure, name) for name in settings if self.has(name)}
         leader, *others = sorted(values, key=lambda name: -values[name].value)
-        behind = [
-            name
-            for name in others
-            if self.ratio(figure, [name], [leader]).told("", "behind", "") == "behind"
-        ]
-        return Rank(
-            leader=leader,
-            value=values[leader],
-            tied=tuple(name for name in others if name not in behind),
-            behind=tuple(behind),
+        told = {name: self.over(figure, name, leader).told("", "behind", "tied") for name in others}
+        tied, behind = (
+            tuple(name for name in others if told[name] == word) for word in ("tied", "behind")
         )
+        return Rank(leader=leader, value=values[leader], tied=tied, behind=behind)
+
+
+def _mixed(share: float, low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
+    parts = ("tokens", "nodes", "steps")
+    return {part: (1 - share) * low[part] + share * high[part] for part in parts}
 
 
 def jackknife(values: Floats) -> Estimate:
@@ -312,15 +300,14 @@ def jackknife(values: Floats) -> Estimate:
 
     Where a figure is 0 without some unit, its own variance is taken instead of its logarithm's.
     """
-    value, left = float(values[0]), values[1:]
-    units = len(left)
+    value = float(values[0])
+    units = len(values) - 1
     if units < 2 or not np.isfinite(values).all():
         return Estimate(value, value, value, units)
     positive = bool((values > 0).all())
-    scaled = np.log(values) if positive else values
-    spread = scaled[1:] - scaled[1:].mean()
-    error = sqrt((units - 1) / units * float(spread @ spread))
+    left = np.log(values[1:]) if positive else values[1:]
+    error = sqrt((units - 1) * float(left.var()))
     half = float(stats.t.ppf((1 + COVERAGE) / 2, units - 1)) * error
     if not positive:
         return Estimate(value, max(0.0, value - half), value + half, units)
-    return Estimate(value, value * float(np.exp(-half)), value * float(np.exp(half)), units)
+    return Estimate(value, value * exp(-half), value * exp(half), units)

@@ -7,7 +7,7 @@ measured part a line. A single file of the same (:meth:`Run.compact`) has no tex
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -195,37 +195,36 @@ def _whole_lines(path: Path) -> bytes:
 
 
 def _refuse_old(path: Path, argument: str) -> None:
-    names = [path.name] if path.is_file() else OLD_FILES
-    folder = path.parent if path.is_file() else path
-    if not (folder / "head.json").is_file() and any(
-        name in OLD_FILES and (folder / name).is_file() for name in names
-    ):
-        expected = "a run of this version; eaglegbv bench convert reads what 0.1 has measured"
-        raise InvalidArgument(argument, str(path), expected)
+    folder, names = (path, OLD_FILES) if path.is_dir() else (path.parent, (path.name,))
+    old = any(name in OLD_FILES and (folder / name).is_file() for name in names)
+    if old and not (folder / "head.json").is_file():
+        raise InvalidArgument(argument, str(path), "a run of this version; version 0.1 reads this")
 
 
 def differences(stored: Head, wanted: Head) -> str:
     """Return in words where two heads differ, but for when and where they were begun."""
-    facts = [_facts(head) for head in (stored, wanted)]
-    short, long = [], []
-    for name in dict.fromkeys((*facts[0], *facts[1])):
-        before, now = (one.get(name) for one in facts)
-        if before == now:
-            continue
-        if all(
-            isinstance(v, str | int | float | None) and len(str(v)) <= SHORT for v in (before, now)
-        ):
-            told = ("none" if value in (None, "") else value for value in (before, now))
-            short.append("{} {}, now {}".format(name, *told))
-        else:
-            long.append(name)
-    return "; ".join([*short, *([f"other {', '.join(long)}"] if long else [])])
+    before = _facts(stored)
+    now = _facts(wanted)
+    names = [name for name in (before | now) if before.get(name) != now.get(name)]
+    short = [n for n in names if all(_is_short(facts.get(n)) for facts in (before, now))]
+    words = [f"{name} {_said(before.get(name))}, now {_said(now.get(name))}" for name in short]
+    if long := ", ".join(name for name in names if name not in short):
+        words.append(f"other {long}")
+    return "; ".join(words)
 
 
-def _facts(head: Head) -> Mapping[str, object]:
-    settings = msgspec.to_builtins(head.sheets)
-    setup: dict[str, object] = msgspec.to_builtins(head.setup)
-    return {"experiment": head.experiment, **setup, "settings": settings}
+def _is_short(value: object) -> bool:
+    return isinstance(value, str | int | float | None) and len(str(value)) <= SHORT
+
+
+def _said(value: object) -> object:
+    return "none" if value in (None, "") else value
+
+
+def _facts(head: Head) -> dict[str, object]:
+    facts: dict[str, object] = msgspec.to_builtins(head)
+    setup = msgspec.to_builtins(head.setup)
+    return {"experiment": head.experiment, **setup, "settings": facts["sheets"]}
 
 
 def read_json(path: Path, kind: type[Content], *, argument: str, expected: str) -> Content:

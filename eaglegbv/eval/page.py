@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from eaglegbv.errors import InvalidArgument
@@ -11,9 +12,9 @@ from eaglegbv.eval import pictures
 from eaglegbv.eval.benches import DEFINITIONS, declared, facts
 from eaglegbv.eval.claims import Finding
 from eaglegbv.eval.experiment import Experiment, Report, report
-from eaglegbv.eval.figures import ACCEPTANCE, SPEED, Figure, Sums
+from eaglegbv.eval.figures import ACCEPTANCE, SPEED, Sums
 from eaglegbv.eval.observations import Run
-from eaglegbv.eval.tables import Table, markdown, shown
+from eaglegbv.eval.tables import Cell, Table
 from eaglegbv.utils import grouped
 
 FIRST = "smollm2"  # runs whose names have it come first
@@ -21,32 +22,30 @@ MOST_ROWS = 14  # rows of the table that a section shows; the run's own page has
 MOST_FINDINGS = 4  # directions that a section lists of those that are contradicted
 
 
-def findings_table(found: Sequence[Finding]) -> list[list[str]]:
-    """Return findings as rows, headings first."""
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return findings as rows."""
     headings = ["should be", "the paper's", "measured", "verdict"]
-    rows = ([o.statement, o.paper or "-", shown(o.ratio, 3), o.verdict] for o in found)
-    return [headings, *rows]
+    rows = ([o.statement, o.paper or None, o.ratio, o.verdict] for o in findings)
+    return Table(rows=[headings, *rows])
 
 
-def counts(found: Sequence[Finding]) -> list[str]:
+def counts(findings: Sequence[Finding]) -> list[str]:
     """Return how many directions came out how, the paper's own apart from this package's."""
     lines = []
-    of_paper = [one for one in found if one.paper]
-    own = [one for one in found if not one.paper]
-    for what, some in (("the paper's", of_paper), ("this package's and theorems'", own)):
-        verdicts = Counter(one.verdict for one in some)
+    for what, of_paper in (("the paper's", True), ("this package's and theorems'", False)):
+        verdicts = Counter(one.verdict for one in findings if bool(one.paper) is of_paper)
         listed = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-        if some:
-            lines.append(f"of {len(some)} directions, {what}: {listed}")
+        if listed:
+            lines.append(f"of {verdicts.total()} directions, {what}: {listed}")
     return lines
 
 
-def report_text(of: Report) -> str:
-    """Return a report for the terminal: tables, directions and notes."""
-    parts = [table.text for table in of.tables]
-    if of.findings:
-        parts += [Table(rows=findings_table(of.findings)).text, "\n".join(counts(of.findings))]
-    return "\n\n".join([*parts, *of.notes])
+def report_text(of: Report, tables: int | None = None) -> str:
+    """Return a report for the terminal: tables, or the first of them alone, and directions."""
+    parts = [table.text for table in of.tables[:tables]]
+    if tables is None and of.findings:
+        parts += [findings_table(of.findings).text, "\n".join(counts(of.findings))]
+    return "\n\n".join([*parts, *(of.notes if tables is None else ())])
 
 
 def run_page(run: Run, of: Report) -> str:
@@ -55,7 +54,7 @@ def run_page(run: Run, of: Report) -> str:
     for table in of.tables:
         sections += _section(table)
     if of.findings:
-        sections += ["## Directions", markdown(findings_table(of.findings))]
+        sections += ["## Directions", findings_table(of.findings).markdown]
     sections += ["## What the figures mean", _lines(DEFINITIONS)]
     if broken := list(_broken(run)):
         sections += ["## Conversations that broke off (counted in no figure)", _lines(broken)]
@@ -73,7 +72,7 @@ def _facts(run: Run) -> Iterator[str]:
 
 def _section(table: Table) -> list[str]:
     heading = [f"## {table.title}"] if table.title else []
-    return [*heading, markdown(table.rows), *table.notes]
+    return [*heading, table.markdown, *table.notes]
 
 
 def _broken(run: Run) -> Iterator[str]:
@@ -182,42 +181,42 @@ def _of_run(one: Kept, folder: str) -> str:
     drawn = [f"![{part}]({folder}/{one.name}_{part}.svg)" for part in one.pictures()]
     parts = [f"## {one.name}", *drawn]
     for table in one.report.tables[:1]:
-        rows = table.rows[: MOST_ROWS + 1]
-        parts += [f"**{table.title}**" if table.title else "", markdown(rows)]
+        first = Table(rows=table.rows[: MOST_ROWS + 1])
+        parts += [f"**{table.title}**" if table.title else "", first.markdown]
     if one.report.findings:
         parts.append(_lines(counts(one.report.findings)))
         against = [f for f in one.report.findings if f.verdict in ("opposite", "against")]
         if against:
             parts += ["Contradicted, the first of them:"]
-            parts.append(markdown(findings_table(against[:MOST_FINDINGS])))
+            parts.append(findings_table(against[:MOST_FINDINGS]).markdown)
     told = "; ".join(f"{name}: {fact}" for name, fact in facts(one.run).items())
     parts.append(f"All tables: [{one.name}.md]({folder}/{one.name}.md). {told}.")
     return "\n\n".join(filter(None, parts))
 
 
 def _when(runs: Sequence[Kept]) -> str:
-    rows = [["run", "temperature", "figure", "best", "not told apart", "behind"]]
+    rows: list[list[Cell]] = [["run", "T", "figure", "best", "not told apart", "behind"]]
     for one in runs:
-        for figure in (ACCEPTANCE, SPEED) if one.run.head.experiment == "mt-bench" else ():
-            rows += _ranks(one, figure)
+        if one.run.head.experiment == "mt-bench":
+            rows += _ranks(one)
     text = (
         "## What to use when\n\nA setting is behind the best where the whole interval of its ratio "
         "to it lies below 1, else it cannot be told from it. One request at a time."
     )
-    return f"{text}\n\n{markdown(rows)}" if len(rows) > 1 else text
+    return f"{text}\n\n{Table(rows=rows).markdown}" if len(rows) > 1 else text
 
 
-def _ranks(one: Kept, figure: Figure) -> Iterator[list[str]]:
+def _ranks(one: Kept) -> Iterator[list[Cell]]:
     [sheet], [sums] = one.experiment.sheets, one.sums
-    for temperature, settings in grouped(sheet.settings, lambda own: own.temperature).items():
+    by_temperature = grouped(sheet.settings, lambda own: own.temperature).items()
+    for (temperature, settings), figure in product(by_temperature, (ACCEPTANCE, SPEED)):
         names = [own.name for own in settings if sums.has(own.name)]
-        if not names:
-            continue
-        rank = sums.rank(figure, names)
-        best = f"`{rank.leader}` ({rank.value.text(figure.digits)})"
-        where = [one.name, f"{temperature:g}", figure.name]
-        yield [*where, best, _listed(rank.tied), _listed(rank.behind)]
+        if names:
+            rank = sums.rank(figure, names)
+            best = f"`{rank.leader}` ({rank.value.text})"
+            where = [one.name, f"{temperature:g}", figure.name]
+            yield [*where, best, _listed(rank.tied), _listed(rank.behind)]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "-"
+def _listed(names: Sequence[str]) -> str | None:
+    return ", ".join(f"`{name}`" for name in names) or None

@@ -27,7 +27,7 @@ from eaglegbv.eval.figures import (
     position_figures,
 )
 from eaglegbv.eval.settings import Axis, Setting
-from eaglegbv.eval.tables import plain_of
+from eaglegbv.eval.tables import over_plain
 from eaglegbv.utils import grouped
 
 if TYPE_CHECKING:
@@ -249,39 +249,33 @@ def facets(
     x: Axis,
     panels: Axis,
     figure: Figure = ACCEPTANCE,
-    y: str = ACCEPTANCE_LABEL,
-    over_plain: bool = False,
+    speed_up: str = "",
 ) -> "Canvas":
-    """Draw a panel for each place on an axis: a line for each rule along another axis."""
+    """Draw a panel for each place on an axis: a line for each rule along another axis.
+
+    With the label of a ``speed_up`` a figure is drawn over plain decoding's.
+    """
     measured = [own for own in settings if sums.has(own.name)]
     drawn = []
     for place, own in sorted(grouped(measured, lambda one: one.at(panels)).items()):
         lines = []
         for label, of_line in grouped(own, lambda one: _line(one, x, panels)).items():
-            points = [
-                (one.at(x), _figure(sums, measured, one, figure, over_plain)) for one in of_line
-            ]
-            known = sorted((at, value) for at, value in points if value is not None)
-            if known:
-                lines.append(Line.of(label, of_line[0].rule, known))
+            points = []
+            for one in sorted(of_line, key=lambda one: one.at(x)):
+                plain = over_plain(sums, figure, one)
+                value = plain if speed_up else sums.estimate(figure, one.name)
+                points += [] if value is None else [(one.at(x), value)]
+            if points:
+                lines.append(Line.of(label, of_line[0].rule, points))
         ticks = sorted({one.at(x) for one in own})
         widest = [_held(line, ticks[-1]) for line in lines] if x == "paths" else lines
-        for chunk in chunks(widest, LINES_A_PANEL):
-            title = f"{LABELS[panels]} = {place:g}"
-            doubling = x in ("batch", "context")
-            drawn.append(
-                Panel(title=title, lines=chunk, x=LABELS[x], ticks=ticks, doubling=doubling)
-            )
-    return draw_panels(drawn, y)
-
-
-def _figure(
-    sums: Sums, settings: Sequence[Setting], own: Setting, figure: Figure, over_plain: bool
-) -> Estimate | None:
-    if not over_plain:
-        return sums.estimate(figure, own.name)
-    plain = plain_of(settings, own)
-    return None if plain is None else sums.ratio(figure, [own.name], [plain.name])
+        title = f"{LABELS[panels]} = {place:g}"
+        doubling = x in ("batch", "context")
+        drawn += [
+            Panel(title=title, lines=chunk, x=LABELS[x], ticks=ticks, doubling=doubling)
+            for chunk in chunks(widest, LINES_A_PANEL)
+        ]
+    return draw_panels(drawn, speed_up or ACCEPTANCE_LABEL)
 
 
 def _line(setting: Setting, x: Axis, panels: Axis) -> str:
@@ -301,12 +295,12 @@ def _held(line: Line, widest: float) -> Line:
 
 def positions(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
     """Draw a panel for each temperature: the share of trees that accept a token, by position."""
-    drafted = [own for own in settings if sums.names("offered.", [own.name])]
+    drafted = [own for own in settings if sums.names("offered.", own.name)]
     panels = []
     for temperature, own in sorted(grouped(drafted, lambda one: one.temperature).items()):
         lines = []
         for one in own:
-            depth = len(sums.names("offered.", [one.name]))
+            depth = len(sums.names("offered.", one.name))
             points = [
                 (float(at), sums.estimate(figure, one.name))
                 for at, figure in enumerate(position_figures(depth), start=1)

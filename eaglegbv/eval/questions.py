@@ -277,7 +277,8 @@ def make_prompts(questions: Sequence[Sequence[int]], count: int, length: int) ->
     total = len(questions)
     prompts: list[list[int]] = []
     for place in evenly(count, total) if count < total else range(count):
-        tokens, before = list(questions[place % total]), place
+        tokens = list(questions[place % total])
+        before = place
         while len(tokens) < length:
             # The last question stays whole, so that the model has something to answer.
             before += 1

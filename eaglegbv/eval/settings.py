@@ -48,6 +48,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return not self.who and not self.plan.speculative
 
     @property
+    def plainly(self) -> "Setting":
+        """Plain decoding at the same temperature and load."""
+        return Setting(temperature=self.temperature, batch=self.batch, context=self.context)
+
+    @property
     def rule(self) -> str:
         """What judges, or what takes its place."""
         return self.plan.verifier if self.plan.speculative else self.who or PLAIN.verifier
@@ -55,7 +60,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Short name, unique among settings: what differs from the defaults."""
-        plan, usual = self.plan, Plan()
+        plan = self.plan
+        usual = Plan()
         words = [self.who] if self.who else []
         if plan.speculative or not self.who:
             words.append(plan_name(plan))
@@ -154,7 +160,8 @@ def lossless(settings: Iterable[Setting]) -> tuple[tuple[Setting, ...], tuple[st
 def _check_sampling(plan: Plan) -> None:
     if not plan.speculative:
         return
-    rule, sampling = make_any_verifier(plan.verifier), plan.draft_sampling
+    rule = make_any_verifier(plan.verifier)
+    sampling = plan.draft_sampling
     if sampling is None:
         return
     rule.check_sampling(sampling, plan.paths)

@@ -4,7 +4,7 @@ What is compared with what is in docs/study/benchmarks.md, and in :meth:`Sums.mi
 temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,19 +13,21 @@ import msgspec
 from eaglegbv.config import EAGLE1_SHAPE, Plan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import pictures
-from eaglegbv.eval.experiment import Experiment, Sheet
-from eaglegbv.eval.figures import ACCEPTANCE, NODES, Estimate, Sums
+from eaglegbv.eval.experiment import Sheet
+from eaglegbv.eval.figures import ACCEPTANCE, NODES, RATIO_DIGITS, Estimate, Figure, Sums
 from eaglegbv.eval.settings import Setting
-from eaglegbv.eval.tables import Table, shown
+from eaglegbv.eval.tables import Cell, Table
 from eaglegbv.tree import DraftSampling
 from eaglegbv.utils import DRAFT_WIDTH, grouped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-SAMPLED, FIXED = "otbv", "target_only"
+SAMPLED = "otbv"
+FIXED = "target_only"
 EAGLE1 = "eagle1"  # the name of EAGLE-1's tree
 WORDS = ("more tokens", "fewer tokens", "not told apart")
+TOKENS = Figure("tokens a step", "tokens", "steps", digits=RATIO_DIGITS)
 
 
 class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,15 +72,17 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             expected = "numbers above 0 with shapes: at 0 all sampled trees are one path"
             raise InvalidArgument("temperatures", self.temperatures, expected)
         names = tuple(name for text in self.shapes for name in text.split(","))
-        msgspec.structs.force_setattr(self, "shapes", names)
-        usual = {"paths": (1, 2, 4), "sizes": (1, 2, 4, 6, 8, 12, 16)}
-        more = {"paths": (8, 16), "sizes": (24, 32, 48, 64)} if self.shapes else {}
+        many = bool(names)
+        usual = {
+            "shapes": names,
+            "paths": self.paths or (1, 2, 4, *((8, 16) if many else ())),
+            "sizes": self.sizes or (1, 2, 4, 6, 8, 12, 16, *((24, 32, 48, 64) if many else ())),
+        }
         for name, values in usual.items():
-            if not getattr(self, name):
-                msgspec.structs.force_setattr(self, name, values + more.get(name, ()))
+            msgspec.structs.force_setattr(self, name, values)
         needed = max(self.paths) * self.depth
-        if self.shapes:
-            needed = max(self.shape_plan(name).fixed_nodes for name in self.shapes)
+        if names:
+            needed = max(self.shape_plan(name).fixed_nodes for name in names)
         ascending = list(self.sizes) == sorted(set(self.sizes))
         if not ascending or self.sizes[0] < 1 or self.sizes[-1] < needed:
             expected = f"ascending numbers of nodes up to {needed} or more"
@@ -94,35 +98,29 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _plans(self, temperature: float) -> Iterator[Plan]:
-        if temperature == 0:
-            yield self._fixed(self.depth, beam=1)
-        elif self.shapes:
-            yield from map(self.shape_plan, self.shapes)
-            yield from (self._sampled(k, 1.0) for k in self.paths)
-        else:
-            yield from (self._sampled(k, t) for t in self.draft_temperatures for k in self.paths)
-        yield from map(self._fixed, self.sizes)
-
-    def _sampled(self, paths: int, draft_temperature: float) -> Plan:
-        return Plan(
+        sampled = Plan(
             verifier=SAMPLED,
-            paths=paths,
             depth=self.depth,
             draft_sampling=DraftSampling.IID,
             draft_width=self.draft_width,
-            draft_temperature=draft_temperature,
         )
-
-    def _fixed(self, nodes: int, beam: int | None = None) -> Plan:
-        return Plan(
+        fixed = msgspec.structs.replace(
+            sampled,
             verifier=FIXED,
             paths=max(self.paths),
-            depth=self.depth,
             draft_sampling=DraftSampling.FIXED,
-            draft_width=self.draft_width,
-            beam=beam or self.beam,
-            nodes=nodes,
+            beam=self.beam,
         )
+        multiples = (1.0,) if self.shapes else self.draft_temperatures
+        if temperature == 0:
+            yield msgspec.structs.replace(fixed, beam=1, nodes=self.depth)
+            multiples = ()
+        yield from map(self.shape_plan, self.shapes)
+        for times in multiples:
+            for paths in self.paths:
+                yield msgspec.structs.replace(sampled, paths=paths, draft_temperature=times)
+        for nodes in self.sizes:
+            yield msgspec.structs.replace(fixed, nodes=nodes)
 
     def shape_plan(self, name: str) -> Plan:
         """Return the plan of a tree with such a name: ``eagle1``, or widths such as 3x2x2x1.
@@ -155,18 +153,16 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def study(settings: tuple[Setting, ...]) -> Experiment:
+def study(settings: tuple[Setting, ...]) -> Sheet:
     """Return the study of these trees, by drafter and temperature."""
     of_shapes = any(_shape(setting) for setting in settings)
-    sheet = Sheet(
+    return Sheet(
         name="trees",
-        way="trees",
-        title="text",
+        unit="text",
         settings=settings,
         tables=shape_tables if of_shapes else study_tables,
         pictures=lambda sums, own: {} if of_shapes else {"trees": lambda: canvas(sums, own)},
     )
-    return Experiment(name="study", sheets=(sheet,))
 
 
 def _shape(setting: Setting) -> str:
@@ -182,6 +178,7 @@ def _shape(setting: Setting) -> str:
 class _Trees:
     """The trees of a drafter at a temperature."""
 
+    sums: Sums
     drafter: str
     temperature: float
     settings: Sequence[Setting]
@@ -189,91 +186,106 @@ class _Trees:
     @property
     def ladder(self) -> list[str]:
         """The fixed trees by size."""
-        return [
-            own.name
-            for own in self.settings
-            if own.plan.verifier == FIXED and own.plan.beam != 1 and not own.plan.shape
-        ]
+        plain = (own for own in self.settings if own.plan.verifier == FIXED and not own.plan.shape)
+        return [own.name for own in plain if own.plan.beam != 1]
 
     @property
-    def sampled(self) -> dict[int, list[Setting]]:
+    def sampled(self) -> Mapping[int, list[Setting]]:
         """The sampled trees of each number of paths; at temperature 0 all are one."""
         if self.temperature == 0:
             return {1: [own for own in self.settings if own.plan.beam == 1]}
-        iid = (own for own in self.settings if own.plan.draft_sampling is DraftSampling.IID)
-        paths = [own for own in iid if not own.plan.widths]
+        paths = [s for s in self.settings if s.plan.verifier == SAMPLED and not s.plan.widths]
         return dict(sorted(grouped(paths, lambda own: own.plan.paths).items()))
 
+    def nodes(self, name: str) -> float:
+        """Return the mean nodes of a tree."""
+        return self.sums.value(NODES, name)
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The sampled trees of one number of paths, beside fixed ones of as many nodes."""
+    def over(self, name: str, ladder: Sequence[str] = ()) -> Estimate:
+        """Return the tokens of a tree over those of a mixture of as many nodes, usually fixed."""
+        mixture = self.sums.mixture(ladder or self.ladder, self.nodes(name))
+        return self.sums.over(ACCEPTANCE, name, mixture)
 
-    sums: Sums
-    trees: _Trees
-    paths: int
-    members: Sequence[Setting]
-
-    @property
-    def equal(self) -> Setting:
-        """Drafted at the target's own temperature."""
-        return next(own for own in self.members if own.plan.draft_temperature == 1)
-
-    def best(self, *, than: float | None = None, colder: bool = False) -> Setting | None:
-        """Return the one with the most tokens, of all or of the colder or hotter ones."""
-        kept = [
-            own
-            for own in self.members
-            if than is None
-            or (
-                own.plan.draft_temperature != than and (own.plan.draft_temperature < than) == colder
-            )
-        ]
-        return max(kept, key=lambda own: self.sums.value(ACCEPTANCE, own.name), default=None)
-
-    def fixed(self, setting: Setting) -> str:
-        """Return the name of a mixture of fixed trees with as many nodes."""
-        return self.sums.mixture(self.trees.ladder, self.sums.value(NODES, setting.name))
-
-    def over(self, setting: Setting, base: str) -> Estimate:
-        """Return how many times as many tokens a tree commits."""
-        return self.sums.ratio(ACCEPTANCE, [setting.name], [base])
+    def by_tokens(self, settings: Sequence[Setting]) -> list[Setting]:
+        """Return settings, those with the most tokens first."""
+        return sorted(settings, key=lambda own: -self.sums.value(ACCEPTANCE, own.name))
 
 
-def _rows(sums: Sums, settings: Sequence[Setting]) -> list[_Row]:
+def _trees(sums: Sums, settings: Sequence[Setting]) -> list[_Trees]:
     measured = [own for own in settings if sums.has(own.name)]
     groups = grouped(measured, lambda own: (own.temperature, own.who))
-    trees = (_Trees(who, heat, own) for (heat, who), own in groups.items())
-    return [_Row(sums, one, paths, own) for one in trees for paths, own in one.sampled.items()]
+    return [_Trees(sums, who, temperature, own) for (temperature, who), own in groups.items()]
+
+
+def _equal(members: Sequence[Setting]) -> str:
+    """Return the name of the tree that is drafted at the target's own temperature."""
+    return next(own.name for own in members if own.plan.draft_temperature == 1)
+
+
+Told = dict[tuple[str, int, str], list[tuple[float, Estimate]]]
+"""Ratios by temperature, for each drafter, number of paths, and what is compared."""
+
+SAMPLED_OVER_FIXED = "sampled at the target's own temperature against fixed, as many nodes: {}"
+TURNED = "sampled {}, at the best such multiple, against at the target's own temperature: {{}}"
+HOTTER = TURNED.format("hotter")
+COLDER = TURNED.format("colder")
 
 
 def study_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return one row for each drafter, temperature and K, and where which tree wins."""
-    headings = ["drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes", "ratio"]
-    headings += ["best draft T", "sampled so", "over 1x", "over fixed, as many nodes"]
-    rows = _rows(sums, settings)
-    sentences = [*tree_findings(rows), *temperature_findings(rows)]
-    return [Table(rows=[headings, *map(_cells, rows)]), *_as_lines(sentences)]
-
-
-def _cells(row: _Row) -> list[str]:
-    equal, best = row.equal, row.best()
-    assert best is not None  # it is one of those it is compared with
-    fixed = row.fixed(equal)
-    value = row.sums.value
-    return [
-        row.trees.drafter,
-        f"{row.trees.temperature:g}",
-        str(row.paths) if row.trees.temperature > 0 else "any",
-        f"{value(NODES, equal.name):.1f}",
-        f"{value(ACCEPTANCE, equal.name):.3f}",
-        f"{value(ACCEPTANCE, fixed):.3f}",
-        row.over(equal, fixed).text(3),
-        f"{best.plan.draft_temperature:g}x",
-        f"{value(ACCEPTANCE, best.name):.3f}",
-        row.over(best, equal.name).text(3),
-        row.over(best, row.fixed(best)).text(3),
+    rows: list[list[Cell]] = [["drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes"]]
+    rows[0] += ["ratio", "best draft T", "sampled so", "over 1x", "over fixed, as many nodes"]
+    told: Told = {}
+    best: dict[tuple[str, int], list[str]] = {}
+    for trees in _trees(sums, settings):
+        for paths, members in trees.sampled.items():
+            row, top = _row(trees, paths, members)
+            rows.append(row)
+            if trees.temperature > 0:
+                times = f"{top.plan.draft_temperature:g} at T = {trees.temperature:g}"
+                best.setdefault((trees.drafter, paths), []).append(times)
+                for what, ratio in _ratios(trees, paths, members):
+                    key = trees.drafter, paths, what
+                    told.setdefault(key, []).append((trees.temperature, ratio))
+    of_trees = [
+        f"{who}, K = {paths}: {what.format(_by_side(ratios))}"
+        for (who, paths, what), ratios in sorted(told.items())
+        if what == SAMPLED_OVER_FIXED
     ]
+    of_multiples = []
+    for (who, paths), multiples in best.items():
+        turned = {what: told.get((who, paths, what)) for what in (HOTTER, COLDER)}
+        words = [what.format(_by_side(ratios)) for what, ratios in turned.items() if ratios]
+        words.append(f"best of all multiples {', '.join(multiples)}")
+        of_multiples += [f"{who}, K = {paths}: {word}" for word in words]
+    return [Table(rows=rows), *_as_lines([*of_trees, *of_multiples])]
+
+
+def _row(trees: _Trees, paths: int, members: Sequence[Setting]) -> tuple[list[Cell], Setting]:
+    sums = trees.sums
+    equal = _equal(members)
+    top = trees.by_tokens(members)[0]
+    fixed = sums.mixture(trees.ladder, trees.nodes(equal))
+    names = (equal, fixed, top.name)
+    tokens = [Estimate.exactly(sums.value(TOKENS, name), RATIO_DIGITS) for name in names]
+    row: list[Cell] = [trees.drafter, f"{trees.temperature:g}"]
+    row += [str(paths) if trees.temperature > 0 else "any"]
+    row += [Estimate.exactly(trees.nodes(equal), 1), *tokens[:2], trees.over(equal)]
+    row += [f"{top.plan.draft_temperature:g}x", tokens[2], sums.over(ACCEPTANCE, top.name, equal)]
+    return [*row, trees.over(top.name)], top
+
+
+def _ratios(
+    trees: _Trees, paths: int, members: Sequence[Setting]
+) -> Iterator[tuple[str, Estimate]]:
+    """Yield which ratios tell whether sampled trees win, and which draft temperatures pay."""
+    equal = _equal(members)
+    if paths > 1:
+        yield SAMPLED_OVER_FIXED, trees.over(equal)
+    for what, side in ((HOTTER, 1), (COLDER, -1)):
+        turned = [own for own in members if side * (own.plan.draft_temperature - 1) > 0]
+        for top in trees.by_tokens(turned)[:1]:
+            yield what, trees.sums.over(ACCEPTANCE, top.name, equal)
 
 
 def _as_lines(sentences: Sequence[str]) -> list[Table]:
@@ -281,142 +293,82 @@ def _as_lines(sentences: Sequence[str]) -> list[Table]:
     return [Table(rows=rows)] if sentences else []
 
 
-def tree_findings(rows: Sequence[_Row]) -> list[str]:
-    """Return sentences on where sampled trees win over deterministic ones of as many nodes."""
-    found = []
-    for drafter, k, own in _by_paths(rows):
-        ratios = [(r.trees.temperature, r.over(r.equal, r.fixed(r.equal))) for r in own]
-        if k > 1:
-            found.append(
-                f"{drafter}, K = {k}: sampled at the target's own temperature against fixed, as "
-                f"many nodes: {_by_side(ratios)}"
-            )
-    return found
-
-
-def temperature_findings(rows: Sequence[_Row]) -> list[str]:
-    """Return sentences on which draft temperatures pay."""
-    found = []
-    for drafter, k, own in _by_paths(rows):
-        for name, colder in (("hotter", False), ("colder", True)):
-            turned = [(row, row.best(than=1, colder=colder)) for row in own]
-            ratios = [
-                (row.trees.temperature, row.over(best, row.equal.name))
-                for row, best in turned
-                if best is not None
-            ]
-            if ratios:
-                found.append(
-                    f"{drafter}, K = {k}: sampled {name}, at the best such multiple, against "
-                    f"at the target's own temperature: {_by_side(ratios)}"
-                )
-        multiples = [
-            f"{best.plan.draft_temperature:g} at T = {row.trees.temperature:g}"
-            for row in own
-            if (best := row.best()) is not None
-        ]
-        found.append(f"{drafter}, K = {k}: best of all multiples {', '.join(multiples)}")
-    return found
-
-
-def _by_paths(rows: Sequence[_Row]) -> Iterator[tuple[str, int, list[_Row]]]:
-    """Yield the rows of each drafter and number of paths, without temperature 0."""
-    warm = [row for row in rows if row.trees.temperature > 0]
-    for drafter, own in grouped(warm, lambda row: row.trees.drafter).items():
-        for paths, of_paths in sorted(grouped(own, lambda row: row.paths).items()):
-            yield drafter, paths, of_paths
-
-
 def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
-    parts = []
-    for words in WORDS:
-        at = [f"{temperature:g}" for temperature, ratio in ratios if ratio.told(*WORDS) == words]
-        if at:
-            parts.append(f"{words} at T = {', '.join(at)}")
-    return "; ".join(parts)
-
-
-# Shapes beside paths and fixed trees of as many nodes.
+    by_words = grouped(ratios, lambda one: one[1].told(*WORDS))
+    parts = ((words, by_words.get(words, ())) for words in WORDS)
+    listed = ((words, ", ".join(f"{at:g}" for at, _ in own)) for words, own in parts if own)
+    return "; ".join(f"{words} at T = {at}" for words, at in listed)
 
 
 def shape_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return one row for each drafter, temperature and shape, and which win over what."""
-    against = "over paths, as many nodes", "over fixed, as many nodes"
-    table = [["drafter", "T", "tree", "nodes", "tokens a step", *against]]
-    ratios: dict[tuple[str, str, str], list[tuple[float, Estimate]]] = {}
-    groups = grouped(
-        (own for own in settings if sums.has(own.name)), lambda own: (own.temperature, own.who)
-    )
-    for (temperature, who), members in groups.items():
-        trees = _Trees(who, temperature, members)
+    against = {"paths": "over paths, as many nodes", "fixed": "over fixed, as many nodes"}
+    rows: list[list[Cell]] = [["drafter", "T", "tree", "nodes", TOKENS.name, *against.values()]]
+    told: dict[tuple[str, str, str], list[tuple[float, Estimate]]] = {}
+    for trees in _trees(sums, settings):
         paths = [own.name for of_paths in trees.sampled.values() for own in of_paths]
-        most = max(sums.value(NODES, name) for name in paths)
-        for own in (one for one in members if _shape(one)):
-            nodes = sums.value(NODES, own.name)
-            over: dict[str, Estimate] = {}
-            for word, ladder in (("paths", paths), ("fixed", trees.ladder)):
-                if word == "fixed" or nodes <= most:
-                    base = sums.mixture(ladder, nodes)
-                    over[word] = sums.ratio(ACCEPTANCE, [own.name], [base])
-                    key = (who, _shape(own), word)
-                    ratios.setdefault(key, []).append((temperature, over[word]))
-            beside = over["paths"].text(3) if "paths" in over else "none as large"
-            accepted = shown(sums.estimate(ACCEPTANCE, own.name), 3)
-            facts = [who, f"{temperature:g}", _shape(own), f"{nodes:.1f}", accepted]
-            table.append([*facts, beside, over["fixed"].text(3)])
+        most = max(map(trees.nodes, paths))
+        for own in filter(_shape, trees.settings):
+            nodes = trees.nodes(own.name)
+            over = {"fixed": trees.over(own.name)}
+            if nodes <= most:
+                over["paths"] = trees.over(own.name, paths)
+            for word, ratio in over.items():
+                key = trees.drafter, _shape(own), word
+                told.setdefault(key, []).append((trees.temperature, ratio))
+            facts: list[Cell] = [trees.drafter, f"{trees.temperature:g}", _shape(own)]
+            facts += [Estimate.exactly(nodes, 1), sums.estimate(TOKENS, own.name)]
+            rows.append([*facts, *(over.get(word, "none as large") for word in against)])
     sentences = [
         f"{who}, {tree}: against {word}, as many nodes: {_by_side(own)}"
-        for (who, tree, word), own in ratios.items()
+        for (who, tree, word), own in told.items()
     ]
-    return [Table(rows=table), *_as_lines(sentences)]
-
-
-# Its picture.
+    return [Table(rows=rows), *_as_lines(sentences)]
 
 
 def canvas(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
     """Draw each drafter above by temperature, and below by draft temperature."""
-    rows = _rows(sums, settings)
-    most = max(row.paths for row in rows)
-    above, below = [], []
-    for drafter, own in grouped(rows, lambda row: row.trees.drafter).items():
-        shown_rows = [row for row in own if row.paths == most or row.trees.temperature == 0]
+    above = []
+    below = []
+    for drafter, own in grouped(_trees(sums, settings), lambda trees: trees.drafter).items():
+        own.sort(key=lambda trees: trees.temperature)
+        most = max(max(trees.sampled) for trees in own)
         title = f"{drafter}, K = {most}"
-        lines = _by_temperature(shown_rows)
-        above.append(pictures.Panel(lines=lines, x="temperature T", title=title))
+        above.append(pictures.Panel(lines=_by_temperature(own), x="temperature T", title=title))
         x = "draft temperature, multiple of the target's"
-        below.append(pictures.Panel(lines=_by_draft_temperature(shown_rows), x=x))
+        below.append(pictures.Panel(lines=_by_draft_temperature(own), x=x))
     return pictures.draw_panels([*above, *below], "tokens a step", columns=len(above))
 
 
-def _by_temperature(rows: Sequence[_Row]) -> list[pictures.Line]:
-    sampled: list[tuple[float, Estimate]] = []
-    best: list[tuple[float, Estimate]] = []
-    fixed: list[tuple[float, Estimate]] = []
-    for row in sorted(rows, key=lambda row: row.trees.temperature):
-        heat, equal, top = row.trees.temperature, row.equal, row.best()
-        assert top is not None  # as above
-        sampled.append((heat, row.sums.estimate(ACCEPTANCE, equal.name)))
-        best.append((heat, row.sums.estimate(ACCEPTANCE, top.name)))
-        fixed.append((heat, row.sums.estimate(ACCEPTANCE, row.fixed(equal))))
-    colour = pictures.colour_of(SAMPLED)
-    return [
-        pictures.Line("sampled (otbv)", sampled, colour),
-        pictures.Line("sampled, best draft temperature", best, colour, ":"),
-        pictures.Line("fixed, as many nodes", fixed, pictures.colour_of(FIXED)),
-    ]
+def _by_temperature(of_drafter: Sequence[_Trees]) -> list[pictures.Line]:
+    points: dict[str, list[tuple[float, Estimate]]] = {}
+    for trees in of_drafter:
+        members = trees.sampled[max(trees.sampled)]
+        sums = trees.sums
+        names = {
+            "sampled (otbv)": _equal(members),
+            "sampled, best draft temperature": trees.by_tokens(members)[0].name,
+            "fixed, as many nodes": sums.mixture(trees.ladder, trees.nodes(_equal(members))),
+        }
+        for label, name in names.items():
+            point = trees.temperature, sums.estimate(ACCEPTANCE, name)
+            points.setdefault(label, []).append(point)
+    colours = [pictures.colour_of(rule) for rule in (SAMPLED, SAMPLED, FIXED)]
+    lines = zip(points.items(), colours, ("", ":", ""), strict=True)
+    return [pictures.Line(label, own, colour, style) for (label, own), colour, style in lines]
 
 
-def _by_draft_temperature(rows: Sequence[_Row]) -> list[pictures.Line]:
+def _by_draft_temperature(of_drafter: Sequence[_Trees]) -> list[pictures.Line]:
     from matplotlib import colormaps
 
-    warm = [row for row in rows if row.trees.temperature > 0]
+    warm = [trees for trees in of_drafter if trees.temperature > 0]
     lines = []
-    for number, row in enumerate(warm):
+    for number, trees in enumerate(warm):
+        members = trees.sampled[max(trees.sampled)]
         points = sorted(
-            (own.plan.draft_temperature, row.sums.estimate(ACCEPTANCE, own.name))
-            for own in row.members
+            (own.plan.draft_temperature, trees.sums.estimate(ACCEPTANCE, own.name))
+            for own in members
         )
         colour = colormaps["viridis"](number / len(warm))
-        lines.append(pictures.Line(f"T = {row.trees.temperature:g}", points, colour))
+        lines.append(pictures.Line(f"T = {trees.temperature:g}", points, colour))
     return lines

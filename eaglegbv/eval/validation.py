@@ -100,7 +100,8 @@ class HeadValidator:
         # Training may run its forward in bfloat16, but here the weights' own dtype counts.
         with torch_as_usual():
             metrics = self._answer(head, prompts)
-        plan, forwards = self._plan, max(1, sum(m.target_forwards for m in metrics))
+        plan = self._plan
+        forwards = max(1, sum(m.target_forwards for m in metrics))
         name = f"{plan.verifier}, {plan.paths} paths of depth {plan.depth}, temperature 1"
         by_depth = zip_longest(*(m.accepted_by_depth for m in metrics), fillvalue=0)
         shares = [sum(counts) / forwards for counts in by_depth]

@@ -23,7 +23,7 @@ from eaglegbv.eval.figures import (
 )
 from eaglegbv.eval.observations import Observation, Run
 from eaglegbv.eval.settings import Setting
-from eaglegbv.eval.tables import plain_of
+from eaglegbv.eval.tables import over_plain
 from eaglegbv.trace import PROMPT_TOKENS
 
 Content: TypeAlias = dict[str, object]
@@ -99,28 +99,25 @@ def results_content(run: Run) -> Content:
     settings = [setting for sheet in run.head.sheets.values() for setting in sheet]
     observations = [one for sheet in run.sheets for one in run.observations(sheet)]
     sums = Sums(observations)
-    measured = [setting for setting in settings if sums.has(setting.name)]
     return {
         "kind": "results",
         "title": f"{run.head.setup.get('suite', run.head.experiment)}: {run.head.setup['model']}",
         "facts": list(facts(run).items()),
         "definitions": {figure.name: figure.definition for figure in CONVERSATIONS},
-        "settings": [_setting(sums, measured, setting) for setting in measured],
+        "settings": [_setting(sums, one) for one in settings if sums.has(one.name)],
         **_conversations(observations),
     }
 
 
-def _setting(sums: Sums, settings: Sequence[Setting], setting: Setting) -> Content:
+def _setting(sums: Sums, setting: Setting) -> Content:
     name = setting.name
-    plain = plain_of(settings, setting)
-    depth = len(sums.names("offered.", [name]))
+    depth = len(sums.names("offered.", name))
     phases = {figure.name: sums.value(figure, name) for figure in phase_figures()}
-    speedup = None if plain is None else sums.ratio(SPEED, [name], [plain.name])
     return {
         "name": name,
         "acceptance_length": msgspec.to_builtins(sums.estimate(ACCEPTANCE, name)),
         "tokens_per_second": msgspec.to_builtins(sums.estimate(SPEED, name)),
-        "speedup": msgspec.to_builtins(speedup),
+        "speedup": msgspec.to_builtins(over_plain(sums, SPEED, setting)),
         "acceptance_by_position": [sums.value(f, name) for f in position_figures(depth)],
         "milliseconds_by_phase": {phase: spent for phase, spent in phases.items() if spent},
     }
@@ -222,7 +219,8 @@ def _acceptance_by_depth(trees: Sequence[Tree]) -> list[Content]:
 def _requests(trees: Sequence[Sequence[Tree]]) -> tuple[list[Content], int]:
     """Return the trees of each request in order, and how many were left out to save space."""
     shown: dict[int, list[Tree]] = {}
-    nodes, left_out = 0, 0
+    nodes = 0
+    left_out = 0
     for step, of_step in enumerate(trees):
         for tree in of_step:
             nodes += len(tree["token_ids"])

@@ -86,7 +86,8 @@ class Subject:
     @property
     def default_sampling(self) -> DraftSampling:
         """The distribution to audit if none is named: the rule's own, if it claims that."""
-        usual, claimed = self.rule.default_sampling, self.rule.draft_samplings
+        usual = self.rule.default_sampling
+        claimed = self.rule.draft_samplings
         return usual if usual in claimed else min(claimed)
 
     def fitting_paths(self, draft_sampling: DraftSampling, paths: int) -> int:
@@ -123,7 +124,8 @@ class Subject:
             SamplingMismatch, InvalidArgument: See :meth:`check`.
         """
         self.check(draft_sampling, sizes.shape)
-        start, how = perf_counter(), {"steps": sizes.iterations, "seed": sizes.seed}
+        start = perf_counter()
+        how = {"steps": sizes.iterations, "seed": sizes.seed}
         problems = (instance(draft_sampling, sizes.shape, n, **how) for n in range(sizes.instances))
         result_of = self.run(problems, sizes, on_instance)
         return result_of(
@@ -169,7 +171,9 @@ def _enumerate(
     The (modified) target completes the steps' texts. The distribution of the first ``depth + 1``
     tokens, within which every layer of a first step ends, is compared with the target's.
     """
-    worst, efficiency, total = 0.0, 0.0, sizes.depth + 1
+    worst = 0.0
+    efficiency = 0.0
+    total = sizes.depth + 1
     optima: list[float] = []
     for steps in problems:
         p = steps[0].target_probs
@@ -197,7 +201,8 @@ def package_subjects() -> dict[str, Subject]:
 
 def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:
     """Return the largest possible number of draft trees of positive probability."""
-    vocab, widths = shape.vocab, shape.widths_of(draft_sampling)
+    vocab = shape.vocab
+    widths = shape.widths_of(draft_sampling)
     if draft_sampling is DraftSampling.IID:
         return int(vocab ** sum(accumulate(widths, mul)))
     trees = nodes = 1
@@ -216,7 +221,9 @@ def count_trees(draft_sampling: DraftSampling, shape: Shape) -> int:
 
 def _lp_entries(draft_sampling: DraftSampling, shape: Shape) -> int:
     """Return a bound on the entries of the linear program's matrix."""
-    vocab, length, paths = shape.vocab, shape.length, shape.paths
+    vocab = shape.vocab
+    length = shape.length
+    paths = shape.paths
     widths = shape.widths_of(draft_sampling)
     draws = list(accumulate(widths, mul))
     trees = count_trees(draft_sampling, shape)

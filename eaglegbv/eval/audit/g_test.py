@@ -76,7 +76,8 @@ def g_test_two(
 
 def _outcome(counts: NDArray[Any], means: NDArray[Any], samples: float) -> GTest:
     """Return the test of counts ``[..., cells]`` whose expectations are ``means``."""
-    seen, cells = counts > 0, counts.shape[-1]
+    seen = counts > 0
+    cells = counts.shape[-1]
     statistic = float(2 * (counts[seen] * np.log(counts[seen] / means[seen])).sum())
     p_value = float(stats.chi2.sf(statistic, cells - 1)) if cells > 1 else 1.0
     return GTest(statistic, samples, cells, p_value)
@@ -88,14 +89,17 @@ def _merge(means: NDArray[np.float64], smallest: float) -> NDArray[np.int64]:
     If the last shared bin stays below ``smallest``, it is merged with the bin before it.
     """
     bins = np.zeros(len(means), dtype=np.int64)
-    used, filled = 0, 0.0
+    used = 0
+    filled = 0.0
     shared: int | None = None  # the bin to which small cells are being added
     for cell, mean in enumerate(means):
         if mean >= smallest:
             bins[cell], used = used, used + 1
             continue
         if shared is None:
-            shared, used, filled = used, used + 1, 0.0
+            shared = used
+            used = used + 1
+            filled = 0.0
         bins[cell] = shared
         filled += mean
         if filled >= smallest:

@@ -97,7 +97,8 @@ def _load(path: Path) -> ModuleType:
 
 def _check(cls: type[Rule]) -> None:
     try:
-        name, samplings = cls.name, cls.draft_samplings
+        name = cls.name
+        samplings = cls.draft_samplings
     except AttributeError as error:
         expected = f"a class attribute of {cls.__name__}"
         raise InvalidArgument(str(error.name), None, expected) from None

@@ -86,7 +86,8 @@ def audit_pair(
     """
     _check(llm, params, samples, exact=exact)
     params = msgspec.structs.replace(params, ignore_eos=True)
-    ids, start = [llm.encode(prompt) for prompt in prompts], perf_counter()
+    ids = [llm.encode(prompt) for prompt in prompts]
+    start = perf_counter()
     smallest = max(g_test.SMALLEST_EXPECTED, samples / MOST_CELLS)
 
     def drawn(plan: Plan, turn: int) -> list[Completion]:

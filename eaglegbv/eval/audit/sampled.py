@@ -97,7 +97,8 @@ class RunTexts:
     def only(self, chosen: Tensor) -> "RunTexts":
         """Return the requests where ``chosen`` ``[batch]`` bool is set."""
         layers_now = self.layers
-        drafts, remaining = layers_now.drafts[chosen], layers_now.remaining[chosen]
+        drafts = layers_now.drafts[chosen]
+        remaining = layers_now.remaining[chosen]
         layers = replace(layers_now, rho=layers_now.rho[chosen], drafts=drafts, remaining=remaining)
         return RunTexts(self.codes[chosen], self.lengths[chosen], layers, self.draft_probs_at)
 
@@ -113,8 +114,11 @@ def write_runs(
     Texts end after L + 1 tokens, within which every layer of a first step ends. A step without
     drafts commits a token of the modified target.
     """
-    vocab, total = problems[0].shape.vocab, problems[0].shape.length + 1
-    texts, cells, committed = RunTexts.start(samples), [], 0
+    vocab = problems[0].shape.vocab
+    total = problems[0].shape.length + 1
+    texts = RunTexts.start(samples)
+    cells = []
+    committed = 0
     for number in range(len(problems) + total):
         drafting = number < len(problems)
         problem = problems[number if drafting else -1]
@@ -147,7 +151,8 @@ def _step(
     *,
     drafting: bool,
 ) -> RunTexts:
-    vocab, size = problem.shape.vocab, len(texts.codes)
+    vocab = problem.shape.vocab
+    size = len(texts.codes)
 
     def probs_after(tokens: Tensor) -> Tensor:
         codes = texts.codes.unsqueeze(1).expand(tokens.shape[:2])
@@ -160,7 +165,8 @@ def _step(
         tree = draw_trees(size, shape.paths, shape.length, probs_after, generator)
         codes = _node_codes(tree, texts.codes, vocab)
     else:
-        tree, codes = DraftTree.roots([0] * size), texts.codes.unsqueeze(1)
+        tree = DraftTree.roots([0] * size)
+        codes = texts.codes.unsqueeze(1)
     p = _probs_after(problem.target_probs, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
     target = WarpedLogits(p.log(), p.new_zeros(len(p)), rows)
@@ -216,7 +222,8 @@ class _OwnProbs:
 
 
 def _uniforms(tree: DraftTree, layers: int, generator: torch.Generator) -> StatefulUniforms:
-    entering, leaving = (tree.batch, tree.length, layers), (tree.batch, layers + 1)
+    entering = (tree.batch, tree.length, layers)
+    leaving = (tree.batch, layers + 1)
     return StatefulUniforms(
         plain=random_uniforms(tree, generator),
         entering=torch.rand(entering, generator=generator, dtype=torch.float64),
@@ -239,8 +246,11 @@ def write_steps(
 ) -> Written:
     """Let the verifier take one step of the first problem; p completes the texts."""
     trees, target, masses = batch_of(problems[0])
-    p, vocab, length = problems[0].target_probs, problems[0].shape.vocab, problems[0].shape.length
-    cells, committed = [], 0
+    p = problems[0].target_probs
+    vocab = problems[0].shape.vocab
+    length = problems[0].shape.length
+    cells = []
+    committed = 0
     for first in range(0, samples, CHUNK):
         size = min(CHUNK, samples - first)
         index = torch.multinomial(masses, size, replacement=True, generator=generator)
@@ -262,7 +272,8 @@ def batch_of(problem: Problem) -> tuple[DraftTree, WarpedLogits, Tensor]:
     The rows of the target distributions belong to prefixes, and all trees share them.
     """
     drafted = drafted_trees(problem)
-    vocab, length = problem.shape.vocab, problem.shape.length
+    vocab = problem.shape.vocab
+    length = problem.shape.length
     prefixes = [c for d in range(length + 1) for c in product(range(vocab), repeat=d)]
     row_of = {prefix: row for row, prefix in enumerate(prefixes)}
     trees = [
@@ -270,9 +281,12 @@ def batch_of(problem: Problem) -> tuple[DraftTree, WarpedLogits, Tensor]:
         for draws in drafted
     ]
     numbers = [{(): 0} | tree.nodes() for tree in trees]
-    size, nodes = len(trees), max(map(len, numbers))
+    size = len(trees)
+    nodes = max(map(len, numbers))
     token_ids = np.zeros((size, nodes), dtype=np.int64)
-    parents, depth, rows = token_ids.copy(), token_ids.copy(), token_ids.copy()
+    parents = token_ids.copy()
+    depth = token_ids.copy()
+    rows = token_ids.copy()
     most = max(tree.most_draws for tree in trees)
     children = np.zeros((size, length, most), dtype=np.int64)
     for b, (tree, number) in enumerate(zip(trees, numbers, strict=True)):
@@ -332,7 +346,10 @@ def _sample(
 ) -> Callable[..., Result]:
     """Compare each problem's texts with the target's joint distribution by a G-test."""
     generator = torch.Generator().manual_seed(sizes.seed)
-    smallest, blindest, committed, level = 1.0, 0.0, 0, LEVEL / sizes.instances
+    smallest = 1.0
+    blindest = 0.0
+    committed = 0
+    level = LEVEL / sizes.instances
     for steps in problems:
         cells, tokens = write(steps, samples, generator)
         joint = target_joint(steps[0].target_probs, sizes.depth + 1)

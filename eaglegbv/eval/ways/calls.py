@@ -18,14 +18,14 @@ from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.figures import WALL_SPEED, Estimate, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.settings import Setting
-from eaglegbv.eval.tables import grid, plain_of
+from eaglegbv.eval.tables import Beside, Cell, Table, over_plain, pivot
 from eaglegbv.llm import LLM
-from eaglegbv.metrics import FORWARDS, REASONS, Metric
+from eaglegbv.metrics import FORWARDS, REASONS
 from eaglegbv.request import Request
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
-from eaglegbv.utils import grouped
+from eaglegbv.utils import grouped, require_integers
 
 Prompts: TypeAlias = list[list[int]]
 """Token ids of each prompt."""
@@ -37,6 +37,10 @@ Generates: TypeAlias = Callable[[Prompts, int, float, int], dict[str, float]]
 AUTOMATIC = "auto"  # who plans where the engine chooses
 WARM_UP_TOKENS = 24
 FEW = 0.02  # plans with a smaller share than this are shown together
+EXPLAINED = (
+    "shares of all steps of all answers; best: the most tokens a second by what is known; "
+    "learning: too little is known of such steps; probe: to see whether what is known still holds"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +61,10 @@ def run_engine(
     seed: int,
 ) -> dict[str, float]:
     """Answer by the engine, which plans all requests so; see :data:`Generates`."""
-
-    def counted(metric: Metric) -> Counter[str]:
-        values = llm.metrics.values.get(metric, {})
-        return Counter({name: int(count) for name, count in values.items()})
-
     usual = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     seeds = (request_seed(seed, n) for n in range(len(prompts)))
     params = [msgspec.structs.replace(usual, seed=seed_of_prompt) for seed_of_prompt in seeds]
-    plans, reasons = counted(FORWARDS), counted(REASONS)  # ways share an engine and its counters
+    before = _counters(llm)  # ways share an engine and its counters
     answers: Sequence[Completion | Request]
     if isinstance(llm, Engine):
         answers = llm.run(prompts, params, plan)
@@ -74,10 +73,16 @@ def run_engine(
     for answer in answers:
         if answer.error is not None:  # for example, a prompt longer than the model's context
             raise EagleGBVError(str(answer.error))
-    sums = {"answer_tokens": sum(len(answer.token_ids) for answer in answers)}
-    sums |= {f"plans.{name}": n for name, n in (counted(FORWARDS) - plans).items()}
-    sums |= {f"reasons.{name}": n for name, n in (counted(REASONS) - reasons).items()}
-    return {name: float(count) for name, count in sums.items()}
+    sums = {"answer_tokens": float(sum(len(answer.token_ids) for answer in answers))}
+    return sums | dict(_counters(llm) - before)
+
+
+def _counters(llm: LLM | Engine) -> Counter[str]:
+    values = llm.metrics.values
+    named = {"plans": values.get(FORWARDS, {}), "reasons": values.get(REASONS, {})}
+    return Counter(
+        {f"{kind}.{name}": n for kind, counts in named.items() for name, n in counts.items()}
+    )
 
 
 def run_library(
@@ -111,15 +116,11 @@ class Grid:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, values, low in (
-            ("batches", self.batches, 1),
-            ("contexts", self.contexts, 0),
-            ("tokens", (self.tokens,), 1),
-            ("repeats", (self.repeats,), 1),
-            ("prompts", (self.prompts,), 1),
-        ):
+        for name, low in (("batches", 1), ("contexts", 0)):
+            values = getattr(self, name)
             if not values or min(values) < low:
                 raise InvalidArgument(name, list(values), f"integers of at least {low}")
+        require_integers(self, tokens=(1, None), repeats=(1, None), prompts=(1, None))
 
     def calls(self, batch: int) -> int:
         """Return how many batches of this size are answered in a repeat."""
@@ -127,14 +128,13 @@ class Grid:
 
     def settings(self, callers: Sequence[Caller]) -> tuple[Setting, ...]:
         """Return every way at every load that it takes."""
-        loads = product(self.temperature, self.contexts, self.batches)
+        axes = product(self.temperature, self.contexts, self.batches)
+        loads = [Setting(temperature=t, context=length, batch=size) for t, length, size in axes]
         return tuple(
-            msgspec.structs.replace(
-                caller.setting, temperature=temperature, context=context, batch=batch
-            )
-            for temperature, context, batch in loads
+            msgspec.structs.replace(load, plan=caller.setting.plan, who=caller.setting.who)
+            for load in loads
             for caller in callers
-            if caller.max_batch is None or batch <= caller.max_batch
+            if caller.max_batch is None or load.batch <= caller.max_batch
         )
 
 
@@ -153,23 +153,24 @@ class Calls:
 
     def __call__(self, settings: Sequence[Setting]) -> Iterator[Part]:
         """Yield a part for each call."""
-        loads = grouped(settings, lambda one: (one.temperature, one.context, one.batch))
-        for (_, context, batch), fit in loads.items():
-            calls = self.grid.calls(batch)
-            asked = self.prompts(batch * calls, context)
+        for load, fit in grouped(settings, lambda one: one.plainly).items():
+            calls = self.grid.calls(load.batch)
+            asked = self.prompts(load.batch * calls, load.context)
             for repeat, call, place in product(
                 range(self.grid.repeats), range(calls), range(len(fit))
             ):
                 setting = fit[(place + repeat + call) % len(fit)]
-                prompts = asked[call * batch : (call + 1) * batch]
+                prompts = asked[call * load.batch : (call + 1) * load.batch]
                 measure = partial(self._measure, setting, prompts, repeat, call)
                 yield Part(f"{setting.name} {repeat} {call}", 1, measure)
 
     def _measure(
         self, setting: Setting, prompts: Prompts, repeat: int, call: int
     ) -> list[Observation]:
-        grid, temperature = self.grid, setting.temperature
-        generates = self._generates(setting)
+        grid = self.grid
+        temperature = setting.temperature
+        callers = {(one.setting.who, one.setting.plan): one.generates for one in self.callers}
+        generates = callers[setting.who, setting.plan]
         if setting not in self._warm:
             self._warm.add(setting)
             generates(prompts, min(grid.tokens, WARM_UP_TOKENS), temperature, grid.seed)
@@ -180,97 +181,67 @@ class Calls:
         unit = str(call * setting.batch)
         return [Observation(setting=setting.name, unit=unit, repeat=repeat, sums=sums)]
 
-    def _generates(self, setting: Setting) -> Generates:
-        of = ((one.setting.who, one.setting.plan, one.generates) for one in self.callers)
-        return next(run for who, plan, run in of if (who, plan) == (setting.who, setting.plan))
-
 
 # Tables of tokens a second and of the plans chosen.
 
 
-def rate_table(sums: Sums, settings: Sequence[Setting]) -> list[list[str]]:
-    """Return a row for each way, a column for each batch: tokens a second, and over plain's."""
+def batch_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
+    """Return rates, and what auto chose with how much it gained."""
     measured = [setting for setting in settings if sums.has(setting.name)]
-
-    def cell(setting: Setting) -> str:
-        rate = f"{sums.value(WALL_SPEED, setting.name):.0f}"
-        plain = plain_of(measured, setting)
-        if plain is None:
-            return rate
-        return f"{rate} ({sums.ratio(WALL_SPEED, [setting.name], [plain.name]).value:.2f})"
-
-    lengths = any(setting.context for setting in measured)
-    return grid(
-        "tokens/s (of none)",
-        measured,
-        cell,
-        lambda setting: _label(setting, lengths=lengths),
-        lambda setting: f"batch {setting.batch}",
-    )
+    rates: dict[tuple[str, str], Cell] = {}
+    chosen: list[Sequence[Cell]] = []
+    for own in measured:
+        rates[_label(own), f"batch {own.batch}"] = _rate(sums, own)
+        if own.who == AUTOMATIC:
+            chosen.append(_choice(sums, own, measured))
+    tables = [pivot("tokens/s (of none)", rates)]
+    if chosen:
+        headings = ["auto", "batch", "plans", "reasons", "over plain", "over the best other", "it"]
+        rows = [headings, *chosen]
+        tables.append(Table(title="What auto chose", rows=rows, notes=(EXPLAINED,)))
+    return tables
 
 
-def _label(setting: Setting, *, lengths: bool) -> str:
-    """Return the heading of a row; a context of 0 means questions at their original lengths."""
-    length = f" {setting.context or 'own'} tokens," if lengths else ""
-    way = msgspec.structs.replace(setting, temperature=1.0, batch=0, context=0)
-    return f"T={setting.temperature:g},{length} {way.name}"
+def _rate(sums: Sums, setting: Setting) -> Cell:
+    rate = Estimate.exactly(sums.value(WALL_SPEED, setting.name), digits=0)
+    ratio = over_plain(sums, WALL_SPEED, setting)
+    return Beside(rate, Estimate.exactly(ratio.value)) if ratio else rate
 
 
-def choice_lines(sums: Sums, settings: Sequence[Setting]) -> list[str]:
-    """Return one line for each load: the shares of the plans auto chose, and of the reasons."""
-    automatic = (own for own in settings if own.who == AUTOMATIC)
-    chosen = [own for own in automatic if sums.names("plans.", [own.name])]
-    lengths = any(setting.context for setting in chosen)
+def _label(setting: Setting) -> str:
+    """Return the heading of a row."""
+    length = f" {setting.context} tokens," if setting.context else ""
+    return f"T={setting.temperature:g},{length} {_way(setting)}"
+
+
+def _way(setting: Setting) -> str:
+    return msgspec.structs.replace(setting, temperature=1.0, batch=0, context=0).name
+
+
+def _choice(sums: Sums, auto: Setting, settings: Sequence[Setting]) -> list[Cell]:
+    """Return the shares of plans and reasons, and how many times as fast as other ways auto is."""
+    others = [o for o in settings if o.plainly == auto.plainly and o != auto]
+    best = max(others, key=lambda other: sums.value(WALL_SPEED, other.name), default=None)
     return [
-        f"{_label(setting, lengths=lengths)}, batch {setting.batch}: "
-        f"{_shares(sums, setting, 'plans.')}; {_shares(sums, setting, 'reasons.')}"
-        for setting in chosen
+        _label(auto),
+        auto.batch,
+        _shares(sums, auto, "plans."),
+        _shares(sums, auto, "reasons."),
+        faster(sums, auto.name, auto.plainly.name),
+        faster(sums, auto.name, best.name) if best else None,
+        _way(best) if best else None,
     ]
-
-
-def paired_lines(sums: Sums, settings: Sequence[Setting]) -> list[str]:
-    """Return lines for each load: how many times as fast as the best other way auto is.
-
-    The best is the one with the most tokens a second; plain decoding follows.
-    """
-    lines = []
-    for auto in (one for one in settings if one.who == AUTOMATIC and sums.has(one.name)):
-        others = [one for one in settings if _same_load(one, auto) and one != auto]
-        others = [one for one in others if sums.has(one.name)]
-        if not others:
-            continue
-        best = max(others, key=lambda one: sums.value(WALL_SPEED, one.name))
-        plain = plain_of(others, auto)
-        for other in dict.fromkeys((best, *([plain] if plain else []))):
-            ratio = faster(sums, auto.name, other.name)
-            if ratio is not None:
-                label = _label(auto, lengths=bool(auto.context))
-                way = msgspec.structs.replace(other, temperature=1.0, batch=0, context=0)
-                lines.append(f"{label} / {way.name}, batch {auto.batch}: {ratio.text(3)}")
-    return lines
 
 
 def faster(sums: Sums, setting: str, other: str) -> Estimate | None:
     """Return how many times as fast a setting is on the same prompts; None for a single call."""
-    ratio = sums.ratio(WALL_SPEED, [setting], [other])
+    ratio = sums.over(WALL_SPEED, setting, other)
     return ratio if ratio.units > 1 else None
 
 
-def _same_load(one: Setting, other: Setting) -> bool:
-    return (one.temperature, one.context, one.batch) == (
-        other.temperature,
-        other.context,
-        other.batch,
-    )
-
-
 def _shares(sums: Sums, setting: Setting, prefix: str) -> str:
-    counted = Counter(
-        {
-            name: sums.total(setting.name, prefix + name)
-            for name in sums.names(prefix, [setting.name])
-        }
-    )
+    names = sums.names(prefix, setting.name)
+    counted = Counter({name: sums.total(setting.name, prefix + name) for name in names})
     total = max(1.0, counted.total())
     large = [(name, n) for name, n in counted.most_common() if n >= FEW * total]
     rest = counted.total() - sum(n for _, n in large)

@@ -1,7 +1,6 @@
 """A server with OpenAI's endpoints under load: time to the first token and tokens a second."""
 
 import asyncio
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +10,15 @@ from typing import Any, TypeAlias
 
 import httpx
 import msgspec
+import numpy as np
 
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval.endpoint import asked, connected
 from eaglegbv.eval.experiment import Part
-from eaglegbv.eval.figures import ACCEPTANCE, Sums
+from eaglegbv.eval.figures import ACCEPTANCE, WALL_SPEED, Estimate, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.tables import Cell, Column, valued
 from eaglegbv.utils import require_integer, require_integers
 
 
@@ -33,7 +34,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             server may answer those that have one by other plans than the rest.
     """
 
-    clients: tuple[int, ...] = (1, 8, 32)
+    clients: tuple[int, ...] = (1, 4, 16, 64)
     each: int = 4
     max_tokens: int = 64
     temperature: float = 1.0
@@ -124,28 +125,27 @@ class Clients:
             return list(chain(*by_client)), seconds
 
 
-HEADINGS = ["clients", "answers", "first token, s", "95 of 100", "between tokens, s", "tokens/s"]
+def _quantile(name: str, share: float, digits: int) -> Column:
+    """Return the column of the value that a share of the answers is within."""
+
+    def cell(sums: Sums, setting: Setting) -> Cell:
+        values = sums.column(setting.name, name)
+        value = float(np.quantile(values, share, method="inverted_cdf"))
+        return Estimate.exactly(value, digits)
+
+    return cell
 
 
-def load_table(sums: Sums, settings: Sequence[Setting]) -> list[list[str]]:
-    """Return a row for each number of clients, headings first."""
-    rows = (_row(sums, setting) for setting in settings if sums.has(setting.name))
-    return [[*HEADINGS, ACCEPTANCE.name], *rows]
-
-
-def _row(sums: Sums, setting: Setting) -> list[str]:
-    firsts = sorted(sums.column(setting.name, "first_token"))
-    tokens = sums.total(setting.name, "answer_tokens")
-    accepted = sums.value(ACCEPTANCE, setting.name)
-    return [
-        str(setting.batch),
-        str(len(firsts)),
-        f"{statistics.median(firsts):.3f}",
-        f"{firsts[-(-95 * len(firsts) // 100) - 1]:.3f}",
-        f"{statistics.median(sums.column(setting.name, 'between_tokens')):.4f}",
-        f"{tokens / sums.total(setting.name, 'wall_seconds'):.1f}",
-        f"{accepted:.2f}" if accepted else "-",
-    ]
+LOAD_COLUMNS: Mapping[str, Column] = {
+    "clients": lambda _, setting: setting.batch,
+    "answers": lambda sums, setting: sums.count(setting.name),
+    "first token, s": _quantile("first_token", 0.5, 3),
+    "95 of 100": _quantile("first_token", 0.95, 3),
+    "between tokens, s": _quantile("between_tokens", 0.5, 4),
+    "tokens/s": valued(WALL_SPEED),
+    ACCEPTANCE.name: valued(ACCEPTANCE),
+}
+"""What a table shows of each number of clients."""
 
 
 async def _answer(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:

@@ -47,7 +47,8 @@ def conversation_sums(turns: Iterable[Turn]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + value
 
     for turn in turns:
-        metrics, wall = turn.metrics, turn.wall_seconds
+        metrics = turn.metrics
+        wall = turn.wall_seconds
         for name, value in request_sums(metrics).items():
             add(name, value)
         add("answer_tokens", turn.completion_tokens)

@@ -78,7 +78,8 @@ def rejection_iid(nodes: NodeProbs, drafts: int) -> Tensor:
     beta_k = sum min(r, q), where r is p at first and then (r - q)+ normalised. It does not depend
     on what was rejected.
     """
-    r, rest = nodes.target, torch.ones_like(nodes.draft[:, 0])
+    r = nodes.target
+    rest = torch.ones_like(nodes.draft[:, 0])
     # The mass that p has off the support of q stays there, whatever is rejected.
     off = (1 - nodes.target.sum(dim=1)).clamp(min=0)
     for _ in range(drafts):
@@ -152,13 +153,15 @@ def optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
 
 def _optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
     ranked = RankedProbs.of(nodes.ids, nodes.draft, nodes.target)
-    q, real = ranked.draft, ranked.draft > 0
+    q = ranked.draft
+    real = ranked.draft > 0
     size = real.sum(dim=1)
     n = torch.minimum(size, torch.tensor(drafts))
     # The sums start at the end: 1 minus the sum before would lose a small rate.
     off = q.flip(1).cumsum(dim=1).flip(1)
     rate = torch.nn.functional.pad(off[:, 1:], (0, 1))
-    low, high = -TAIL / 2, log(TAIL / float(q[real].min()))
+    low = -TAIL / 2
+    high = log(TAIL / float(q[real].min()))
     t = (low + STEP * torch.arange(ceil((high - low) / STEP) + 1, dtype=torch.float64)).exp()
     inside = torch.zeros_like(q)
     # Entry k is Pr(k of the prefix have arrived by t); the last entry is for n or more.
@@ -175,6 +178,21 @@ def _optimum_wor(nodes: NodeProbs, drafts: int) -> Tensor:
         inside[:, x] = STEP * (density * (counts * enough).sum(dim=2)).sum(dim=1)
     inside = torch.where(rate > 0, inside, 1.0)
     return _optimum(ranked, inside)
+
+
+def optimum_wor_published(nodes: NodeProbs, drafts: int) -> Tensor:
+    """alpha* with Q(H) as MDSD prints it (section 4.2.2): W_n(H) / W_n(all), where W_n sums the
+    products of q over the sets of n tokens. That is the law of n draws that happen to differ, not
+    of draws one after another.
+    """
+    ranked = RankedProbs.of(nodes.ids, nodes.draft, nodes.target)
+    sums = torch.zeros((nodes.count, drafts + 1), dtype=torch.float64)
+    sums[:, 0] = 1.0
+    inside = []
+    for q in ranked.draft.unbind(1):
+        sums[:, 1:] = sums[:, 1:] + q.unsqueeze(1) * sums[:, :-1]
+        inside.append(sums[:, -1].clone())
+    return _optimum(ranked, torch.stack(inside, dim=1) / sums[:, -1:].clamp(min=_TINY))
 
 
 def _optimum(ranked: RankedProbs, inside: Tensor) -> Tensor:
@@ -207,6 +225,7 @@ RULES: Mapping[str, Callable[[NodeProbs, int], Tensor]] = {
     "optimum": optimum_iid,
     "RRS w/o": rejection_wor,
     "optimum w/o": optimum_wor,
+    "optimum w/o, as published": optimum_wor_published,
     "greedy": greedy,
 }
 """Acceptance at ``[nodes]`` for n drafts, by name of the rule; "w/o" is without replacement."""
@@ -237,7 +256,8 @@ def harvest(
         InvalidArgument: The temperature is 0, where distributions are points, or no text is long
             enough.
     """
-    width, temperature = max(s.plan.draft_width for s in settings), settings[0].temperature
+    width = max(s.plan.draft_width for s in settings)
+    temperature = settings[0].temperature
     if not temperature > 0:
         raise InvalidArgument("temperature", temperature, "a positive number")
     plan = Plan(verifier="block", paths=1, depth=1, draft_width=width)
@@ -247,7 +267,8 @@ def harvest(
     [drafting] = bench.draftings([Setting(plan=plan, temperature=temperature)])
     for readers in bench.visit(texts):
         offer = bench.draft(list(readers.values()), drafting)
-        ids, q = offer.tree.draft_ids[:, :1], offer.tree.draft_probs[:, 0]
+        ids = offer.tree.draft_ids[:, :1]
+        q = offer.tree.draft_probs[:, 0]
         p = offer.target.probs_in(offer.target.rows, ids)[:, 0] * (q > 0)
         parts_found.append((ids[:, 0].cpu(), q.cpu(), p.cpu()))
         numbers += readers

@@ -191,7 +191,8 @@ def same_drafts(
     tokens, nodes, trials = np.zeros((3, len(settings), len(texts)))
     places = np.zeros(len(texts))
     for readers in bench.visit(texts):
-        here, requests = list(readers), list(readers.values())
+        here = list(readers)
+        requests = list(readers.values())
         places[here] += 1
         for drafting in draftings:
             offer = bench.draft(requests, drafting)
@@ -277,7 +278,8 @@ class Bench:
             plan = setting.plan
             if not plan.speculative:
                 raise InvalidArgument("settings", setting.name, "settings that draft")
-            rule, greedy = make_verifier(plan.verifier), setting.temperature == 0
+            rule = make_verifier(plan.verifier)
+            greedy = setting.temperature == 0
             check_plan(plan, type(self._drafter))
             drawn = sampling_of(plan, rule, self._drafter, greedy=greedy)
             parts = drawn is DraftSampling.IID and not plan.widths
@@ -336,7 +338,8 @@ class Bench:
 
         Both are means over judgements. A walk tries a level more than it accepts, if there is one.
         """
-        count, tree = self._sampling.judgements, offer.tree
+        count = self._sampling.judgements
+        tree = offer.tree
         seeds = [(request.rng.seed, request.step) for request in requests]
         uniforms = latin_hypercube(seeds, count, drafts=tree.drafts, length=tree.length)
         tokens = {}

@@ -2,43 +2,35 @@
 
 Every solver gets the two distributions on the draft's support and n drafts, and selects one of the
 drafts. The measured time is the process's processor time, so that other users of the machine do not
-count.
+count. What is committed at a node is computed from what a solver's plan does, not from what it aims
+at: a plan is b, the probability with which each token is selected, and the token committed
+otherwise is drawn from (p - b)+. A plan with b <= p is lossless whatever it loses of acceptance.
+K-SEQ takes the place of a plan that loses more than the tolerance.
 
-The distribution of what a node commits is computed from what the solver does, not from what it aims
-at: from the distribution of its selection (for the exact solver, from its relabelling of drafts),
-the acceptance that its own distribution b prescribes, and the residual. So a solver's tolerance
-costs acceptance and never losslessness. K-SEQ takes a solver's place where its loss of acceptance
-may exceed the tolerance.
+``published`` is Algorithm 1 of Thomas & Pal (arXiv 2511.15898). Let H be the prefix of the tokens
+by p/q ascending that minimises P(H) - q(H)^n. Drafts with a token off H are *outer*, and one of
+their tokens off H is selected; of *inner* drafts, all in H, one is selected or none. Weights
+exp(a), one for each token of a truncated set T, decide:
 
-The convex programme is this project's own. Let H be the prefix of the tokens by p/q ascending that
-minimises P(H) - q(H)^n, so that alpha* = 1 + P(H) - q(H)^n. Of the different tokens drafted above H
-(of all, if none is) x is selected in proportion to exp(a(x)). The weights minimise, over a >= 0
-on H and a <= 0 above it,
+- c is what outer drafts give to the tokens off H: consecutive differences of cumulative minima
+  (Theorem 6.2 and Lemma 6.3). Then a minimises E[log sum exp(a)] - sum c a over the outer drafts
+  (Theorem 6.4), where the sum is over their tokens in T;
+- a minimises E[log(1 + sum exp(a))] - sum p a over the inner drafts (Theorem 6.5).
 
-    f(a) = E[log of the sum of exp(a) over the eligible tokens] - sum p a.
-
-f is convex, and its gradient at x is b(x) - p(x). So at a minimum b >= p on H and b <= p above it,
-and since a token of H is selected only if all drafts lie in H, b(H) = q(H)^n: both together are
-optimality. A minimum is approached whatever p and q are: subsets A of the two sides satisfy
-P(A) <= Pr(some draft in A, all in H) and P(A) <= q(H + A)^n - q(H)^n, because H is critical.
-
-Draws from the most likely tokens T are listed as multisets with their multinomial probabilities:
-O(|T|^n / n!), which a limit keeps in bounds by making T smaller. With a draft off T, the
-highest-ranked draft is selected; p is reduced by that.
-
-The acceptance falls short of alpha* by exactly sum_H (p - b)+ + sum_(above H) (b - p)+. Over T that
-is the part of the gradient that points out of the bounds, at most the L1 norm of the projected
-gradient; off T it is at most n q(off T), as p <= n q on H and b <= n q everywhere.
+L-BFGS-B takes at most 25 iterations (Appendix K). A node is not solved where T would be above a
+limit by n, or a gradient stays above the threshold; a token is then drawn from p. Both limits and
+both tolerances are blank in the paper's text: those here are this project's. Because b may exceed p
+by as much as the tolerance, what is committed deviates from p by as much: it is an approximation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import partial
+from itertools import combinations
 from math import comb, inf
-from statistics import median
 from time import process_time
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -50,31 +42,27 @@ from scipy.special import softmax
 
 from eaglegbv.config import Plan
 from eaglegbv.eval.experiment import Part
-from eaglegbv.eval.figures import Sums
+from eaglegbv.eval.figures import Estimate, Figure, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.tables import Cell, Column, counted, valued
 from eaglegbv.eval.ways.nodes import NodeProbs, harvest, optimum_iid
 from eaglegbv.eval.ways.places import Sampling, Text
 from eaglegbv.loading import Pair
 from eaglegbv.utils import require_integer
-from eaglegbv.verifiers.proof.chooser import Number, Probs, normalised, support
+from eaglegbv.verifiers.proof.chooser import Probs
 from eaglegbv.verifiers.proof.lp import DraftSets, draft_sets_iid, transport_plan
 from eaglegbv.verifiers.spectr import k_seq
-from eaglegbv.verifiers.transport import (
-    RankedProbs,
-    Transport,
-    exact_transport,
-    labels,
-    transport,
-)
+from eaglegbv.verifiers.transport import RankedProbs, labels, transport
 
 Floats: TypeAlias = NDArray[np.float64]
-Indices: TypeAlias = NDArray[np.int64]
-Flags: TypeAlias = NDArray[np.bool_]
+Edges: TypeAlias = Mapping[tuple[frozenset[int], int], float]
+"""The mass that each set of different drafted tokens sends to each of its tokens."""
+
 TOLERANCE = 1e-3  # loss of acceptance above which a solver counts as failed
-MOST_SETS = 1000  # draft sets that `max_flow` and `lp` take at most: their matrices are dense
 UNITS = 1 << 30
-SPREAD, NOISE = 0.85, 0.8  # of random nodes' logits
+SPREAD = 0.85  # of random nodes' logits
+NOISE = 0.8
 NODES = 10  # most nodes of a size that solvers get of a part of the texts
 
 
@@ -82,9 +70,28 @@ class Solver(StrEnum):
     """How the selection of a node is found."""
 
     EXACT = "exact"
-    CONVEX = "convex"
     MAX_FLOW = "max_flow"
+    OPTIMISED = "optimised_max_flow"  # outer and inner drafts apart (section 5.3)
     LP = "lp"
+    LOOSER = "published_looser"
+    TIGHTER = "published_tighter"
+
+
+MOST_SETS: Mapping[Solver, int] = {
+    Solver.LP: 1000,
+    Solver.MAX_FLOW: 6000,
+    Solver.OPTIMISED: 6000,
+}
+"""Draft sets that solvers take at most: programs are dense, and flows list all edges."""
+
+EPSILONS: Mapping[Solver, float] = {Solver.LOOSER: 1e-1, Solver.TIGHTER: 1e-2}
+"""The tolerances of the published algorithm, L1."""
+
+MOST_TOKENS: Mapping[int, int] = {2: 64, 3: 28, 4: 18, 5: 14}
+"""The published algorithm's limits on T, by n; for more drafts that of 5."""
+
+ITERATIONS = 25
+FAR = 50.0  # bound on |a|, which keeps exp(a) finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ class Answer:
     seconds: float  # time until a draft was selected
     accepted: Floats  # [width] float64, the probability that this token is selected and accepted
     residual: Floats  # [vocab] float64, weights of the committed token when no draft is accepted
-    # Bound on the acceptance lost against the optimum; None after a fall-back.
+    # Acceptance lost against the optimum; None where the solver failed.
     shortfall: float | None
 
     @property
@@ -121,7 +128,7 @@ class Answer:
     def deviation(self, node: Node) -> float:
         """Return the L1 distance of the committed distribution from the target's."""
         rest = self.residual if self.residual.sum() > 0 else node.target
-        committed = max(0.0, 1 - float(self.accepted.sum())) * rest / rest.sum()
+        committed = max(0.0, 1 - self.acceptance) * rest / rest.sum()
         committed[node.ids] += self.accepted
         return float(np.abs(committed - node.target).sum())
 
@@ -152,10 +159,14 @@ def solve_all(
     A first call sets things up, so it is not measured: the first node is solved once more. Where a
     solver's loss of acceptance is above ``tolerance``, K-SEQ takes its place.
     """
-    if solver is not Solver.EXACT:
-        return [planned(node, solver, tolerance) for node in given]
-    exact(given[0])
-    return [exact(node) for node in given]
+    if solver in EPSILONS:
+        solve: Callable[[Node], Answer | None] = partial(published, epsilon=EPSILONS[solver])
+    elif solver is Solver.EXACT:
+        solve = exact
+    else:
+        solve = partial(planned, solver=solver, tolerance=tolerance)
+    solve(given[0])
+    return [solve(node) for node in given]
 
 
 def optimal_acceptance(node: Node) -> float:
@@ -165,99 +176,207 @@ def optimal_acceptance(node: Node) -> float:
     return optimum_iid(nodes, len(node.drawn)).item()
 
 
+def _answer(node: Node, seconds: float, b: Floats, *, failed: bool = False) -> Answer:
+    """Return the answer of a solver that selects tokens with probabilities b."""
+    residual = node.target.copy()
+    residual[node.ids] = np.maximum(node.wanted - b, 0.0)
+    lost = max(0.0, optimal_acceptance(node) - float(b.sum()))
+    return Answer(seconds, b, residual, None if failed else lost)
+
+
 def exact(node: Node) -> Answer:
     """Select by the exact transport, as the batched verifiers do."""
     start = process_time()
     columns = (node.ids, node.draft, node.wanted)
     ranked = RankedProbs.of(*(torch.from_numpy(column).view(1, 1, -1) for column in columns))
-    drafts = torch.tensor([[len(node.drawn)]])
-    plan = transport(ranked, drafts)
+    plan = transport(ranked, torch.tensor([[len(node.drawn)]]))
     tokens = torch.from_numpy(node.ids[node.drawn])
     ranks = (ranked.ids.view(-1, 1) == tokens).to(torch.int64).argmax(dim=0).view(1, -1)
     uniforms = torch.from_numpy(node.uniforms).unsqueeze(0)
     int(labels(plan, torch.zeros_like(ranks), ranks, uniforms).argmax())
     seconds = process_time() - start
-
-    places = np.searchsorted(node.ids, ranked.ids.numpy().ravel())
-    b, selected = np.zeros(len(node.ids)), np.zeros(len(node.ids))
-    b[places] = plan.selected.numpy().ravel()
-    selected[places] = _probs_by_labels(plan, len(node.drawn))
-    return _answer(node, seconds, b, selected, 0.0)
-
-
-def _probs_by_labels(plan: Transport, n: int) -> Floats:
-    """Return the distribution of the selected draft, from how drafts are relabelled.
-
-    A draft of rank x has label y with probability K(x, y). With l(y) = sum_x q(x) K(x, y), the
-    highest of n labels is y with probability L(y)^n - L(y-)^n, where L is the cdf of l, and the
-    token under it is x with probability q(x) K(x, y) / l(y).
-    """
-    q = plan.draft.numpy().ravel()
-    v = plan.highest.numpy().ravel()
-    moved = plan.selected.numpy().ravel() - v
-    gives, receives = np.maximum(-moved, 0).cumsum(), np.maximum(moved, 0).cumsum()
-    # Givers and receivers are matched by cumulative sums: between two cuts, one meets one.
-    end = min(gives[-1], receives[-1])
-    cuts = np.unique(np.clip(np.concatenate((gives, receives)), 0.0, end))
-    cuts = np.concatenate(([0.0], cuts[cuts > 0]))
-    middle, amount = (cuts[1:] + cuts[:-1]) / 2, np.diff(cuts)
-    giver, receiver = np.searchsorted(gives, middle), np.searchsorted(receives, middle)
-    gap = v[giver] / q[giver] - v[receiver] / q[receiver]
-    used = (giver > receiver) & (gap > 0)
-    giver, receiver, amount, gap = giver[used], receiver[used], amount[used], gap[used]
-    # q(x) eps(x, y), the same in both directions; a probability eps is at most 1.
-    exchanged = np.minimum(amount / gap, np.minimum(q[giver], q[receiver]))
-    own = q.copy()
-    np.subtract.at(own, giver, exchanged)
-    np.subtract.at(own, receiver, exchanged)
-    label = own.copy()
-    np.add.at(label, giver, exchanged)
-    np.add.at(label, receiver, exchanged)
-    L = label.cumsum()
-    before = np.concatenate(([0.0], L[:-1]))
-    density = sum(L**k * before ** (n - 1 - k) for k in range(n))
-    probs = own * density
-    np.add.at(probs, receiver, exchanged * density[giver])
-    np.add.at(probs, giver, exchanged * density[receiver])
-    return np.asarray(probs)
+    b = np.zeros(len(node.ids))
+    b[np.searchsorted(node.ids, ranked.ids.numpy().ravel())] = plan.selected.numpy().ravel()
+    return _answer(node, seconds, np.minimum(b, node.wanted))
 
 
 def planned(node: Node, solver: Solver, tolerance: float) -> Answer | None:
-    """Select by a plan, or by K-SEQ if the plan may lose too much; None if the node is too big."""
+    """Select by a plan, or by K-SEQ if the plan loses too much; None if the node is too big.
+
+    The optimised flow has a network for inner drafts and one for outer ones, in which their tokens
+    off H alone count. Where a network is one, H is empty.
+    """
     start = process_time()
     n = len(node.drawn)
-    plan = solve(solver, tuple(node.wanted.tolist()), tuple(node.draft.tolist()), n)
-    if plan is None:
+    if count_draft_sets(len(node.ids), n) > MOST_SETS[solver]:
         return None
-    if plan.shortfall > tolerance:
-        return _k_seq(node, start)
-    chances = np.array(plan.chances(node.drawn.tolist()), dtype=np.float64)
+    send = transport_plan if solver is Solver.LP else _flow
+    p = tuple(node.wanted.tolist())
+    drawn = frozenset(node.drawn.tolist())
+    low: frozenset[int] = frozenset()
+    if solver is Solver.OPTIMISED:
+        low = frozenset(np.flatnonzero(_sides(node)[0]).tolist())
+    networks: dict[bool, dict[frozenset[int], float]] = {}
+    for tokens, mass in draft_sets_iid(tuple(node.draft.tolist()), n).items():
+        eligible = tokens - low or tokens
+        network = networks.setdefault(tokens <= low, {})
+        network[eligible] = network.get(eligible, 0.0) + float(mass)
+    edges: Edges = send(p, networks.pop(drawn <= low))
+    eligible = drawn - low or drawn
+    chances = np.array([edges.get((eligible, token), 0.0) for token in sorted(eligible)])
     int(np.searchsorted(chances.cumsum(), node.uniforms[0, 0] * chances.sum()))
     seconds = process_time() - start
-    selected = np.array(plan.probs, dtype=np.float64)
-    return _answer(node, seconds, selected, selected, plan.shortfall)
+    b = np.zeros(len(p))
+    for sent in (edges, *(send(p, other) for other in networks.values())):
+        for (_, token), mass in sent.items():
+            b[token] += max(0.0, mass)
+    answer = _answer(node, seconds, np.minimum(b, node.wanted))
+    assert answer.shortfall is not None  # it did not fail
+    return answer if answer.shortfall <= tolerance else _k_seq(node, start)
 
 
-def _answer(node: Node, seconds: float, b: Floats, selected: Floats, bound: float) -> Answer:
-    """Accept with min(1, p/b), a draft that was selected with probabilities ``selected``."""
-    h = np.divide(node.wanted, b, out=np.ones_like(b), where=b > 0)
-    residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - b, 0.0)
-    return Answer(seconds, selected * np.minimum(h, 1.0), residual, bound)
+def count_draft_sets(width: int, drafts: int) -> int:
+    """Return how many sets of different tokens ``drafts`` draws from ``width`` tokens can form."""
+    return sum(comb(width, size) for size in range(1, drafts + 1))
 
 
 def _k_seq(node: Node, start: float) -> Answer:
     """Accept the drafts in order with min(1, p / (rho q))."""
-    p, q = torch.from_numpy(node.wanted).view(1, 1, -1), torch.from_numpy(node.draft).view(1, 1, -1)
-    rho_of_node, served = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
-    rho = float(rho_of_node)
-    np.argmax(node.uniforms[:, 0] < node.wanted[node.drawn] / (rho * node.draft[node.drawn]))
-    seconds = process_time() - start
-    once = node.draft * np.minimum(1.0, node.wanted / (rho * node.draft))
-    tries = sum((1 - once.sum()) ** k for k in range(len(node.drawn)))
-    residual = node.target.copy()
-    residual[node.ids] = np.maximum(node.wanted - served.numpy().ravel(), 0.0)
-    return Answer(seconds, once * tries, residual, None)
+    p = torch.from_numpy(node.wanted).view(1, 1, -1)
+    q = torch.from_numpy(node.draft).view(1, 1, -1)
+    rho, served = k_seq(p, q, torch.tensor([[len(node.drawn)]]))
+    chances = node.wanted[node.drawn] / (float(rho) * node.draft[node.drawn])
+    np.argmax(node.uniforms[:, 0] < chances)
+    return _answer(node, process_time() - start, served.numpy().ravel(), failed=True)
+
+
+def _flow(p: Probs, sets: DraftSets) -> Edges:
+    """Send integer units from the source through sets and tokens to the sink."""
+    source = 0
+    first = 1 + len(sets)
+    sink = 1 + len(sets) + len(p)
+    edges = [(source, 1 + i, int(float(mass) * UNITS)) for i, mass in enumerate(sets.values())]
+    edges += [(1 + i, first + x, UNITS) for i, drawn in enumerate(sets) for x in sorted(drawn)]
+    edges += [(first + x, sink, int(float(mass) * UNITS)) for x, mass in enumerate(p)]
+    rows, columns, capacity = np.array(edges, dtype=np.int32).T
+    graph = coo_array((capacity, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
+    flow = maximum_flow(graph, source, sink).flow.tocoo()
+    names = list(sets)
+    return {
+        (names[row - 1], int(column) - first): float(units) / UNITS
+        for row, column, units in zip(*flow.coords, flow.data, strict=True)
+        if units > 0 and row != source and column != sink
+    }
+
+
+# The published algorithm.
+
+
+def _sides(node: Node) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return H as a mask over ``node.ids``, and all tokens by p/q ascending."""
+    with np.errstate(over="ignore"):  # ties by token id
+        order = np.argsort(node.wanted / node.draft, kind="stable")
+    excess = _excess(node, order)
+    inner = np.zeros(len(order), dtype=np.bool_)
+    inner[order[: int(excess.argmin())]] = True
+    return inner, order
+
+
+def _excess(node: Node, order: NDArray[np.int64]) -> Floats:
+    """Return P(H) - q(H)^n of every prefix H, the empty one first."""
+    p = node.wanted[order].cumsum()
+    q = node.draft[order].cumsum()
+    return np.concatenate(([0.0], p - q ** len(node.drawn)))
+
+
+def published(node: Node, epsilon: float) -> Answer:
+    """Select by Algorithm 1 of Thomas & Pal, within an L1 tolerance, or draw from p if it fails."""
+    start = process_time()
+    width = len(node.ids)
+    inner, order = _sides(node)
+    excess = _excess(node, order)
+    # r of the tokens off H, along the order: differences of minima over longer prefixes.
+    minima = np.minimum.accumulate(excess[::-1])[::-1]
+    wanted = node.wanted.copy()
+    wanted[order] -= np.where(inner[order], 0.0, np.maximum(np.diff(minima), 0.0))
+    b = np.zeros(width)
+    a = np.full(width, -inf)
+    for side, slack in ((inner, 1.0), (~inner, 0.0)):
+        known = 0.0 if slack else float(node.draft[inner].sum())
+        solved = _solve_side(node, wanted, side, known, slack, epsilon / 2)
+        if solved is None:
+            return _answer(node, process_time() - start, np.zeros(width), failed=True)
+        kept, a[kept], b[kept] = solved
+    drawn = np.unique(node.drawn)
+    outer = drawn[~inner[drawn]]
+    weights = np.exp(a[outer if len(outer) else drawn])
+    none = float(len(outer) == 0)
+    int(np.searchsorted(weights.cumsum(), node.uniforms[0, 0] * (weights.sum() + none)))
+    return _answer(node, process_time() - start, b)
+
+
+Side: TypeAlias = tuple[NDArray[np.int64], Floats, Floats]
+"""The tokens of T, a at them, and b."""
+
+
+def _solve_side(
+    node: Node, wanted: Floats, side: NDArray[np.bool_], known: float, slack: float, epsilon: float
+) -> Side | None:
+    """Return a solution for the drafts of one side, the rest of which are ``known`` of q.
+
+    T is so large that the rest of ``wanted`` is at most half of the tolerance.
+    """
+    tokens = np.flatnonzero(side)
+    n = len(node.drawn)
+    tokens = tokens[np.argsort(-wanted[tokens], kind="stable")]
+    left = wanted[tokens].sum() - wanted[tokens].cumsum()
+    kept = tokens[: 1 + int((left > epsilon / 2).sum())]
+    if len(kept) > MOST_TOKENS[min(n, max(MOST_TOKENS))]:
+        return None
+    if not len(kept):
+        return kept, np.zeros(0), np.zeros(0)
+    others = known + float(node.draft[side].sum() - node.draft[kept].sum())
+    terms = list(_terms(node.draft[kept], others, n))
+
+    def objective(a: Floats) -> tuple[float, Floats]:
+        weights = np.exp(a)
+        value = -float(wanted[kept] @ a)
+        probs = np.zeros(len(a))
+        for members, mass in terms:
+            total = slack + weights[members].sum(axis=1)
+            value += float(mass @ np.log(total))
+            for column in members.T:
+                probs += np.bincount(column, mass / total, len(a))
+        return value, probs * weights - wanted[kept]
+
+    result = minimize(
+        objective,
+        np.zeros(len(kept)),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=Bounds(-FAR, FAR),
+        options={"maxiter": ITERATIONS, "gtol": epsilon / (2 * len(kept)), "ftol": 0.0},
+    )
+    gradient = objective(result.x)[1]
+    if np.abs(gradient).sum() > epsilon / 2:
+        return None
+    return kept, result.x, gradient + wanted[kept]
+
+
+def _terms(q: Floats, others: float, n: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+    """Yield sets of tokens ``[sets, size]`` with the chance that they, and others, are drawn.
+
+    The chance that n drafts are exactly these tokens of T and any of the others follows from
+    inclusion and exclusion.
+    """
+    for size in range(1, min(n, len(q)) + 1):
+        members = np.array(list(combinations(range(len(q)), size)))
+        chance = np.zeros(len(members))
+        for part in range(size + 1):
+            for subset in combinations(range(size), part):
+                mass = q[members[:, list(subset)]].sum(axis=1) + others
+                chance += (-1) ** (size - part) * mass**n
+        yield members, np.maximum(chance, 0.0)
 
 
 def nodes_of(probs: NodeProbs, *, width: int, drafts: int, count: int, seed: int) -> list[Node]:
@@ -271,7 +390,8 @@ def nodes_of(probs: NodeProbs, *, width: int, drafts: int, count: int, seed: int
     nodes = []
     for place in places.tolist():
         rng = np.random.default_rng((seed, place, width, drafts))
-        q, p = probs.draft[place].numpy(), probs.target[place].numpy()
+        q = probs.draft[place].numpy()
+        p = probs.target[place].numpy()
         kept = np.flatnonzero(q)
         q = q[kept]
         # One token at the end stands for all tokens that the drafter cannot propose.
@@ -287,245 +407,6 @@ def nodes_of(probs: NodeProbs, *, width: int, drafts: int, count: int, seed: int
             )
         )
     return nodes
-
-
-# The solvers but the exact one.
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which of the drafts to select."""
-
-    # drafted tokens -> the probability with which each of these drafts is selected
-    chances: Callable[[Sequence[int]], Sequence[Number]]
-    probs: Probs  # b, the distribution of the token selected
-    shortfall: float  # bound on the acceptance lost against the optimum
-
-
-@lru_cache(maxsize=1 << 12)
-def solve(solver: Solver, p: Probs, q: Probs, drafts: int) -> Selection | None:
-    """Return a selection for so many draws from ``q``; None if ``q`` is too wide for the solver."""
-    if solver is Solver.CONVEX:
-        selection = weighted_selection(np.array(p, np.float64), np.array(q, np.float64), drafts)
-        return Selection(selection.chances, tuple(selection.probs.tolist()), selection.shortfall)
-    if count_draft_sets(len(support(q)), drafts) > MOST_SETS:
-        return None
-    sets = draft_sets_iid(q, drafts)
-    sent = _flow(p, sets) if solver is Solver.MAX_FLOW else transport_plan(p, sets)
-    rows = _rows_of_mass(sent, sets)
-    probs: list[Number] = [0] * len(p)
-    for drawn, mass in sets.items():
-        for x, probability in rows[drawn].items():
-            probs[x] += mass * probability
-
-    def chances(tokens: Sequence[int]) -> list[Number]:
-        row = rows[frozenset(tokens)]
-        return [row[x] if x not in tokens[:i] else 0 for i, x in enumerate(tokens)]
-
-    accepted = sum(min(px, b) for px, b in zip(p, probs, strict=True))
-    lost = float(exact_transport(p, q, drafts).acceptance(p) - accepted)
-    return Selection(chances, tuple(probs), max(0.0, lost))
-
-
-def count_draft_sets(width: int, drafts: int) -> int:
-    """Return how many sets of different tokens ``drafts`` draws from ``width`` tokens can form."""
-    return sum(comb(width, size) for size in range(1, drafts + 1))
-
-
-def _rows_of_mass(
-    mass: Mapping[tuple[frozenset[int], int], float], sets: DraftSets
-) -> dict[frozenset[int], dict[int, Number]]:
-    """Turn mass sent into selection probabilities; what a set does not send is spread evenly."""
-    rows: dict[frozenset[int], dict[int, Number]] = {}
-    for drawn, total in sets.items():
-        sent = [max(0.0, mass[drawn, x]) for x in sorted(drawn)]
-        spare = max(0.0, float(total) - sum(sent)) / len(drawn)
-        probs = normalised(weight + spare for weight in sent)
-        rows[drawn] = dict(zip(sorted(drawn), probs, strict=True))
-    return rows
-
-
-def _flow(p: Probs, sets: DraftSets) -> dict[tuple[frozenset[int], int], float]:
-    """Send integer units from the source through sets and tokens to the sink."""
-    names = list(sets)
-    source, sink = 0, 1 + len(names) + len(p)
-    token = 1 + len(names)
-    edges = [(source, 1 + i, int(float(sets[s]) * UNITS)) for i, s in enumerate(names)]
-    edges += [(1 + i, token + x, UNITS) for i, s in enumerate(names) for x in sorted(s)]
-    edges += [(token + x, sink, int(float(mass) * UNITS)) for x, mass in enumerate(p)]
-    rows, columns, capacity = np.array(edges, dtype=np.int32).T
-    graph = coo_array((capacity, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
-    flow = maximum_flow(graph, source, sink).flow.toarray()
-    return {(s, x): float(flow[1 + i, token + x]) / UNITS for i, s in enumerate(names) for x in s}
-
-
-# The convex programme.
-
-
-TRUNCATED = 2.5e-4
-"""n times the draft probability of the tokens off T, where the limit on multisets allows it."""
-
-MOST_MULTISETS = 200_000  # draws that are listed at most; T is cut down to it
-MOST_STEPS = 500
-WEIGHT_RANGE = 30.0
-"""Bound on |a|: distributions on the boundary of what selection can reach ask for infinite
-weights."""
-
-GRADIENT_TOLERANCE = 1e-5
-Objective: TypeAlias = Callable[[Floats], tuple[float, Floats]]
-"""Takes a; returns E[log of the sum of exp(a)] and its gradient, the distribution selected."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedSelection:
-    """A rule that selects one of n independent drafts; arrays are ``[width]``, as p and q were.
-
-    Equal drafts count once: the first of them gets all of the probability.
-    """
-
-    weights: Floats  # exp(a), float64; 1 off T
-    ranks: Indices  # int64, place of each token by p/q ascending
-    low: Flags  # H
-    kept: Flags  # T
-    probs: Floats  # b, float64, the distribution of the token selected; 0 off q's support
-    shortfall: float  # the acceptance lost against the optimum (see the module on its bound)
-
-    def chances(self, drafts: Sequence[int]) -> list[float]:
-        """Return the probability with which each of ``drafts``, indices into q, is selected."""
-        drawn = np.asarray(drafts)
-        if not self.kept[drawn].all():
-            chosen = int(np.argmax(self.ranks[drawn]))
-            return [float(i == chosen) for i in range(len(drawn))]
-        eligible = ~self.low[drawn] | self.low[drawn].all()
-        eligible &= np.array([x not in drafts[:i] for i, x in enumerate(drafts)])
-        weights = self.weights[drawn] * eligible
-        return list((weights / weights.sum()).tolist())
-
-
-def weighted_selection(p: Floats, q: Floats, drafts: int) -> WeightedSelection:
-    """Find the selection for ``drafts`` draws from ``q``, a distribution, and the target ``p``.
-
-    Both are ``[width]`` float64.
-    """
-    order = np.flatnonzero(q > 0)
-    with np.errstate(over="ignore"):  # ties by token id
-        order = order[np.argsort(p[order] / q[order], kind="stable")]
-    ps, qs = p[order], q[order]
-    excess = np.concatenate(([0.0], ps.cumsum() - qs.cumsum() ** drafts))
-    low = np.arange(len(order)) < excess.argmin()
-    kept = _kept(qs, low, drafts)
-    left_out = np.maximum(_highest(qs, drafts) - _highest(np.where(kept, qs, 0.0), drafts), 0.0)
-    a, b = np.zeros_like(qs), left_out.copy()
-    for side, sign in ((low, 1.0), (~low, -1.0)):
-        free = kept & side
-        if free.any():
-            beside = 0.0 if side is low else float(qs[low & kept].sum())
-            objective = _listed(qs[free], beside, drafts)
-            a[free] = _minimise(objective, (ps - left_out)[free], sign)
-            b[free] += objective(a[free])[1]
-    short = np.where(low, ps - b, b - ps)
-
-    def spread(values: NDArray[Any], fill: float) -> NDArray[Any]:
-        full = np.full(len(q), fill, dtype=values.dtype)
-        full[order] = values
-        return full
-
-    return WeightedSelection(
-        weights=spread(np.exp(a), 1.0),
-        ranks=spread(np.arange(len(order)), -1),
-        low=spread(low, False),
-        kept=spread(kept, False),
-        probs=spread(b, 0.0),
-        shortfall=float(np.maximum(short, 0.0).sum()),
-    )
-
-
-def _highest(q: Floats, n: int) -> Floats:
-    """Return F^n - (F - q)^n: the distribution of the highest-ranked draft, without cancellation.
-
-    ``q`` may sum to less than 1: that all n drafts lie in it is part of the event then.
-    """
-    F = q.cumsum()
-    before = np.concatenate(([0.0], F[:-1]))
-    return np.asarray(q * sum(F**k * before ** (n - 1 - k) for k in range(n)))
-
-
-def _kept(q: Floats, low: Flags, n: int) -> Flags:
-    """Return T: enough of the most likely tokens, as far as the limit on multisets goes."""
-    likely = np.argsort(-q, kind="stable")
-    left = np.maximum(1.0 - q[likely].cumsum(), 0.0)
-    count = int(np.searchsorted(-left, -TRUNCATED / n)) + 1
-    in_low = low[likely].cumsum()
-    above = np.arange(1, len(q) + 1) - in_low
-    sizes = [comb(int(h) + n - 1, n) for h in in_low]
-    for k in range(1, n + 1):
-        sizes = [size + comb(int(c) + k - 1, k) for size, c in zip(sizes, above, strict=True)]
-    allowed = int(np.searchsorted(np.array(sizes, dtype=np.float64), MOST_MULTISETS, "right"))
-    T = np.zeros(len(q), dtype=np.bool_)
-    T[likely[: max(1, min(count, allowed))]] = True
-    return T
-
-
-def _minimise(objective: Objective, wanted: Floats, sign: float) -> Floats:
-    """Return the a of the given sign that minimises the objective less ``wanted @ a``."""
-    low, high = min(0.0, sign * WEIGHT_RANGE), max(0.0, sign * WEIGHT_RANGE)
-
-    def reduced(a: Floats) -> tuple[float, Floats]:
-        value, probs = objective(a)
-        return value - float(wanted @ a), probs - wanted
-
-    result = minimize(
-        reduced,
-        np.zeros_like(wanted),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=Bounds(low, high),
-        options={"ftol": 0.0, "gtol": GRADIENT_TOLERANCE, "maxiter": MOST_STEPS},
-    )
-    return np.asarray(result.x, dtype=np.float64)
-
-
-def _listed(q: Floats, others: float, n: int) -> Objective:
-    """Return the objective over all draws with a draft in ``q``, the rest among ``others``."""
-    draws: list[tuple[Indices, Floats]] = []
-    for k in range(1, n + 1) if others > 0 else (n,):
-        members, ways = _multisets(len(q), k)
-        chance = comb(n, k) * others ** (n - k) * ways
-        for column in members.T:
-            chance = chance * q[column]
-        draws.append((members, chance))
-
-    def objective(a: Floats) -> tuple[float, Floats]:
-        weights = np.exp(a)
-        value, probs = 0.0, np.zeros(len(q))
-        for members, mass in draws:
-            # A multiset is ascending, so a token counts where it differs from the one before.
-            fresh = [True, *(members[:, 1:] != members[:, :-1]).T]
-            columns = list(zip(members.T, fresh, strict=True))
-            total = sum((weights[column] * new for column, new in columns), np.zeros(len(mass)))
-            value += float(mass @ np.log(total))
-            share = mass / total
-            for column, new in columns:
-                probs += np.bincount(column, share * new, len(q))
-        return value, probs * weights
-
-    return objective
-
-
-@lru_cache(maxsize=16)
-def _multisets(tokens: int, k: int) -> tuple[Indices, Floats]:
-    """List the multisets of k tokens, ``[sets, k]`` ascending, and the orders each comes in."""
-    members, ways = np.arange(tokens)[:, None], np.ones(tokens)
-    runs = np.ones(tokens, dtype=np.int64)
-    for size in range(2, k + 1):
-        last = members[:, -1]
-        counts = tokens - last
-        row = np.repeat(np.arange(len(last)), counts)
-        new = np.arange(len(row)) - np.repeat(counts.cumsum() - tokens, counts)
-        runs = np.where(new == last[row], runs[row] + 1, 1)
-        ways = ways[row] * size / runs
-        members = np.column_stack((members[row], new))
-    return members, ways
 
 
 # Solvers as settings: their verifiers are solvers, their paths drafts.
@@ -564,7 +445,8 @@ class RandomNodes:
             yield Part(setting.name, 1, partial(self._measure, setting))
 
     def _measure(self, setting: Setting) -> list[Observation]:
-        plan, vocab = setting.plan, setting.context
+        plan = setting.plan
+        vocab = setting.context
         given = random_nodes(vocab, plan.paths, plan.draft_width, self.instances, self.seed)
         return solved(setting, list(given), "node", self.time_limit)
 
@@ -585,6 +467,7 @@ def solved(
 def _sums(node: Node, answer: Answer | None, time_limit: float) -> dict[str, float]:
     if answer is None:
         return {"given": 1.0, "refused": 1.0}
+    late = answer.seconds > time_limit
     sums = {
         "given": 1.0,
         "steps": 1.0,
@@ -592,47 +475,43 @@ def _sums(node: Node, answer: Answer | None, time_limit: float) -> dict[str, flo
         "seconds": answer.seconds,
         "deviation": answer.deviation(node),
         "optimum": optimal_acceptance(node),
+        "late": float(late),
     }
-    late = answer.seconds > time_limit
-    if late:
-        sums["late"] = 1.0
     if answer.shortfall is None:
         return sums | {"fallbacks": 1.0}
     return sums | {"solved": float(not late), "shortfall": answer.shortfall}
 
 
-HEADINGS = ["V", "width", "n", "solver", "ms/token", "success", "too large", "fall-backs", "late"]
-HEADINGS += ["L1 deviation", "acceptance", "optimum", "bound"]
+def _most(part: str) -> Column:
+    def cell(sums: Sums, setting: Setting) -> Cell:
+        values = sums.column(setting.name, part)
+        return f"{max(values):.1e}" if values else None
+
+    return cell
 
 
-def solver_table(sums: Sums, settings: Sequence[Setting]) -> list[list[str]]:
-    """Return a row for each setting of :class:`RandomNodes`, headings first."""
-    return [HEADINGS, *(_row(sums, setting) for setting in settings)]
+def _median_milliseconds(sums: Sums, setting: Setting) -> Cell:
+    seconds = sums.column(setting.name, "seconds")
+    return Estimate.exactly(1e3 * float(np.median(seconds))) if seconds else None
 
 
-def _row(sums: Sums, setting: Setting) -> list[str]:
-    plan, name = setting.plan, setting.name
-
-    def share(part: str, layout: str, below: str = "steps") -> str:
-        count = sums.total(name, below)
-        return format(sums.total(name, part) / count, layout) if count else "-"
-
-    def most(part: str) -> str:
-        values = sums.column(name, part)
-        return f"{max(values):.1e}" if values else "-"
-
-    seconds = sums.column(name, "seconds")
-    counts = (f"{sums.total(name, part):.0f}" for part in ("refused", "fallbacks", "late"))
-    return [
-        *map(str, (setting.context, plan.draft_width, plan.paths, plan.verifier)),
-        f"{1e3 * median(seconds):.2f}" if seconds else "-",
-        share("solved", ".0%", "given"),
-        *counts,
-        most("deviation"),
-        share("tokens", ".4f"),
-        share("optimum", ".4f"),
-        most("shortfall"),
-    ]
+SOLVED = Figure("solved", "solved", "given", scale=100, digits=0)
+SOLVER_COLUMNS: Mapping[str, Column] = {
+    "V": lambda _, setting: setting.context,
+    "width": lambda _, setting: setting.plan.draft_width,
+    "n": lambda _, setting: setting.plan.paths,
+    "solver": lambda _, setting: setting.plan.verifier,
+    "ms/token": _median_milliseconds,
+    "success, %": valued(SOLVED),
+    "too large": counted("refused"),
+    "fall-backs": counted("fallbacks"),
+    "late": counted("late"),
+    "L1 deviation": _most("deviation"),
+    "acceptance": valued(Figure("", "tokens", "steps", digits=4)),
+    "optimum": valued(Figure("", "optimum", "steps", digits=4)),
+    "bound": _most("shortfall"),
+}
+"""What a table shows of a setting of :class:`RandomNodes`."""
 
 
 STANDARD = (

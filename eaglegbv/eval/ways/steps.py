@@ -22,74 +22,41 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from eaglegbv import cuda_graphs
-from eaglegbv.config import EngineConfig, GraphMode, Plan
+from eaglegbv.config import EngineConfig, GraphMode
 from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
 from eaglegbv.engine import Engine
 from eaglegbv.eval.experiment import Part
-from eaglegbv.eval.figures import Sums
+from eaglegbv.eval.figures import ACCEPTANCE, Estimate, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.random_models import barrier_of, random_prompts
 from eaglegbv.eval.settings import Setting
+from eaglegbv.eval.tables import Cell, Column, counted, named, valued
 from eaglegbv.loading import Pair
 from eaglegbv.metrics import Phase, StepRecord, seconds_by_phase
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import require_integers
 
 STEP = "step"  # name of the whole step beside those of its phases
 PHASES = (Phase.DRAFT, Phase.FORWARD, Phase.VERIFY, Phase.COMMIT)
 _FLOOR_RUNS = 8
 
 
-class StepSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting of a measurement of steps."""
-
-    plan: Plan  # how requests speculate
-    batch: int = 1  # number of requests
-    context: int = 512  # tokens of each prompt
-    temperature: float = 1.0  # sampling temperature
-    steps: int = 30  # number of timed steps
-
-    def __post_init__(self) -> None:
-        require_integers(self, batch=(1, None), context=(1, None), steps=(1, None))
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of an answer that no step ends, those whose operations are counted included."""
-        return (self.plan.depth + 1) * (self.steps + 3)
-
-    @property
-    def slots(self) -> int:
-        """KV slots that all requests need together."""
-        return self.batch * (self.context + self.max_tokens + self.plan.tree_slots + 64)
-
-    @property
-    def max_context(self) -> int:
-        """Positions that a text needs."""
-        return self.context + self.max_tokens + self.plan.depth + 1
+def tokens_of(setting: Setting, steps: int) -> int:
+    """Return the tokens of an answer that no step ends, those that are not timed included."""
+    return (setting.plan.depth + 1) * (steps + 3)
 
 
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a setting's steps."""
+def slots_of(setting: Setting, steps: int) -> int:
+    """Return the KV slots that all requests need together."""
+    each = setting.context + tokens_of(setting, steps) + setting.plan.tree_slots + 64
+    return setting.batch * each
 
-    # Median time of each phase, and of the whole step; each phase waits for the device before the
-    # next begins.
-    seconds: dict[str, float]
-    # Time of the products alone of drafting, of the forward, and of both as the step's.
-    floors: dict[str, float]
-    # Median seconds of a step as in normal use, where the host prepares a phase while the device is
-    # busy with the one before; None if the device does not run asynchronously.
-    overlapping: float | None
-    busy: float | None  # seconds of a step in which kernels run on a CUDA device; None on others
-    # Kernels, copies and graphs that a step launches on a CUDA device; None on others.
-    launches: int | None
-    operations: int  # tensor operations a step dispatches, without those within a CUDA graph
-    # How often drafts and forwards of the timed steps replayed no recording, and attention was
-    # PyTorch's instead of FlashInfer's, by part and reason.
-    eager: dict[str, int]
-    block_efficiency: float  # tokens committed per request and step
+
+def positions_of(setting: Setting, steps: int) -> int:
+    """Return the positions that a text needs."""
+    return setting.context + tokens_of(setting, steps) + setting.plan.depth + 1
 
 
 # The time of products alone.
@@ -104,7 +71,8 @@ class Floors:
 
     def __init__(self, pair: Pair) -> None:
         """Find the products of a target and its drafter."""
-        target, drafter = pair.target, pair.drafter
+        target = pair.target
+        drafter = pair.drafter
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._forward = _linears(target.model) if isinstance(target, HFTarget) else []
         self._native = target.runs_by == "native"
@@ -125,16 +93,17 @@ class Floors:
         entries = sum(layer.in_features * layer.out_features for _, layer in self._forward)
         return entries * self._like.itemsize
 
-    def of(self, setting: StepSetting) -> dict[str, float]:
+    def of(self, setting: Setting) -> dict[str, float]:
         """Return the least seconds of drafting, of the forward and of both; 0 where not known."""
-        plan, batch = setting.plan, setting.batch
-        draft = 0.0
+        plan = setting.plan
+        batch = setting.batch
+        draft = forward = step = 0.0
         if plan.asks_drafter:
             draft = plan.depth * self._seconds(self._level, batch * plan.paths)
-        if self._native:
-            return {Phase.DRAFT: draft, Phase.FORWARD: 0.0, STEP: 0.0}
-        forward = self._seconds(self._forward, batch * plan.tree_nodes)
-        return {Phase.DRAFT: draft, Phase.FORWARD: forward, STEP: draft + forward}
+        if not self._native:
+            forward = self._seconds(self._forward, batch * plan.tree_nodes)
+            step = draft + forward
+        return {Phase.DRAFT: draft, Phase.FORWARD: forward, STEP: step}
 
     @torch.inference_mode()
     def _seconds(self, products: Products, rows: int) -> float:
@@ -173,21 +142,22 @@ def _linears(model: nn.Module, besides: str = "") -> list[tuple[int, nn.Linear]]
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
-def _profiled(engine: Engine, device: torch.device) -> tuple[int | None, float | None]:
+def _profiled(engine: Engine, device: torch.device) -> dict[str, float]:
     """Run a step; return its launches, and the seconds of its kernels, as the profiler has them."""
     if device.type != "cuda":
-        return None, None
+        return {}
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         _step(engine)
         torch.cuda.synchronize()
     return launches_and_busy(profiled.key_averages())
 
 
-def launches_and_busy(events: Any) -> tuple[int, float]:  # noqa: ANN401  the profiler's own list
+def launches_and_busy(events: Any) -> dict[str, float]:  # noqa: ANN401  the profiler's own list
     """Return how often the host launched anything, and seconds of kernels and copies."""
     launches = sum(e.count for e in events if any(name in e.key for name in _LAUNCHES))
     on_device = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
-    return launches, sum(e.self_device_time_total for e in on_device) / 1e6
+    busy = sum(e.self_device_time_total for e in on_device) / 1e6
+    return {"launches": float(launches), "busy": busy}
 
 
 class _Decoded(list[StepRecord]):
@@ -199,7 +169,7 @@ class _Decoded(list[StepRecord]):
             self.append(record)
 
 
-def time_steps(pair: Pair, setting: StepSetting, floors: Floors) -> StepReport:
+def time_steps(pair: Pair, setting: Setting, steps: int, floors: Floors) -> dict[str, float]:
     """Time the phases of a setting's steps.
 
     The same steps run once before they are timed, so that all is compiled and recorded by then.
@@ -207,7 +177,19 @@ def time_steps(pair: Pair, setting: StepSetting, floors: Floors) -> StepReport:
     Args:
         pair: Target and drafter, whose pools have room for the setting.
         setting: What is timed.
+        steps: Number of steps.
         floors: Times of the pair's products.
+
+    Returns:
+        By name: ``seconds.PHASE`` is the median time of each phase and of the whole step, where
+        each phase waits for the device before the next begins, ``floor.PHASE`` the time of the
+        products alone. ``overlapping`` is the median of a step as in normal use, where the host
+        prepares a phase while the device is busy with the one before. ``busy`` is how long kernels
+        run, and ``launches`` counts kernels, copies and graphs, of a step on a CUDA device alone.
+        ``operations`` are the tensor operations that a step dispatches, without those within a
+        CUDA graph; ``eager.REASON`` counts drafts and forwards of the timed steps that replayed no
+        recording, and attention that was PyTorch's instead of FlashInfer's. ``tokens`` are those
+        committed per request and step.
 
     Raises:
         InvalidArgument: The pair cannot run the setting.
@@ -219,40 +201,37 @@ def time_steps(pair: Pair, setting: StepSetting, floors: Floors) -> StepReport:
         prefill_tokens=max(1024, setting.batch * setting.context),  # no request is ahead
     )
     make = partial(Engine, pair.target, pair.drafter, config)
+    decoding = partial(_decoding, pair=pair, setting=setting, steps=steps)
     barrier = barrier_of(pair.target.device)
-    with _decoding(make(), pair, setting) as engine:
-        _timed(engine, setting)
+    with decoding(make()) as engine:
+        _timed(engine, steps)
         with cuda_graphs.OperationWatch() as watched:
             _step(engine)
-        launches, busy = _profiled(engine, pair.target.device)
+        facts = _profiled(engine, pair.target.device)
     before = _eager(pair)
-    with _decoding(make(barrier=barrier), pair, setting) as engine:
-        timed = _timed(engine, setting)
-    overlapping = None
+    with decoding(make(barrier=barrier)) as engine:
+        timed = _timed(engine, steps)
     if barrier is not None:
-        with _decoding(make(), pair, setting) as engine:
-            overlapping = median(record.seconds for record in _timed(engine, setting))
+        with decoding(make()) as engine:
+            facts["overlapping"] = median(one.seconds for one in _timed(engine, steps))
     phases = [seconds_by_phase(record.spans) for record in timed]
-    seconds = {str(p): median(spent.get(p, 0.0) for spent in phases) for p in PHASES}
-    return StepReport(
-        seconds={**seconds, STEP: median(record.seconds for record in timed)},
-        floors=floors.of(setting),
-        overlapping=overlapping,
-        busy=busy,
-        launches=launches,
-        operations=watched.count,
-        # Without graphs there are no counts.
-        eager=dict(_eager(pair) - before) if pair.target.graph_counts else {"all": len(timed)},
-        block_efficiency=sum(r.committed for r in timed) / (len(timed) * setting.batch),
-    )
+    facts |= {f"seconds.{p}": median(spent.get(p, 0.0) for spent in phases) for p in PHASES}
+    facts[f"seconds.{STEP}"] = median(record.seconds for record in timed)
+    facts |= {f"floor.{phase}": least for phase, least in floors.of(setting).items()}
+    # Without graphs there are no counts.
+    eager = dict(_eager(pair) - before) if pair.target.graph_counts else {"all": len(timed)}
+    facts |= {f"eager.{reason}": float(count) for reason, count in eager.items()}
+    committed = sum(record.committed for record in timed)
+    tokens = committed / (len(timed) * setting.batch)
+    return facts | {"operations": float(watched.count), "tokens": tokens, "steps": 1.0}
 
 
 @contextmanager
-def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engine]:
+def _decoding(engine: Engine, pair: Pair, setting: Setting, steps: int) -> Iterator[Engine]:
     """Let the engine answer the setting's requests, with random prompts, within this context."""
     requests = []
     usual = SamplingParams(
-        temperature=setting.temperature, max_tokens=setting.max_tokens, ignore_eos=True
+        temperature=setting.temperature, max_tokens=tokens_of(setting, steps), ignore_eos=True
     )
     prompts = random_prompts(pair.target.vocab_size, setting.batch, setting.context)
     try:
@@ -265,10 +244,10 @@ def _decoding(engine: Engine, pair: Pair, setting: StepSetting) -> Iterator[Engi
             engine.cancel(request)
 
 
-def _timed(engine: Engine, setting: StepSetting) -> list[StepRecord]:
+def _timed(engine: Engine, steps: int) -> list[StepRecord]:
     records = _Decoded()
     engine.observe(records)
-    while len(records) < setting.steps:
+    while len(records) < steps:
         _step(engine)
     return records
 
@@ -282,7 +261,8 @@ def _step(engine: Engine) -> None:
 
 def _eager(pair: Pair) -> Counter[str]:
     """Return what replayed no recording so far, by part and reason; prompts never do."""
-    target, drafter = pair.target, pair.drafter
+    target = pair.target
+    drafter = pair.drafter
     parts: dict[str, Mapping[str, int]] = {
         "forward": target.graph_counts,
         "draft": {} if drafter is None else drafter.graph_counts,
@@ -316,70 +296,44 @@ class Steps:
             yield Part(setting.name, 1, partial(self._measure, setting))
 
     def _measure(self, setting: Setting) -> list[Observation]:
-        timed = step_setting(setting, self.steps)
         try:
-            sums, error = facts_of(time_steps(self.pair, timed, self.floors)), None
+            sums = time_steps(self.pair, setting, self.steps, self.floors)
+            error = None
         except Exception as failure:  # noqa: BLE001  whatever it is, other settings are timed
-            sums, error = {}, f"{type(failure).__name__}: {failure}"
+            sums = {}
+            error = f"{type(failure).__name__}: {failure}"
         return [Observation(setting=setting.name, unit="medians", sums=sums, error=error)]
 
 
-def step_setting(setting: Setting, steps: int) -> StepSetting:
-    """Return what is timed of a setting."""
-    return StepSetting(
-        plan=setting.plan,
-        batch=setting.batch,
-        context=setting.context,
-        temperature=setting.temperature,
-        steps=steps,
+def _milliseconds(name: str) -> Column:
+    return lambda sums, setting: (
+        Estimate.exactly(1e3 * sums.total(setting.name, name), 3)
+        if sums.total(setting.name, name)
+        else None
     )
 
 
-def facts_of(report: StepReport) -> dict[str, float]:
-    """Return a report as sums."""
-    facts: dict[str, float | None] = {
-        "overlapping": report.overlapping,
-        "busy": report.busy,
-        "launches": report.launches,
-        "operations": report.operations,
-        "tokens": report.block_efficiency,
-        "steps": 1.0,
-    }
-    facts |= {f"seconds.{phase}": spent for phase, spent in report.seconds.items()}
-    facts |= {f"floor.{phase}": spent for phase, spent in report.floors.items()}
-    facts |= {f"eager.{reason}": count for reason, count in report.eager.items()}
-    return {name: float(value) for name, value in facts.items() if value is not None}
+def _over_floor(sums: Sums, setting: Setting) -> Cell:
+    names = (f"floor.{STEP}", "overlapping", f"seconds.{STEP}")
+    floor, overlapping, step = (sums.total(setting.name, name) for name in names)
+    return Estimate.exactly((overlapping or step) / floor) if floor else None
 
 
-_COLUMNS = (*PHASES, STEP, "overlapping", "floor", "x floor", "busy", "launches", "operations")
-HEADINGS = ["milliseconds", *_COLUMNS, "tokens", "ran eagerly"]
+def _ran_eagerly(sums: Sums, setting: Setting) -> Cell:
+    counts = {n: sums.total(setting.name, f"eager.{n}") for n in sums.names("eager.", setting.name)}
+    return ", ".join(f"{what} {count:.0f}" for what, count in counts.items()) or None
 
 
-def step_table(sums: Sums, settings: Sequence[Setting]) -> list[list[str]]:
-    """Return a row for each setting, headings first."""
-    return [HEADINGS, *(step_row(sums, own.name) for own in settings if sums.has(own.name))]
-
-
-def step_row(sums: Sums, setting: str) -> list[str]:
-    """Return the cells of a setting under :data:`HEADINGS`."""
-
-    def fact(name: str) -> float:
-        return sums.total(setting, name)
-
-    def milliseconds(name: str) -> str:
-        return f"{1e3 * fact(name):.3f}" if fact(name) else "-"
-
-    floor, step = fact(f"floor.{STEP}"), fact("overlapping") or fact(f"seconds.{STEP}")
-    eager = {name: fact(f"eager.{name}") for name in sums.names("eager.", [setting])}
-    return [
-        setting,
-        *(milliseconds(f"seconds.{phase}") for phase in (*PHASES, STEP)),
-        milliseconds("overlapping"),
-        milliseconds(f"floor.{STEP}"),
-        f"{step / floor:.2f}" if floor else "-",
-        milliseconds("busy"),
-        f"{fact('launches'):.0f}" if fact("launches") else "-",
-        f"{fact('operations'):.0f}",
-        f"{fact('tokens'):.2f}",
-        ", ".join(f"{what} {n:.0f}" for what, n in eager.items()) or "-",
-    ]
+STEP_COLUMNS: Mapping[str, Column] = {
+    "milliseconds": named,
+    **{str(phase): _milliseconds(f"seconds.{phase}") for phase in (*PHASES, STEP)},
+    "overlapping": _milliseconds("overlapping"),
+    "floor": _milliseconds(f"floor.{STEP}"),
+    "x floor": _over_floor,
+    "busy": _milliseconds("busy"),
+    "launches": counted("launches"),
+    "operations": counted("operations"),
+    "tokens": valued(ACCEPTANCE),
+    "ran eagerly": _ran_eagerly,
+}
+"""What a table shows of a setting."""

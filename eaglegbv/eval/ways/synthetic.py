@@ -22,7 +22,8 @@ from eaglegbv.verifiers.registry import make_verifier
 
 CHUNK = 500  # number of trees drawn together
 UNIT = 50  # trees that are one unit of intervals
-SHARPNESS, NOISE = 3.0, 1.0  # standard deviations of the target's logits, and the drafter's error
+SHARPNESS = 3.0  # standard deviations of the target's logits, and the drafter's error
+NOISE = 1.0
 
 
 class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +69,8 @@ class SyntheticTrees:
 
     @torch.inference_mode()
     def _measure(self, settings: Sequence[Setting]) -> list[Observation]:
-        sizes, first = self.sizes, settings[0]
+        sizes = self.sizes
+        first = settings[0]
         generator = torch.Generator().manual_seed(sizes.seed)
         observations = []
         for begin in range(0, sizes.trees, CHUNK):

@@ -15,11 +15,9 @@ from eaglegbv.eval.ways.calls import (
     Caller,
     Calls,
     Grid,
-    choice_lines,
+    batch_tables,
     engine_caller,
     faster,
-    paired_lines,
-    rate_table,
 )
 from eaglegbv.llm import LLM
 from eaglegbv.metrics import FORWARDS, REASONS, EngineMetrics
@@ -84,18 +82,18 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     # A machine that slows down threefold in the second repeat.
     seconds = {NONE: (2.0, 6.0, 2.0), AUTOMATIC: (1.0, 3.0, 0.8)}
     sums = Sums(timed(own, n, spent[n]) for n in range(3) for own, spent in seconds.items())
-    assert rate_table(sums, list(seconds)) == [
+    assert batch_tables(sums, list(seconds))[0].texts == [
         ["tokens/s (of none)", "batch 2"],
         ["T=1, none", "50 (1.00)"],
         ["T=1, auto", "100 (2.00)"],
     ]
     assert faster(sums, AUTOMATIC.name, NONE.name) is None  # of one call there is no interval
     alone = Sums([timed(AUTOMATIC, 0, 1.0)])
-    assert rate_table(alone, [AUTOMATIC])[1] == ["T=1, auto", "100"]
+    assert batch_tables(alone, [AUTOMATIC])[0].texts[1] == ["T=1, auto", "100"]
     long = Setting(batch=2, context=9)
     both = Sums([timed(NONE, 0, 1.0), timed(long, 0, 2.0)])
-    rows = rate_table(both, [NONE, long])
-    assert [row[0] for row in rows[1:]] == ["T=1, own tokens, none", "T=1, 9 tokens, none"]
+    rows = batch_tables(both, [NONE, long])[0].texts
+    assert [row[0] for row in rows[1:]] == ["T=1, none", "T=1, 9 tokens, none"]
 
 
 class Counting:
@@ -119,12 +117,13 @@ def test_choices_are_those_of_the_way_in_a_batch_alone() -> None:
     asked = {1: [[1, 1, 1, 2]], 2: [[3] * 99, [4]]}
     sums = Sums(measured(callers, grid, lambda count, _: asked[count]))
     settings = grid.settings(callers)
-    assert choice_lines(sums, settings) == [
-        "T=1, auto, batch 1: plan 1 75%, plan 2 25%; best 100%",
-        "T=1, auto, batch 2: plan 3 99%, others 1%; best 100%",
+    _, chosen = batch_tables(sums, settings)
+    # Of one call each there is no interval, and so no ratio.
+    assert chosen.texts[1:] == [
+        ["T=1, auto", "1", "plan 1 75%, plan 2 25%", "best 100%", "-", "-", "otbv 3x4"],
+        ["T=1, auto", "2", "plan 3 99%, others 1%", "best 100%", "-", "-", "otbv 3x4"],
     ]
     assert sums.total("otbv 3x4 batch 1", "plans.plan 1") == 6
-    assert paired_lines(sums, settings) == []  # of one call each
 
 
 def test_the_best_other_way_is_what_auto_is_compared_with() -> None:
@@ -137,9 +136,8 @@ def test_the_best_other_way_is_what_auto_is_compared_with() -> None:
         for own, seconds in spent.items()
         for n in range(9)
     )
-    assert [line.partition(":")[0] for line in paired_lines(sums, list(spent))] == [
-        *("T=1, auto / otbv 3x4, batch 2", "T=1, auto / none, batch 2")
-    ]
+    [[*_, over_plain, over_best, best_way]] = batch_tables(sums, list(spent))[1].texts[1:]
+    assert [over_plain[:5], over_best[:5], best_way] == ["4.000", "2.000", "otbv 3x4"]
     ratio = faster(sums, AUTOMATIC.name, NONE.name)
     assert ratio is not None
     assert ratio.value == pytest.approx(4)

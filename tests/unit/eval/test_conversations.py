@@ -10,13 +10,13 @@ from support.table_pairs import counted
 
 from eaglegbv.config import Plan
 from eaglegbv.errors import StepFailed
-from eaglegbv.eval.benches import drafters, mt_bench, served
+from eaglegbv.eval.benches import bench
 from eaglegbv.eval.experiment import Experiment, Part, Sheet, measure, note, open_run, report
 from eaglegbv.eval.figures import ACCEPTANCE, Sums
 from eaglegbv.eval.observations import Observation, Run
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.settings import Setting
-from eaglegbv.eval.tables import Table, by_setting
+from eaglegbv.eval.tables import by_setting
 from eaglegbv.eval.ways.conversations import SHEET, WARM_UP_TOKENS, Conversations, Sitting
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.sampling import SamplingParams
@@ -125,12 +125,12 @@ def test_every_conversation_is_held_once() -> None:
     assert [one.error is None for one in observed] == [True] * 4 + [False]
     assert ("ask 2", "answer 1", "go on") in generate.seeds
     assert len(set(generate.seeds.values())) == len(generate.seeds) == 9
-    [table] = served((SETTING,)).sheets[0].tables(Sums(observed), (SETTING,))
-    assert table.rows[1] == [SETTING.name, "4", "1", "48", "2.50"]  # the interval is a point
+    [table] = bench("served", (SETTING,)).sheets[0].tables(Sums(observed), (SETTING,))
+    assert table.texts[1] == [SETTING.name, "4", "1", "48", "2.50"]  # the interval is a point
 
 
 def test_a_run_is_measured_reported_and_gone_on_with(tmp_path: Path) -> None:
-    experiment, llm = mt_bench((NONE, OTBV)), FakeLLM()
+    experiment, llm = bench("mt-bench", (NONE, OTBV)), FakeLLM()
     for calls in (2 + 2 * 2 * 2 * 3, 0):
         del llm.calls[:]
         run = open_run(experiment, {"model": "m"}, ENVIRONMENT, tmp_path)
@@ -138,8 +138,8 @@ def test_a_run_is_measured_reported_and_gone_on_with(tmp_path: Path) -> None:
             measure(experiment, run, {SHEET: conversations}, counted)
         assert len(llm.calls) == calls
     main, by_position, by_category, _ = report(experiment, Run.read(tmp_path)).tables
-    assert [row[:2] for row in main.rows[1:]] == [["none", "1.00"], [OTBV.name, "4.00"]]
-    assert by_position.rows == [["setting", "1", "2", "3"], [OTBV.name, *["1.000"] * 3]]
+    assert [row[:2] for row in main.texts[1:]] == [["none", "1.00"], [OTBV.name, "4.00"]]
+    assert by_position.texts == [["setting", "1", "2", "3"], [OTBV.name, *["1.000"] * 3]]
     assert by_category.rows[0] == ["setting", "math"]
 
 
@@ -156,9 +156,9 @@ def test_drafters_stand_beside_the_first() -> None:
         for setting, more in zip(settings, (2.0, 8.0), strict=True)
         for n in range(8)
     ]
-    table, categories = drafters(tuple(settings)).sheets[0].tables(Sums(observed), settings)
-    assert table.rows[1] == ["a", "otbv", "1", "1.200", "-", "0.200", "0.000"]
-    assert table.rows[2] == ["b", "otbv", "1", "1.800", "1.500", "0.800", "0.000"]
+    table, categories = bench("drafters", settings).sheets[0].tables(Sums(observed), settings)
+    assert table.texts[1] == ["a", "otbv", "1", "1.200", "-", "0.200", "0.000"]
+    assert table.texts[2] == ["b", "otbv", "1", "1.800", "1.500", "0.800", "0.000"]
     assert categories.rows[0] == ["drafter", "maths", "prose"]
 
 
@@ -176,9 +176,8 @@ def test_a_new_benchmark_is_a_way_and_a_sheet(tmp_path: Path) -> None:
 
     sheet = Sheet(
         name="coins",
-        way="coins",
         settings=settings,
-        tables=lambda sums, own: [Table(rows=by_setting(sums, own))],
+        tables=lambda sums, own: [by_setting(sums, own)],
     )
     experiment = Experiment(name="coins", sheets=(sheet,))
     run = open_run(experiment, {}, ENVIRONMENT, tmp_path)
@@ -186,8 +185,11 @@ def test_a_new_benchmark_is_a_way_and_a_sheet(tmp_path: Path) -> None:
     assert note(run.observations("coins")) == f"{OTBV.name}: 2.00 tokens/forward"
     again = open_run(experiment, {}, ENVIRONMENT, tmp_path)
     measure(experiment, again, {"coins": coins}, counted)
-    [table] = report(experiment, again).tables
-    assert table.rows[2][:2] == [OTBV.name, "2.00"]
+    told = report(experiment, again)
+    [table] = told.tables
+    [[*_], [name, length, *_], _] = told.content["tables"][0]["rows"]  # JSON has numbers
+    assert (name, length) == ("none", 1.0)
+    assert table.texts[2][:2] == [OTBV.name, "2.00"]
     assert Sums(again.observations("coins")).rank(ACCEPTANCE, ["none", OTBV.name]).behind == (
         "none",
     )

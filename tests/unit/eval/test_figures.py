@@ -20,7 +20,7 @@ from eaglegbv.eval.figures import (
     position_figures,
 )
 from eaglegbv.eval.observations import Observation, Run
-from eaglegbv.eval.tables import by_setting, plain_text
+from eaglegbv.eval.tables import by_setting
 from eaglegbv.eval.ways.conversations import Turn, conversation_sums
 from eaglegbv.metrics import Phase
 
@@ -57,7 +57,7 @@ def test_rates_and_speedups_are_medians_over_repeats() -> None:
     assert sums.value(SPEED, "none") == pytest.approx(2)
     assert sums.value(SPEED, OTBV.name) == pytest.approx(4)
     assert sums.ratio(SPEED, [OTBV.name], [NONE.name]).value == pytest.approx(2)  # of 2, 3, 1
-    headings, none, otbv = by_setting(sums, (NONE, OTBV))
+    headings, none, otbv = by_setting(sums, (NONE, OTBV)).texts
     assert headings == ["setting", "acceptance length", "tokens/s", "speed-up", "with prefill"]
     assert none[1:4] == ["1.00", "2.0", "1.00"]
     assert otbv[:2] == ["otbv 2x3", "3.00"]
@@ -79,9 +79,9 @@ def test_what_broke_off_counts_in_no_figure_and_pairs_are_of_the_same_questions(
 
 def test_of_one_question_no_interval_is_told() -> None:
     one = observations(OTBV, (3, 7, 1.7))
-    assert "[" not in plain_text(by_setting(Sums(one), (OTBV,)))
+    assert "[" not in by_setting(Sums(one), (OTBV,)).text
     two = observations(OTBV, (3, 7, 1.7), (3, 9, 1.0))
-    assert "[" in plain_text(by_setting(Sums(two), (OTBV,)))
+    assert "[" in by_setting(Sums(two), (OTBV,)).text
 
 
 def test_coverage_of_intervals() -> None:

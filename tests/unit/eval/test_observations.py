@@ -55,9 +55,9 @@ def test_a_run_written_by_two_processes_at_once_is_refused(tmp_path: Path) -> No
 def test_what_an_older_version_measured_is_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(InvalidArgument, match=r"bench convert reads what 0\.1 has measured"):
+        with pytest.raises(InvalidArgument, match=r"version 0\.1 reads this"):
             Run.read(path)
-    with pytest.raises(InvalidArgument, match="bench convert"):
+    with pytest.raises(InvalidArgument, match=r"version 0\.1 reads this"):
         Run.open(tmp_path, head())
 
 

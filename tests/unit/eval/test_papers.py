@@ -112,7 +112,7 @@ def test_the_toy_of_block_verification_is_exact() -> None:
 def test_verdicts(ratio, paper_s: str, expected: int, verdict: str) -> None:
     found = Finding(statement="x", source="y", ratio=ratio, paper=paper_s, expected=expected)
     assert found.verdict == verdict
-    assert findings_table([found])[1][3] == verdict
+    assert findings_table([found]).texts[1][3] == verdict
     assert len(counts([found])) == 1
 
 
@@ -190,20 +190,20 @@ def test_differences_of_a_last_digit_are_no_direction() -> None:
 
 def test_a_table_is_laid_out_as_the_paper_s_with_ours_beside() -> None:
     [table], _ = gbv(lambda own: 2 + own.plan.paths / 10, "5", suite="gsm8k")
-    assert table.rows[0] == ["K", "T", "BE", "tok/s", "ms"]
-    assert table.rows[1][:3] == ["1", "0.2", "2.10 (3.867)"]
-    assert table.rows[6][:4] == ["3", "0.2", "2.30 (4.219)", "0.8 (11.661)"]
+    assert table.texts[0] == ["K", "T", "BE", "tok/s", "ms"]
+    assert table.texts[1][:3] == ["1", "0.2", "2.10 (3.867)"]
+    assert table.texts[6][:4] == ["3", "0.2", "2.30 (4.219)", "0.8 (11.661)"]
     nodes_note, deviations = table.notes
     assert "gbv 3x8 24.0" in nodes_note
     assert "ours: target with drafter, float32" in deviations
     assert "a processor" in deviations
     # Ours stands beside the rows of our own questions, or beside all if the paper has none of them.
     [ours], _ = gbv(lambda own: 2.0, "3", suite="gsm8k")
-    assert [row[2].startswith("2.00") for row in ours.rows[1:]] == [
+    assert [row[2].startswith("2.00") for row in ours.texts[1:]] == [
         *(True, False, False, False, False, True, False)
     ]
     [every], _ = gbv(lambda own: 2.0, "3", suite="mt-bench")
-    assert all(row[2].startswith("2.00 (") for row in every.rows[1:])
+    assert all(row[2].startswith("2.00 (") for row in every.texts[1:])
 
 
 def test_of_few_questions_there_is_no_verdict() -> None:
@@ -234,7 +234,7 @@ def measured(
         places=4,
         folder=tmp_path,
     )
-    sheet = Sheet(name="s", way="s", settings=settings, tables=lambda *_: [])
+    sheet = Sheet(name="s", settings=settings, tables=lambda *_: [])
     experiment = Experiment(name="small", sheets=(sheet,))
     run = open_run(experiment, SETUP, ENVIRONMENT, tmp_path)
     measure(experiment, run, {"s": way}, counted)
@@ -243,6 +243,7 @@ def measured(
 
 
 def test_solvers_accept_as_much_as_the_exact_one(tmp_path, monkeypatch) -> None:
+    """The published one is within its tolerance, or accepts nothing."""
     settings = nodes(tuple(map(str, Solver)), ((4, 2), (VOCAB, 3)))
     _, sums = measured(tmp_path, monkeypatch, timed_solvers, settings)
     best = {own.plan.draft_width: 0.0 for own in settings}
@@ -251,15 +252,15 @@ def test_solvers_accept_as_much_as_the_exact_one(tmp_path, monkeypatch) -> None:
         value = sums.total(own.name, "tokens") / 10
         if own.rule == "exact":
             best[own.plan.draft_width] = value
-        assert value == pytest.approx(best[own.plan.draft_width], abs=1e-3)
+        slack = solvers.EPSILONS.get(Solver(own.rule), 1e-3)
+        if not sums.total(own.name, "fallbacks"):
+            assert value == pytest.approx(best[own.plan.draft_width], abs=slack)
     text = papers._best_alpha(choose("gr", ["2"]), {"limit": 1e9, "rule": "LP", "T": 1.0}, sums)
     assert text == "none in time"  # of the sizes of the paper none is measured
 
 
-def test_a_node_too_large_for_a_solver_is_said_to_be_so(tmp_path, monkeypatch, request) -> None:
-    solvers.solve.cache_clear()  # other tests solve the same nodes, by another limit
-    request.addfinalizer(solvers.solve.cache_clear)
-    monkeypatch.setattr(solvers, "MOST_SETS", 1)
+def test_a_node_too_large_for_a_solver_is_said_to_be_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(solvers, "MOST_SETS", {Solver.LP: 1})
     settings = nodes(("exact", "lp"), ((10, 2),))
     _, sums = measured(tmp_path, monkeypatch, timed_solvers, settings)
     at = {"figure": "node ms", "rule": "LP", "k": 10, "n": 2, "T": 1}

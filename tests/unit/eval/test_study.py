@@ -31,8 +31,7 @@ def judged(settings: StudySettings) -> tuple[Sums, list[Table]]:
         own = [tree for tree in trees if tree.temperature == temperature]
         sampling = Sampling(settings.places, settings.judgements)
         observed += same_drafts(pair, texts, own, sampling)
-    [sheet] = study(trees).sheets
-    return Sums(observed), sheet.tables(Sums(observed), trees)
+    return Sums(observed), study(trees).tables(Sums(observed), trees)
 
 
 def test_sampled_trees_stand_beside_fixed_ones_of_as_many_nodes() -> None:
@@ -42,7 +41,7 @@ def test_sampled_trees_stand_beside_fixed_ones_of_as_many_nodes() -> None:
     assert [sums.value(NODES, name) for name in ladder] == [1.0, 2.0, 4.0]
     tokens = [sums.value(ACCEPTANCE, name) for name in ladder]
     assert tokens == sorted(tokens)
-    headings, cold, one, two = (dict(zip(table.rows[0], row, strict=True)) for row in table.rows)
+    headings, cold, one, two = (dict(zip(table.texts[0], row, strict=True)) for row in table.texts)
     assert (cold["T"], cold["K"], cold["nodes"]) == ("0", "any", "2.0")
     assert [one["K"], two["K"]] == ["1", "2"]
     assert one["nodes"] == "2.0"
@@ -69,7 +68,7 @@ def test_shapes_are_compared_with_as_many_nodes() -> None:
         judgements=40,
     )
     _, (table, seen) = judged(settings)
-    rows = {row[2]: row for row in table.rows[1:]}
+    rows = {row[2]: row for row in table.texts[1:]}
     # A shape that is paths is among those that it is compared with.
     assert list(rows) == ["2x2", "1x3", "eagle1"]
     assert float(rows["2x2"][3]) <= 6
