@@ -12,11 +12,22 @@ class EagleGBVError(Exception):
         return type(self), (*vars(self).values(),) or self.args
 
 
+LONGEST_VALUE = 200  # characters of a value that a message shows
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: a long one is cut."""
+    text = repr(value)
+    if len(text) <= LONGEST_VALUE:
+        return text
+    return f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+
+
 class InvalidArgument(EagleGBVError, ValueError):
     """An argument is outside what the callee accepts."""
 
     def __init__(self, argument: str, value: object, expected: str) -> None:
-        super().__init__(f"{argument}={value!r}: expected {expected}")
+        super().__init__(f"{argument}={shown(value)}: expected {expected}")
         self.argument = argument
         self.value = value
         self.expected = expected

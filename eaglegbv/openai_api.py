@@ -1,11 +1,12 @@
 """OpenAI's protocol: what a request asks of an LLM, and its answer as the client reads it."""
 
-import logging
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,7 +25,7 @@ from eaglegbv.text import (
     TokenTexts,
     is_one,
 )
-from eaglegbv.tool_calls import CallParser, ForcedParser, Found, Tools, call_schema, name_of
+from eaglegbv.tool_calls import CallParser, ForcedParser, Found, Parser, call_schema, name_of
 
 Kind = TypeVar("Kind")
 
@@ -50,8 +51,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 LEAST_LOGPROB = -9999.0
 """What stands for the logarithm of 0, which JSON has no number for."""
 
-_log = logging.getLogger(__name__)
-
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``stream_options`` of a request."""
@@ -59,11 +58,29 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = False
 
 
+class Token(msgspec.Struct, frozen=True):
+    """A token's log-probability, as chats have it."""
+
+    id: int
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Place(NamedTuple):
+    """The log-probabilities at one place of a text."""
+
+    chosen: Token
+    likely: list[Token]  # the chosen one first
+    length: int  # characters that the chosen one adds to the text
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What completions and chats have in common; settings of the sampling are beside it."""
 
     KIND: ClassVar[str]
     ID: ClassVar[str]  # how ids of answers begin
+    CHUNK: ClassVar[str]  # the kind of chunks
     NAMES: ClassVar[Mapping[str, str]]  # what clients call settings of the sampling
 
     model: str | None = None
@@ -72,30 +89,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_spec_tokens_details: bool = False
-
-    @property
-    def prompts(self) -> Any:  # noqa: ANN401  whatever LLM takes
-        """The prompts, as :meth:`eaglegbv.llm.LLM.generate` takes them."""
-        raise NotImplementedError
+    response_format: dict[str, Any] | None = None
 
     @property
     def usage_streamed(self) -> bool:
         """Whether a last chunk says what was used."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @classmethod
-    def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Take from ``fields`` what the sampling calls otherwise; return it with our names."""
-        raise NotImplementedError
-
     @property
-    def structure(self) -> dict[str, Any] | None:
-        """The JSON schema that the answers must follow, beside ``response_format``; or None."""
-        return None
+    def schema(self) -> object:
+        """The JSON schema that the answers must follow, or None for any text."""
+        return _schema_of(self.response_format)
 
-    def parser(self) -> CallParser | ForcedParser | None:
-        """Return what reads calls of tools in an answer; None if it has none."""
-        return None
+    def parser(self) -> Parser:
+        """Return what reads an answer's text."""
+        return Parser()
 
 
 class CompletionRequest(Request, frozen=True, kw_only=True):
@@ -103,6 +111,7 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "text_completion"
     ID: ClassVar[str] = "cmpl"
+    CHUNK: ClassVar[str] = KIND
     NAMES: ClassVar[Mapping[str, str]] = {"prompt_logprobs": "logprobs"}
 
     prompt: str | list[str | int | list[int]]  # text or ids, of one prompt or of several
@@ -111,12 +120,10 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.prompt == []:
             raise InvalidArgument("prompt", self.prompt, "at least one prompt")
-        if self.echo and self.stream:
-            raise InvalidArgument("echo", self.echo, "false in a streamed answer")
 
     @classmethod
     def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """See :meth:`Request.settings`."""
+        """Take from ``fields`` what the sampling calls otherwise; return it with our names."""
         best, count = fields.pop("best_of", 1), fields.get("n", 1)
         if best not in (1, count):
             raise InvalidArgument("best_of", best, f"{count}, as n: all answers are given")
@@ -128,9 +135,24 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
         return settings
 
     @property
-    def prompts(self) -> Any:  # noqa: ANN401
-        """See :meth:`Request.prompts`."""
+    def prompts(self) -> Any:  # noqa: ANN401  whatever LLM takes
+        """The prompts, as :meth:`eaglegbv.llm.LLM.generate` takes them."""
         return self.prompt
+
+    def said(self, found: Found, *, streamed: bool = False) -> dict[str, Any]:
+        """Return the part of a choice, or of one in a stream, with its text and calls."""
+        del streamed
+        return {"text": found.content}
+
+    def logprobs(self, places: Sequence[Place], start: int) -> dict[str, list[Any]]:
+        """Return the log-probabilities of a text that begins at a character of its answer."""
+        lengths = accumulate((place.length for place in places), initial=start)
+        return {
+            "tokens": [place.chosen.token for place in places],
+            "token_logprobs": [place.chosen.logprob for place in places],
+            "top_logprobs": [_by_name(place.likely) for place in places],
+            "text_offset": list(lengths)[:-1],
+        }
 
 
 class ChatRequest(Request, frozen=True, kw_only=True):
@@ -138,6 +160,7 @@ class ChatRequest(Request, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "chat.completion"
     ID: ClassVar[str] = "chatcmpl"
+    CHUNK: ClassVar[str] = "chat.completion.chunk"
     NAMES: ClassVar[Mapping[str, str]] = {
         "max_tokens": "max_completion_tokens",
         "logprobs": "top_logprobs",
@@ -158,14 +181,16 @@ class ChatRequest(Request, frozen=True, kw_only=True):
             except (KeyError, TypeError):
                 raise InvalidArgument("tools", tool, "a function with a name") from None
         choices = ["auto", "none", *(["required"] if self.tools else [])]
-        known = choices if self.called is None else self.names
-        if (self.tool_choice if self.called is None else self.called) not in known:
+        if self.called not in self.names and self.tool_choice not in choices:
             expected = f"{one_of(choices)}, or a function of tools, which are {self.names}"
+            raise InvalidArgument("tool_choice", self.tool_choice, expected)
+        if self.forced and self.response_format is not None:
+            expected = "'auto' or 'none' beside response_format"
             raise InvalidArgument("tool_choice", self.tool_choice, expected)
 
     @classmethod
     def settings(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """See :meth:`Request.settings`."""
+        """See :meth:`CompletionRequest.settings`."""
         older = fields.pop("max_tokens", None)
         settings = {"max_tokens": fields.pop("max_completion_tokens", older)}
         top = fields.pop("top_logprobs", 0)
@@ -195,87 +220,111 @@ class ChatRequest(Request, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> Any:  # noqa: ANN401
-        """See :meth:`Request.prompts`."""
+        """See :meth:`CompletionRequest.prompts`."""
         shared = {name: getattr(self, name) for name in ChatPrompt.__struct_fields__}
-        if self.tool_choice == "none":
-            shared["tools"] = None
-        return shared
+        return shared | ({"tools": None} if self.tool_choice == "none" else {})
 
     @property
-    def structure(self) -> dict[str, Any] | None:
-        """See :meth:`Request.structure`."""
+    def schema(self) -> object:
+        """See :meth:`Request.schema`."""
         if not self.forced:
-            return None
-        tools: Tools = self.tools or ()
-        return call_schema(tools, self.called, parallel=self.parallel_tool_calls)
+            return super().schema
+        return call_schema(self.tools or (), self.called, parallel=self.parallel_tool_calls)
 
-    def parser(self) -> CallParser | ForcedParser | None:
+    def parser(self) -> Parser:
         """See :meth:`Request.parser`."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return ForcedParser(self.names, self.called) if self.forced else CallParser(self.names)
+        if self.forced:
+            return ForcedParser(self.names, self.called)
+        return CallParser(self.names) if self.tools and self.tool_choice == "auto" else Parser()
+
+    def said(self, found: Found, *, streamed: bool = False) -> dict[str, Any]:
+        """See :meth:`CompletionRequest.said`."""
+        content = None if found.calls and not found.content else found.content
+        calls = {"tool_calls": found.calls} if found.calls else {}
+        if streamed:
+            return {"delta": {"content": content, **calls}}
+        return {"message": {"role": "assistant", "content": content, **calls}}
+
+    def logprobs(self, places: Sequence[Place], start: int) -> dict[str, list[Any]]:
+        """See :meth:`CompletionRequest.logprobs`."""
+        del start
+        content = []
+        for chosen, likely, _ in places:
+            likely = sorted(likely, key=lambda token: token.logprob, reverse=True)
+            top = {"top_logprobs": likely[:-1]}
+            content.append(msgspec.structs.asdict(chosen) | top)
+        return {"content": content}
+
+
+def _by_name(tokens: Sequence[Token]) -> dict[str, float]:
+    """Return log-probabilities by texts, where those of equal texts are told apart by their ids."""
+    named: dict[str, float] = {}
+    for token in tokens:
+        named[f"token_id:{token.id}" if token.token in named else token.token] = token.logprob
+    return named
+
+
+AnyRequest: TypeAlias = CompletionRequest | ChatRequest
 
 
 class Asked(NamedTuple):
     """What a request's body comes to."""
 
-    request: Request
+    request: AnyRequest
     sampling: SamplingParams
     scored: bool  # whether the prompt alone is given back, with nothing written after it
     warnings: Sequence[str]  # what was not heeded
 
 
-def read_request(kind: type[Request], body: bytes, defaults: SamplingParams) -> Asked:
+def read_request(kind: type[AnyRequest], body: bytes, defaults: SamplingParams) -> Asked:
     """Read a request's body; what it does not set of the sampling is as in ``defaults``.
 
     Raises:
         InvalidArgument: It is no JSON object, or a field is not usable.
     """
-    fields = {name: _whole(value) for name, value in read_json(body).items() if value is not None}
-    for name in IGNORED:
-        fields.pop(name, None)
+    given = read_json(body)
+    fields = {name: _whole(value) for name, value in given.items() if name not in IGNORED}
     for name, harmless in REFUSED.items():
         value = fields.pop(name, None)
         if value is not None and value not in harmless:
             raise InvalidArgument(name, value, "nothing: this server does not offer it")
+    known = set(kind.__struct_fields__)
     names = {ours: theirs for ours, theirs in kind.NAMES.items() if theirs in fields}
-    settings = msgspec.structs.asdict(defaults) | kind.settings(fields)
-    schema = _response_format(fields.pop("response_format", {"type": "text"}))
-    settings |= {} if schema is None else {"json_schema": schema}
-    for name in SamplingParams.__struct_fields__:
-        if name in fields and name not in kind.__struct_fields__:
-            settings[name] = fields.pop(name)
-    unknown = fields.keys() - set(kind.__struct_fields__)
-    warnings = [_warning(name, kind) for name in sorted(unknown)]
-    request = convert({name: fields[name] for name in fields.keys() - unknown}, kind)
-    if request.structure is not None:
-        if schema is not None:
-            expected = "'auto' or 'none' beside response_format"
-            raise InvalidArgument("tool_choice", fields["tool_choice"], expected)
-        settings["json_schema"] = request.structure
-    scored = settings["max_tokens"] == 0 and isinstance(request, CompletionRequest)
-    if scored and (request.echo or settings["prompt_logprobs"] is not None):  # type: ignore[attr-defined]
+    settings = kind.settings(fields)
+    for name in fields.keys() & {*SamplingParams.__struct_fields__} - known:
+        settings[name] = fields.pop(name)
+    request = convert({name: fields[name] for name in fields.keys() & known}, kind)
+    if request.schema is not None:
+        settings["json_schema"] = request.schema
+    scored = settings["max_tokens"] == 0 and (given.get("echo") or "prompt_logprobs" in given)
+    if scored:
         settings |= {"max_tokens": 1, "min_tokens": 0}
+    warnings = [_warning(name, kind) for name in sorted(fields.keys() - known)]
+    return Asked(request, _sampling(settings, defaults, names), scored, warnings)
+
+
+def _sampling(
+    given: dict[str, Any], defaults: SamplingParams, names: Mapping[str, str]
+) -> SamplingParams:
+    """Return the settings of a request; errors call them by their ``names`` there."""
+    settings = msgspec.structs.asdict(defaults) | given
     seed = settings["seed"]
     if isinstance(seed, int) and seed < 0:
         settings["seed"] = seed % 2**64  # OpenAI's are of 64 bits with a sign
     try:
-        params = SamplingParams(**settings)
+        return SamplingParams(**settings)
     except InvalidArgument as error:
         name = names.get(error.argument, error.argument)
         raise InvalidArgument(name, error.value, error.expected) from error
-    if request.stream and params.prompt_logprobs is not None:
-        expected = "None in a streamed answer"
-        raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, expected)
-    return Asked(request, params, scored, warnings)
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """Return a JSON object; InvalidArgument if it is none."""
+    """Return what is not null of a JSON object; InvalidArgument if it is none."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        fields = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise InvalidArgument("body", f"{len(body)} bytes", f"a JSON object ({error})") from error
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def convert(fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
@@ -288,7 +337,7 @@ def convert(fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
         said, _, place = str(error).partition(" - at `$.")
         if not place:  # "Object missing required field `messages`"
             raise InvalidArgument(said.split("`")[-2], None, "a value") from error
-        name = place.rstrip("`").partition("[")[0].partition(".")[0]
+        name = re.split(r"[\[.`]", place)[0]
         expected = f"{said.removeprefix('Expected ')} at {place.rstrip('`')}"
         raise InvalidArgument(name, fields[name], expected) from error
 
@@ -298,93 +347,95 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _warning(name: str, kind: type[Request]) -> str:
+def _warning(name: str, kind: type[AnyRequest]) -> str:
     known = {*kind.__struct_fields__, *SamplingParams.__struct_fields__}
     return f"{name} is not known and was ignored: {ELSEWHERE.get(name) or one_of(known, name)}"
 
 
-def _response_format(asked: object) -> object:
+def _schema_of(form: Mapping[str, Any] | None) -> object:
     """Return the JSON schema of a ``response_format``, or None for any text."""
-    kind = asked.get("type") if isinstance(asked, Mapping) else None
-    if isinstance(asked, Mapping):
-        named, schema = asked.get("json_schema"), asked.get("schema")
-        if kind == "text" and schema is None and named is None:
+    match form:
+        case None:
             return None
-        if kind == "json_object" and named is None:
-            return {"type": "object"} if schema is None else schema
-        if kind == "json_schema" and isinstance(named, Mapping) and named.get("schema") is not None:
-            return named["schema"]
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+        case {"type": "json_object", "schema": dict(schema)}:
+            return schema
+        case {"type": "json_object" | "text"} if not form.keys() & {"schema", "json_schema"}:
+            return {"type": "object"} if form["type"] == "json_object" else None
     expected = "a type of text, json_object, or json_schema with a json_schema that has a schema"
-    raise InvalidArgument("response_format", asked, expected)
+    raise InvalidArgument("response_format", form, expected)
 
 
 # Answers.
 class Answers(NamedTuple):
     """What writes the answers to a request."""
 
-    request: Request
-    model: str
+    request: AnyRequest
     texts: TokenTexts
-    name: str  # the answer's id
-    fingerprint: str
+    head: Mapping[str, Any]  # what answers begin with
+    each: int  # choices of a prompt
     spec_metrics: str | None = None  # as vLLM's --per-request-spec-decode-metrics, or None
 
     @classmethod
-    def new(cls, request: Request, *others: Any) -> Self:  # noqa: ANN401
-        """Begin the answer under a new id."""
-        model, texts, fingerprint, spec_metrics = others
+    def new(cls, asked: Asked, texts: TokenTexts, spec_metrics: str | None, **more: object) -> Self:
+        """Begin the answer under a new id, and with ``more``."""
+        request = asked.request
+        kind = request.CHUNK if request.stream else request.KIND
         name = f"{request.ID}-{uuid.uuid4().hex}"
-        return cls(request, model, texts, name, fingerprint, spec_metrics)
+        head = {"id": name, "object": kind, "created": int(time.time()), **more}
+        return cls(request, texts, head, asked.sampling.n, spec_metrics)
 
-    def whole(self, prompts: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Completion]) -> dict[str, Any]:
         """Return an answer that is not streamed."""
-        choices: list[dict[str, Any]] = []
-        for place, completion in enumerate(prompts):
-            for choice in completion.choices:
-                choices.append({"index": len(choices), **self._choice(choice, place)})
-        chat = isinstance(self.request, ChatRequest)
-        more: dict[str, Any] = {}
-        if chat:
-            more["prompt_logprobs"] = _prompt_logprobs(prompts[0])
-            if self.request.return_token_ids:
-                more["prompt_token_ids"] = prompts[0].prompt_token_ids
-        return {**self._head(), "choices": choices, **more, **self._counts(prompts)}
+        told = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        more = self.of_prompt(choices[0]) if isinstance(self.request, ChatRequest) else {}
+        return {**self.head, "choices": told, **more, **self.counts(choices)}
 
-    def _choice(self, choice: Completion, place: int) -> dict[str, Any]:
-        found = _found(self.request.parser(), choice.text)
-        ended: dict[str, Any] = {
-            "logprobs": self.logprobs(choice),
-            "finish_reason": _reason(choice, calls=bool(found.calls)),
-            "stop_reason": choice.stop_reason,
+    def _choice(self, index: int, choice: Completion) -> dict[str, Any]:
+        echo = self.echo(index, choice)
+        found = self.request.parser().read(choice.text)
+        logprobs = self.logprobs(choice, len(echo.get("text", "")))
+        told = {
+            "index": index,
+            **self.request.said(found),
+            "logprobs": logprobs,
+            **ended(choice, calls=bool(found.calls)),
+            **self.of_prompt(choice),
         }
         if self.request.return_token_ids:
-            ended["token_ids"] = choice.token_ids
-        if isinstance(self.request, ChatRequest):
-            calls = {"tool_calls": found.calls} if found.calls else {}
-            content = None if calls and not found.content else found.content
-            return {"message": {"role": "assistant", "content": content, **calls}, **ended}
-        assert isinstance(self.request, CompletionRequest)
-        if self.request.return_token_ids:
-            ended["prompt_token_ids"] = choice.prompt_token_ids
-        told = {"text": choice.text, "prompt_logprobs": _prompt_logprobs(choice), **ended}
-        return told | self._echo(choice, place) if self.request.echo else told
+            told["token_ids"] = choice.token_ids
+        if echo:
+            told["text"] = echo["text"] + choice.text
+            before = echo["logprobs"]
+            told["logprobs"] = logprobs and {name: before[name] + logprobs[name] for name in before}
+        return told
 
-    def _echo(self, choice: Completion, place: int) -> dict[str, Any]:
-        """Return what is told otherwise of a choice behind its prompt, the request's at a place."""
-        assert isinstance(self.request, CompletionRequest)
-        prompts: Any = [self.request.prompt] if is_one(self.request.prompt) else self.request.prompt
-        prompt, tokenizer = prompts[place], self.texts.tokenizer
-        before = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
-        text = before + choice.text
-        if choice.prompt_logprobs is None or choice.logprobs is None:
-            return {"text": text}
-        first, *_ = ids = [*choice.prompt_token_ids, *choice.token_ids]
-        beginning = TextDecoder(tokenizer).add(first) or self.texts.of(first)
+    def echo(self, index: int, answer: Completion | Delta) -> dict[str, Any]:
+        """Return the text and log-probabilities of an answer's prompt, where they are asked for."""
+        if not isinstance(self.request, CompletionRequest) or not self.request.echo:
+            return {}
+        prompts: Any = self.request.prompt
+        prompt = prompts if is_one(prompts) else prompts[index // self.each]
+        text = prompt if isinstance(prompt, str) else str(self.texts.tokenizer.decode(prompt))
+        if answer.prompt_logprobs is None or answer.logprobs is None:
+            return {"text": text, "logprobs": None}
+        first, *_ = answer.prompt_token_ids
+        beginning = TextDecoder(self.texts.tokenizer).add(first) or self.texts.of(first)
         alone = {first: Logprob(logprob=0.0, rank=1, decoded_token=beginning)}
-        places = [alone, *choice.prompt_logprobs[1:], *choice.logprobs]
-        told = self._by_columns(text, ids, [place or {} for place in places], 0)
+        places = [place or alone for place in answer.prompt_logprobs]
+        told = self.request.logprobs(self._places(text, answer.prompt_token_ids, places), 0)
         told["token_logprobs"][0] = told["top_logprobs"][0] = None
         return {"text": text, "logprobs": told}
+
+    def of_prompt(self, answer: Completion | Delta) -> dict[str, Any]:
+        """Return what is told of an answer's prompt, as vLLM writes it."""
+        told: dict[str, Any] = {"prompt_logprobs": None}
+        if answer.prompt_logprobs is not None:
+            told["prompt_logprobs"] = [place and _finite(place) for place in answer.prompt_logprobs]
+        if self.request.return_token_ids:
+            told["prompt_token_ids"] = answer.prompt_token_ids
+        return told
 
     def logprobs(self, answer: Completion | Delta, start: int = 0) -> dict[str, Any] | None:
         """Return the log-probabilities of an answer's or a piece's tokens, where asked for.
@@ -393,82 +444,41 @@ class Answers(NamedTuple):
         """
         if answer.logprobs is None:
             return None
-        if isinstance(self.request, CompletionRequest):
-            return self._by_columns(answer.text, answer.token_ids, answer.logprobs, start)
-        places = zip(answer.token_ids, answer.logprobs, strict=True)
-        return {"content": [self._chat_place(token, place) for token, place in places]}
+        places = self._places(answer.text, answer.token_ids, answer.logprobs)
+        return self.request.logprobs(places, start)
 
-    def _by_columns(
-        self, text: str, ids: Sequence[int], places: Sequence[TokenLogprobs], start: int
-    ) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {
-            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        }
-        at = 0
+    def _places(
+        self, text: str, ids: Sequence[int], places: Sequence[TokenLogprobs]
+    ) -> list[Place]:
+        told, at = [], 0
         for token, place in zip(ids, places, strict=True):
-            likely: dict[str, float] = {}
-            for entry, known in place.items():
-                name = self._name(entry, known, chosen=entry == token)
-                likely[name if name not in likely else f"token_id:{entry}"] = _number(known)
-            columns["tokens"].append(self._name(token, place[token], chosen=True))
-            columns["token_logprobs"].append(_number(place[token]))
-            columns["top_logprobs"].append(likely)
-            columns["text_offset"].append(start + at)
+            likely = [self._token(*each, chosen=token) for each in _finite(place).items()]
             piece = place[token].decoded_token or ""
-            at += len(piece) if text.startswith(piece, at) else 0  # not those that are left out
-        return columns
+            length = len(piece) if text.startswith(piece, at) else 0  # not those that are left out
+            told.append(Place(likely[0], likely, length))
+            at += length
+        return told
 
-    def _chat_place(self, token: int, place: TokenLogprobs) -> dict[str, Any]:
-        """Return the log-probabilities at one place: the chosen token's, and the largest."""
-        count = len(place) - 1
-        likely = sorted(place.items(), key=lambda entry: _number(entry[1]), reverse=True)
-        told = [self._told(entry, known, chosen=entry == token) for entry, known in likely]
-        return {**self._told(token, place[token], chosen=True), "top_logprobs": told[:count]}
-
-    def _told(self, token: int, known: Logprob, *, chosen: bool) -> dict[str, Any]:
-        spelled = self.texts.bytes_of(token, known.decoded_token or "")
-        name = self._name(token, known, chosen=chosen)
-        return {"token": name, "logprob": _number(known), "bytes": list(spelled)}
-
-    def _name(self, token: int, known: Logprob, *, chosen: bool) -> str:
-        """Return what a token is called: its text, or the bytes of a part of a character."""
+    def _token(self, token: int, known: Logprob, *, chosen: int) -> Token:
+        """Return a token by its text, or by the bytes of a part of a character."""
+        name = text = known.decoded_token or ""
+        spelled = self.texts.bytes_of(token, text)
         if self.request.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        text = known.decoded_token or ""
-        if chosen or REPLACEMENT not in text:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.texts.bytes_of(token, text))
+            name = f"token_id:{token}"
+        elif token != chosen and REPLACEMENT in text:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+        return Token(token, name, known.logprob, list(spelled))
 
-    def usage_chunk(self, prompts: Sequence[Completion]) -> dict[str, Any]:
-        """Return the last chunk of a stream whose client wants to know what was used."""
-        return {**self.chunk_head(), "choices": [], **self._counts(prompts)}
-
-    def _counts(self, prompts: Sequence[Completion]) -> dict[str, Any]:
+    def counts(self, choices: Sequence[Completion]) -> dict[str, Any]:
         """Return the counts of answers, and records of speculation where they are asked for."""
-        metrics = [choice.metrics for answer in prompts for choice in answer.choices]
-        counts: dict[str, Any] = {"usage": _usage(prompts)}
-        if self.spec_metrics is not None and len(metrics) == 1:
-            record = vllm_record(metrics[0], steps=self.spec_metrics == "detailed")
+        counts: dict[str, Any] = {"usage": _usage(choices, self.each)}
+        if self.spec_metrics is not None and len(choices) == 1:
+            record = vllm_record(choices[0].metrics, steps=self.spec_metrics == "detailed")
             counts["metrics"] = {"speculative_decoding": record}
         if self.request.return_spec_tokens_details:
-            details = [sglang_record(each) for each in metrics]
-            details_of = details[0] if len(details) == 1 else details
-            counts["sglext"] = {"spec_tokens_details": details_of}
+            details = [sglang_record(choice.metrics) for choice in choices]
+            counts["sglext"] = {"spec_tokens_details": details if details[1:] else details[0]}
         return counts
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": self.request.KIND,
-            "created": int(time.time()),
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-    def chunk_head(self) -> dict[str, Any]:
-        """Return what every chunk of a stream begins with."""
-        chat = isinstance(self.request, ChatRequest)
-        return self._head() | ({"object": f"{self.request.KIND}.chunk"} if chat else {})
 
 
 class StreamedChoice:
@@ -477,96 +487,69 @@ class StreamedChoice:
     def __init__(self, answers: Answers, index: int) -> None:
         self._answers, self._index = answers, index
         self._parser = answers.request.parser()
-        self._begun = self._at = self._calls = 0
+        self._at = self._calls = 0
 
     def chunks(self, piece: Delta) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a piece; the one with the finish reason is the last, and has no text.
 
         What may be a call of a tool comes when it is certain.
         """
-        chat = isinstance(self._answers.request, ChatRequest)
-        if chat and not self._begun:
-            yield self._chunk({"role": "assistant", "content": ""})
-        self._begun = 1
-        found = Found(piece.text, []) if self._parser is None else self._parser.feed(piece.text)
-        logprobs = self._answers.logprobs(piece, self._at)
+        if piece.prompt_token_ids:
+            yield self._first(piece)
+        found = self._parser.feed(piece.text)
+        if piece.token_ids or found.content:
+            ids = {"token_ids": piece.token_ids} if self._answers.request.return_token_ids else {}
+            yield self._chunk(found, logprobs=self._answers.logprobs(piece, self._at), **ids)
         self._at += len(piece.text)
-        if found.content or piece.token_ids or not chat:
-            yield from self._written(found, piece, logprobs)
-        if piece.completion is None:
-            return
-        if self._parser is not None:
-            yield from self._written(self._parser.end(), None, None)
-        reason = _reason(piece.completion, calls=bool(self._calls))
-        more: dict[str, Any] = {"stop_reason": piece.completion.stop_reason}
-        if self._answers.request.return_token_ids:
-            more["prompt_token_ids"] = piece.completion.prompt_token_ids
-        yield self._chunk({} if chat else "", finish_reason=reason, **more)
+        if piece.completion is not None:
+            rest = self._parser.end()
+            if rest.content or rest.calls:
+                yield self._chunk(rest)
+            yield self._chunk(Found("", []), **ended(piece.completion, calls=self._calls > 0))
 
-    def _written(
-        self, found: Found, piece: Delta | None, logprobs: dict[str, Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of what was found in a piece, the first with what is of its tokens."""
-        ids = self._answers.request.return_token_ids and piece is not None
-        more: dict[str, Any] = {"token_ids": piece.token_ids} if ids and piece else {}
-        chat = isinstance(self._answers.request, ChatRequest)
-        if found.content or logprobs is not None or more:
-            told = {"content": found.content} if chat else found.content
-            yield self._chunk(told, logprobs=logprobs, **more)
-        for call in found.calls:
-            yield self._chunk({"tool_calls": [{"index": self._calls, **call}]})
-            self._calls += 1
+    def _first(self, piece: Delta) -> dict[str, Any]:
+        """Return the chunk before the answer: who speaks, or the prompt where it is echoed."""
+        echo = self._answers.echo(self._index, piece)
+        self._at = len(echo.get("text", ""))
+        chunk = self._chunk(Found("", []), **self._answers.of_prompt(piece), **echo)
+        for choice in chunk["choices"]:
+            choice.get("delta", {})["role"] = "assistant"
+        return chunk
 
-    def _chunk(self, told: object, **more: object) -> dict[str, Any]:
-        chat = isinstance(self._answers.request, ChatRequest)
-        ended = {"logprobs": None, "finish_reason": None, **more}
-        choice = {"index": self._index, "delta" if chat else "text": told, **ended}
-        return {**self._answers.chunk_head(), "choices": [choice]}
+    def _chunk(self, found: Found, **more: object) -> dict[str, Any]:
+        calls = [{"index": at, **call} for at, call in enumerate(found.calls, self._calls)]
+        self._calls += len(calls)
+        said = self._answers.request.said(Found(found.content, calls), streamed=True)
+        choice = {"index": self._index, **said, "logprobs": None, "finish_reason": None, **more}
+        return {**self._answers.head, "choices": [choice]}
 
 
-def _found(parser: CallParser | ForcedParser | None, text: str) -> Found:
-    """Return the content of a whole text and its calls of tools."""
-    if parser is None:
-        return Found(text, [])
-    first, last = parser.feed(text), parser.end()
-    return Found(first.content + last.content, first.calls + last.calls)
+def ended(choice: Completion, *, calls: bool) -> dict[str, Any]:
+    """Return how a choice ended that has calls of tools or none."""
+    stopped = calls and choice.finish_reason is FinishReason.STOP
+    reason = "tool_calls" if stopped else choice.finish_reason
+    return {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
 
-def _reason(choice: Completion, *, calls: bool) -> str:
-    ended = choice.finish_reason is FinishReason.STOP
-    return "tool_calls" if calls and ended else str(choice.finish_reason)
-
-
-def _prompt_logprobs(choice: Completion) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of a prompt's tokens as vLLM writes them, by token id."""
-    if choice.prompt_logprobs is None:
-        return None
-    return [
-        None if place is None else {str(token): _plain(entry) for token, entry in place.items()}
-        for place in choice.prompt_logprobs
-    ]
-
-
-def _plain(entry: Logprob) -> dict[str, Any]:
-    return {**msgspec.to_builtins(entry), "logprob": _number(entry)}
-
-
-def _number(entry: Logprob) -> float:
-    return max(entry.logprob, LEAST_LOGPROB)
+def _finite(place: TokenLogprobs) -> TokenLogprobs:
+    return {
+        token: msgspec.structs.replace(known, logprob=max(known.logprob, LEAST_LOGPROB))
+        for token, known in place.items()
+    }
 
 
 # Counts.
-def _usage(prompts: Sequence[Completion]) -> dict[str, Any]:
-    """Return the counts of answers; those of one prompt count its tokens once.
+def _usage(choices: Sequence[Completion], count: int) -> dict[str, Any]:
+    """Return the counts of answers; those of one prompt, ``count`` of them, count it once.
 
     The details are OpenAI's where it has names for them.
     """
-    choices = [choice for answer in prompts for choice in answer.choices]
-    read = sum(len(answer.prompt_token_ids) for answer in prompts)
-    cached = sum(answer.metrics.cached_tokens for answer in prompts)
+    first, metrics = choices[::count], [choice.metrics for choice in choices]
+    read = sum(len(choice.prompt_token_ids) for choice in first)
     written = sum(len(choice.token_ids) for choice in choices)
-    drafted = sum(choice.metrics.drafted_nodes for choice in choices)
-    accepted = sum(choice.metrics.accepted_tokens for choice in choices)
+    drafted = sum(each.drafted_nodes for each in metrics)
+    accepted = sum(each.accepted_tokens for each in metrics)
+    cached = sum(choice.metrics.cached_tokens for choice in first)
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
@@ -576,7 +559,7 @@ def _usage(prompts: Sequence[Completion]) -> dict[str, Any]:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
             "drafted_tokens": drafted,
-            "target_forwards": sum(choice.metrics.target_forwards for choice in choices),
+            "target_forwards": sum(each.target_forwards for each in metrics),
         },
     }
 

@@ -71,6 +71,14 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
+class JSON(JSONResponse):
+    """A response whose content may have structs."""
+
+    def render(self, content: object) -> bytes:
+        """Return the content's JSON."""
+        return msgspec.json.encode(content)
+
+
 @dataclass(slots=True)
 class Server:
     """Answers requests of OpenAI's protocol by an LLM."""
@@ -96,7 +104,7 @@ class Server:
             Route(path, getattr(self, name), methods=[method])
             for (method, path), name in ENDPOINTS.items()
         ]
-        errors = {HTTPException: _refused, EagleGBVError: _refused, Exception: _refused}
+        kinds = (HTTPException, EagleGBVError, Exception)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=self.origins,
@@ -105,7 +113,10 @@ class Server:
             expose_headers=[WARNING],
         )
         return Starlette(
-            routes=routes, exception_handlers=errors, lifespan=self._lifespan, middleware=[cors]
+            routes=routes,
+            exception_handlers=dict.fromkeys(kinds, _refused),
+            lifespan=self._lifespan,
+            middleware=[cors],
         )
 
     @asynccontextmanager
@@ -126,13 +137,13 @@ class Server:
     async def models(self, request: Request) -> Response:
         """Give the model, as a list of one."""
         self._check_key(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSON({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """Give the model: its name, context (``max_model_len``) and when it was loaded."""
         self._check_key(request)
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSON(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -157,12 +168,12 @@ class Server:
             ids = self.llm.encode({name: getattr(asked, name) for name in names})
         pieces = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
-        return JSONResponse({**told, "token_strs": pieces})
+        return JSON({**told, "token_strs": pieces})
 
     async def detokenize(self, http: Request) -> Response:
         """Give the text of token ids, as vLLM does."""
         asked = await self._read(http, Detokenize)
-        return JSONResponse({"prompt": self.llm.decode(asked.tokens)})
+        return JSON({"prompt": self.llm.decode(asked.tokens)})
 
     async def _read(self, http: Request, kind: type[Value]) -> Value:
         self._check_key(http)
@@ -174,48 +185,43 @@ class Server:
 
     async def version(self, _: Request) -> Response:
         """Give this package's version."""
-        return JSONResponse({"version": __version__})
+        return JSON({"version": __version__})
 
     async def health(self, _: Request) -> Response:
         """Say whether the engine takes requests (else 503), and how many answers are unfinished."""
         try:
             self.llm.check_health()
         except EagleGBVError as error:
-            raise Refused(503, str(error), kind="server_error") from error
-        return JSONResponse({"status": "ok", "unfinished": self.unfinished})
+            raise HTTPException(503, str(error)) from error
+        return JSON({"status": "ok", "unfinished": self.unfinished})
 
     async def exposition(self, _: Request) -> Response:
         """Give counters, gauges and histograms in Prometheus' format."""
         return Response(*self.metrics.exposition())
 
-    async def _answer(self, http: Request, kind: type[api.Request]) -> Response:
+    async def _answer(self, http: Request, kind: type[api.AnyRequest]) -> Response:
         self._check_key(http)
         asked = api.read_request(kind, await http.body(), self.llm.sampling_defaults)
-        request = asked.request
-        self._check_model(request.model)
+        self._check_model(asked.request.model)
         headers = {WARNING: "; ".join(asked.warnings)} if asked.warnings else None
         if headers is not None:
             _log.warning("%s", headers[WARNING])
-        fingerprint = f"eaglegbv-{__version__}"
-        answers = api.Answers.new(request, self.name, self.texts, fingerprint, self.spec_metrics)
-        if request.stream:
-            # The first piece comes before the head of the response: what is refused has a status.
-            events = self._events(asked, answers)
-            first = await _unless_gone(http, anext(events))
-            return StreamingResponse(
-                _resumed(first, events), headers=headers, media_type="text/event-stream"
-            )
-        prompts = await _unless_gone(http, self._completions(asked))
-        return JSONResponse(answers.whole(prompts), headers=headers)
+        names = {"model": self.name, "system_fingerprint": f"eaglegbv-{__version__}"}
+        answers = api.Answers.new(asked, self.texts, self.spec_metrics, **names)
+        if not asked.request.stream:
+            whole = await _unless_gone(http, self._whole(asked, answers))
+            return JSON(whole, headers=headers)
+        # The first piece comes before the head of the response: what is refused has a status.
+        events = self._events(asked, answers)
+        first = await _unless_gone(http, anext(events))
+        return StreamingResponse(
+            _resumed(first, events), headers=headers, media_type="text/event-stream"
+        )
 
-    async def _completions(self, asked: api.Asked) -> list[Completion]:
-        """Return each prompt's first answer with its others."""
-        ended: dict[int, Completion] = {}
+    async def _whole(self, asked: api.Asked, answers: api.Answers) -> Mapping[str, Any]:
         async with aclosing(self._pieces(asked)) as pieces:
-            async for piece in pieces:
-                if piece.completion is not None:
-                    ended[piece.index] = piece.completion
-        return _by_prompt(ended, asked)
+            last = {piece.index: piece.completion async for piece in pieces}
+        return answers.whole(_in_order(last))
 
     async def _pieces(self, asked: api.Asked) -> AsyncGenerator[Delta, None]:
         """Yield pieces of all answers, counted and timed; raise if one has not ended well."""
@@ -225,46 +231,45 @@ class Server:
         with self._counted(asked):
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
-                    timing = timings.setdefault(piece.index, self.metrics.timing(begin))
+                    timing = timings.setdefault(piece.index, Timing(self.metrics, begin))
                     timing.observe(len(piece.token_ids), piece.completion)
-                    if piece.completion is not None:
-                        _check_end(piece.completion)
-                    yield piece
+                    _check_end(piece.completion)
+                    yield piece.without_answer() if asked.scored else piece
 
     async def _events(self, asked: api.Asked, answers: api.Answers) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed answer; one that breaks off ends by an error event."""
         choices: dict[int, api.StreamedChoice] = {}
-        ended: dict[int, Completion] = {}
+        last: dict[int, Completion | None] = {}
         try:
             async with aclosing(self._pieces(asked)) as pieces:
                 async for piece in pieces:
-                    if piece.completion is not None:
-                        ended[piece.index] = piece.completion
-                    if piece.index not in choices:
-                        choices[piece.index] = api.StreamedChoice(answers, piece.index)
-                    for chunk in choices[piece.index].chunks(piece):
+                    index = piece.index
+                    last[index] = piece.completion
+                    choice = choices.setdefault(index, api.StreamedChoice(answers, index))
+                    for chunk in choice.chunks(piece):
                         yield _event(chunk)
         except Exception as error:
             if not choices:
                 raise
-            if not isinstance(error, EagleGBVError):
+            if not isinstance(error, EagleGBVError | HTTPException):
                 _log.exception("an answer broke off")
             yield b"event: error\n" + _event(_error(error)[1])
             return
         if asked.request.usage_streamed:
-            yield _event(answers.usage_chunk(_by_prompt(ended, asked)))
+            yield _event({**answers.head, "choices": [], **answers.counts(_in_order(last))})
         yield b"data: [DONE]\n\n"
 
     @contextmanager
     def _counted(self, asked: api.Asked) -> Iterator[None]:
         """Count the answers of a request while they are unfinished; refuse too many."""
-        prompts = asked.request.prompts
-        count = asked.sampling.n * (1 if is_one(prompts) else len(prompts))
+        prompts, each = asked.request.prompts, asked.sampling.n
+        count = each * (1 if is_one(prompts) else len(prompts))
         if count > self.limit:
-            raise Refused(400, f"{count} answers: expected at most {self.limit} in one request")
+            expected = f"at most {self.limit} answers to all prompts of a request, not {count}"
+            raise InvalidArgument("n", each, expected)
         if self.unfinished + count > self.limit:
             waiting = f"{self.unfinished} answers are computed or wait, {count} more are too many"
-            raise Refused(429, waiting, kind="rate_limit_exceeded")
+            raise HTTPException(429, waiting, {"Retry-After": "1"})
         self.unfinished += count
         try:
             yield
@@ -273,7 +278,7 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", self.name):
-            raise Refused(404, f"no model {name!r}, only {self.name!r}", "model")
+            raise NoSuchModel("model", name, repr(self.name))
 
     def _check_key(self, request: Request) -> None:
         if self.key is None:
@@ -281,60 +286,45 @@ class Server:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode(), self.key.encode())
         if scheme.lower() != "bearer" or not right:
-            raise Refused(401, "the API key is missing or wrong", kind="invalid_api_key")
+            raise HTTPException(401, "the API key is missing or wrong")
 
 
-class Refused(EagleGBVError):
-    """A request that is answered by an error of HTTP's."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        parameter: str | None = None,
-        kind: str = "invalid_request_error",
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.parameter = parameter
-        self.kind = kind
+class NoSuchModel(InvalidArgument):
+    """Another model than the one that is served."""
 
 
-def _error(error: Exception) -> tuple[int, Mapping[str, Any]]:
+KINDS = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+"""OpenAI's names of errors, other than those of wrong requests and of the server."""
+
+
+def _error(error: Exception, place: str = "") -> tuple[int, Mapping[str, Any]]:
     """Return the status and the body of an error."""
-    if isinstance(error, Refused):
-        return error.status, api.error_body(str(error), error.kind, error.parameter)
+    status, parameter, message = 500, None, f"{type(error).__name__}: {error}"
     if isinstance(error, InvalidArgument):
-        return 400, api.error_body(str(error), "invalid_request_error", error.argument)
-    if isinstance(error, HTTPException):
-        return error.status_code, api.error_body(error.detail, "invalid_request_error")
-    return 500, api.error_body(f"{type(error).__name__}: {error}", "server_error")
+        status, parameter = (404 if isinstance(error, NoSuchModel) else 400), error.argument
+        message = str(error)
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, place + error.detail
+    usual = "server_error" if status >= 500 else "invalid_request_error"
+    return status, api.error_body(message, KINDS.get(status, usual), parameter)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    status, body = _error(error)
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if status == 429:
-        headers["Retry-After"] = "1"
-    return JSONResponse(body, status, headers=headers)
+async def _refused(request: Request, error: Exception) -> Response:
+    routed = "endpoint" in request.scope  # else the path itself is wrong
+    status, body = _error(error, "" if routed else f"{request.method} {request.url.path}: ")
+    return JSON(body, status, getattr(error, "headers", None))
 
 
-def _check_end(completion: Completion) -> None:
-    """Raise unless a client may take the answer for whole."""
-    if completion.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise Refused(503, f"the answer was {completion.finish_reason}", kind="server_error")
+def _check_end(completion: Completion | None) -> None:
+    """Raise if an answer has ended that a client may not take for whole."""
+    if completion and completion.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise HTTPException(503, f"the answer was {completion.finish_reason}")
 
 
-def _by_prompt(ended: Mapping[int, Completion], asked: api.Asked) -> list[Completion]:
-    """Return each prompt's first answer with its others, of the answers by their index."""
-    choices = [ended[index] for index in sorted(ended)]
-    if asked.scored:
-        choices = [choice.without_answer() for choice in choices]
-    count = asked.sampling.n
-    return [
-        msgspec.structs.replace(choices[first], others=choices[first + 1 : first + count])
-        for first in range(0, len(choices), count)
-    ]
+def _in_order(last: Mapping[int, Completion | None]) -> list[Completion]:
+    """Return answers by their index, each of the last piece."""
+    choices = [last[index] for index in sorted(last)]
+    return [choice for choice in choices if choice is not None]
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
@@ -358,7 +348,7 @@ async def _unless_gone(http: Request, answers: Awaitable[Value]) -> Value:
     try:
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
-            raise Refused(499, "the client has gone")
+            raise HTTPException(499, "the client has gone")
         return answering.result()
     finally:
         leaving.cancel()

@@ -121,6 +121,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: Log-probabilities at the new tokens; None unless they were asked for.
         completion: The complete answer, in its last piece only.
         index: Which of the stream's answers it belongs to: ``n`` for each prompt, in their order.
+        prompt_token_ids: The prompt as the model read it, in its first piece only.
+        prompt_logprobs: Log-probabilities at its tokens, there too; None unless asked for.
     """
 
     text: str
@@ -128,6 +130,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     completion: Completion | None = None
     index: int = 0
+    prompt_token_ids: list[int] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def without_answer(self) -> Self:
+        """See :meth:`Completion.without_answer`."""
+        last = self.completion and self.completion.without_answer()
+        logprobs: list[TokenLogprobs] | None = None if self.logprobs is None else []
+        return msgspec.structs.replace(
+            self, text="", token_ids=[], logprobs=logprobs, completion=last
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +527,11 @@ class Answer:
             return None
         text = self.text.feed(new)
         tokens = self.text.token_ids[before:]
-        return Delta(text=text, token_ids=tokens, logprobs=self._logprobs(before, self.kept))
+        delta = Delta(text=text, token_ids=tokens, logprobs=self._logprobs(before, self.kept))
+        if before:
+            return delta
+        prompt = {"prompt_token_ids": list(self.request.prompt_ids)}
+        return msgspec.structs.replace(delta, **prompt, prompt_logprobs=self._prompt_logprobs())
 
     def _logprobs(self, start: int, end: int) -> list[TokenLogprobs] | None:
         """Return log-probabilities with their tokens' texts, or None if nobody asked."""

@@ -30,6 +30,7 @@ FORMATS: Mapping[str, Any] = {
     "start_anchor_pattern": r"(?!)",  # the answer alone is read, no prompt before it
 }
 """How models write calls, for the parser of transformers."""
+_AROUND = {TAGGED: ("<tool_call>", "</tool_call>"), BARE: ("", "")}  # what the parser leaves out
 
 
 class Found(NamedTuple):
@@ -39,8 +40,25 @@ class Found(NamedTuple):
     calls: list[dict[str, Any]]
 
 
-class CallParser:
-    """Reads an answer's text as it comes; what may be a call is held back."""
+class Parser:
+    """Reads an answer's text as it comes; this one finds words alone."""
+
+    def feed(self, text: str) -> Found:
+        """Return what is certain with more text."""
+        return Found(text, [])
+
+    def end(self) -> Found:
+        """Return the rest: nothing more will come."""
+        return Found("", [])
+
+    def read(self, text: str) -> Found:
+        """Return what a whole text comes to."""
+        first, last = self.feed(text), self.end()
+        return Found(first.content + last.content, first.calls + last.calls)
+
+
+class CallParser(Parser):
+    """Finds calls where the model writes them; what may be one is held back."""
 
     def __init__(self, names: Collection[str]) -> None:
         """Take the names of the tools: what calls none of them is content."""
@@ -48,11 +66,11 @@ class CallParser:
         self._parser = ResponseParser(dict(FORMATS), prefix="")
 
     def feed(self, text: str) -> Found:
-        """Return what is certain with more text."""
+        """See :meth:`Parser.feed`."""
         return self._found(self._parser.feed(text))
 
     def end(self) -> Found:
-        """Return the rest: nothing more will come."""
+        """See :meth:`Parser.end`."""
         return self._found(self._parser.finalize()[1])
 
     def _found(self, events: Sequence[Mapping[str, Any]]) -> Found:
@@ -65,15 +83,14 @@ class CallParser:
             elif event["type"] == "region_close":
                 text, self._held = self._held, ""
                 read = read_calls(text, self._names)
-                calls += read or []
-                if read is None:
-                    content += (
-                        f"<tool_call>{text}</tool_call>" if event["field"] == TAGGED else text
-                    )
+                calls += read
+                if not read:
+                    before, after = _AROUND[event["field"]]
+                    content += f"{before}{text}{after}"
         return Found(content, calls)
 
 
-class ForcedParser:
+class ForcedParser(Parser):
     """Reads an answer that a grammar makes a call: all is held back."""
 
     def __init__(self, names: Collection[str], name: str | None) -> None:
@@ -81,49 +98,59 @@ class ForcedParser:
         self._names, self._name, self._text = names, name, ""
 
     def feed(self, text: str) -> Found:
-        """See :meth:`CallParser.feed`."""
+        """See :meth:`Parser.feed`."""
         self._text += text
         return Found("", [])
 
     def end(self) -> Found:
-        """See :meth:`CallParser.end`."""
+        """See :meth:`Parser.end`."""
         if self._name is not None:
             return Found("", [_call(self._name, self._text)])
         calls = read_calls(self._text, self._names)
-        return Found(self._text, []) if calls is None else Found("", calls)
+        return Found("" if calls else self._text, calls)
 
 
 _MARKS = re.compile(r"\A\s*(\[TOOL_CALLS\]|<\|python_tag\|>)?\s*")
 
 
-def read_calls(text: str, names: Collection[str]) -> list[dict[str, Any]] | None:
-    """Return the calls in JSON, one or several after another or in a list; None if it has others.
+def read_calls(text: str, names: Collection[str]) -> list[dict[str, Any]]:
+    """Return the calls in JSON, one or several after another or in a list; none if it has others.
 
     Arguments may be called parameters, and be JSON within a string.
     """
     decoder, rest, calls = json.JSONDecoder(), _MARKS.sub("", text), []
-    while rest:
-        try:
+    try:
+        while rest:
             value, end = decoder.raw_decode(rest)
-        except ValueError:
-            return None
-        rest = rest[end:].lstrip("; \n\t")
-        for entry in value if isinstance(value, list) else [value]:
-            call = _read(entry, names)
-            if call is None:
-                return None
-            calls.append(call)
-    return calls or None
+            rest = rest[end:].lstrip("; \n\t")
+            entries = value if isinstance(value, list) else [value]
+            calls += [_read(entry, names) for entry in entries]
+    except (ValueError, msgspec.ValidationError):
+        return []
+    return calls
 
 
-def _read(entry: object, names: Collection[str]) -> dict[str, Any] | None:
-    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
-    if not isinstance(function, Mapping) or function.get("name") not in names:
-        return None
-    arguments = function.get("arguments", function.get("parameters")) or {}
-    if isinstance(arguments, Mapping):
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    parameters: str | dict[str, Any] | None = None
+
+
+class _Called(msgspec.Struct):
+    function: _Function
+
+
+def _read(entry: Any, names: Collection[str]) -> dict[str, Any]:  # noqa: ANN401  what JSON has
+    """Return a call of a tool; ValueError or ValidationError if it is none."""
+    if isinstance(entry, dict) and "function" not in entry:
+        entry = {"function": entry}
+    function = msgspec.convert(entry, _Called).function
+    if function.name not in names:
+        raise ValueError(function.name)
+    arguments = function.arguments or function.parameters or {}
+    if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return _call(function["name"], arguments) if isinstance(arguments, str) else None
+    return _call(function.name, arguments)
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

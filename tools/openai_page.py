@@ -20,8 +20,9 @@ FIELDS = {
     "return_token_ids": "vLLM's: `token_ids` and `prompt_token_ids` in the answer",
     "return_tokens_as_token_ids": "vLLM's: tokens of log-probabilities are called `token_id:7`",
     "return_spec_tokens_details": "SGLang's: `sglext.spec_tokens_details` in the answer",
+    "response_format": "`json_object` (with a `schema` too) and `json_schema`",
     "prompt": "text or token ids, one or a list",
-    "echo": "not in streamed answers; with `max_tokens` 0 the prompt alone is scored",
+    "echo": "with `max_tokens` 0 the prompt alone is scored",
     "messages": "contents are text, or parts with text",
     "tools": "shown by the model's template; calls in the usual formats are parsed",
     "tool_choice": "`required` and a named tool by a grammar (extra `grammar`)",
@@ -35,7 +36,6 @@ RENAMED = {
     "max_tokens": "16 in completions, as many as there is room for in chats",
     "logprobs": "a number in completions; in chats true, with `top_logprobs`",
     "top_logprobs": "in chats",
-    "response_format": "`json_object` (with a `schema` too) and `json_schema`",
     "best_of": "1, or as `n`",
 }
 

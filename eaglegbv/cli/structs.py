@@ -9,6 +9,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from enum import StrEnum
 from functools import partial, wraps
 from inspect import Parameter, Signature, cleandoc, signature
@@ -32,7 +33,7 @@ import typer
 from typer.core import TyperGroup
 from typer.models import ParameterInfo
 
-from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
+from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of, shown
 
 Command = TypeVar("Command", bound=Callable[..., object])
 Member = TypeVar("Member", bound=StrEnum)
@@ -49,6 +50,9 @@ NAMES: Mapping[str, Sequence[str]] = {
     "quiet": ["--quiet", "-q"],
 }
 """Options that are not called like their fields, or have a letter too."""
+
+NUMBERS: Sequence[type[float]] = (int, float)
+"""Types of numbers, which are read here: typer's own errors do not state the value."""
 
 _BY_NAME = Parameter.KEYWORD_ONLY
 
@@ -132,6 +136,9 @@ class Option(NamedTuple):
         """Return the option of an argument of a type, given typer's note on it."""
         taken, read = reading_of(kind)
         shown = _text(default)
+        if number := _number_of(kind):
+            notes = tuple(_named(note, f"<{number.__name__}>") for note in notes)
+            shown = str(shown) if isinstance(shown, int | float) else shown
         if shown is None:
             taken = taken | None
         noted: Any = Annotated[taken, *notes]
@@ -202,9 +209,33 @@ def reading_of(kind: object) -> tuple[Any, Reading]:
         if entry in (int, float):
             return str, lambda name, value: tuple(entries(name, value, entry))
         return list[entry], lambda _, values: tuple(values)  # type: ignore[valid-type]
-    if kind in (str, int, float, bool, Path):
+    if number := _number_of(kind):
+        return str, lambda name, text: _read_number(name, text, number)
+    if kind in (str, bool, Path):
         return kind, _as_it_is
     raise TypeError(f"no option has values of type {kind}")
+
+
+def _number_of(kind: object) -> type[float] | None:
+    """Return the type of an option whose value is a number; None for others."""
+    kinds = {kind, *get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
+    return next((number for number in NUMBERS if number in kinds), None)
+
+
+def _named(note: object, metavar: str) -> object:
+    """Return a note of typer's that calls an option's value so, unless it has another name."""
+    note = copy(note)
+    if isinstance(note, ParameterInfo):
+        note.metavar = note.metavar or metavar
+    return note
+
+
+def _read_number(name: str, text: str, kind: type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "an integer" if kind is int else "a number"
+        raise InvalidArgument(name, text, expected) from None
 
 
 def _as_it_is(name: str, value: object) -> object:
@@ -312,7 +343,7 @@ def _in_options_terms(error: InvalidArgument, command: Any, words: Sequence[str]
     argument = re.sub(r"^[a-z_-]+$", option, error.argument)
     expected = re.sub(r"\b[a-z]+(_[a-z]+)+\b", option, error.expected)
     missing = error.value is None and argument.startswith("--")
-    value = f"no {argument}" if missing else f"{argument}={error.value!r}"
+    value = f"no {argument}" if missing else f"{argument}={shown(error.value)}"
     return f"{value}: expected {expected}"
 
 

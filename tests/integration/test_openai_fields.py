@@ -174,6 +174,13 @@ def test_errors_name_the_field_that_was_sent(http, asked, parameter):
     assert f"{parameter}=" in refused.json()["error"]["message"]
 
 
+def test_long_values_are_cut(http):
+    refused = ask(http, stop=[{"text": "x" * 9999}]).json()["error"]["message"]
+    assert refused.startswith("stop=({'text': 'xxx")
+    assert "xxx... (10014 characters): expected " in refused
+    assert len(refused) < 400
+
+
 def test_words_beside_tools_stay_words_and_ids_are_as_expected(client):
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, tools=[WEATHER, CLOCK], max_tokens=8, temperature=0
@@ -268,6 +275,9 @@ def test_other_endpoints(http, llm):
         refused = http.get(path)
         assert refused.status_code == status
         assert refused.json()["error"]["message"]
+    assert http.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found"
+    not_allowed = http.get("/v1/completions").json()["error"]["message"]
+    assert not_allowed == "GET /v1/completions: Method Not Allowed"
     preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
     allowed = http.options("/v1/completions", headers=preflight)
     assert allowed.headers["access-control-allow-origin"] == "*"

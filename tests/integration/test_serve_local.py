@@ -146,7 +146,7 @@ def test_what_else_is_served(client, served, llm):
     [
         ({"prompt": ""}, "prompt", "expected a text that is not empty"),
         ({"prompt": []}, "prompt", "expected at least one prompt"),
-        ({"n": 41}, None, "41 answers: expected at most 40 in one request"),
+        ({"n": 41}, "n", "n=41: expected at most 40 answers to all prompts of a request"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
         ({"temperature": "hot"}, "temperature", "temperature='hot': expected a number in [0, 100]"),
         ({"suffix": "b"}, "suffix", "this server does not offer it"),
@@ -158,7 +158,7 @@ def test_what_else_is_served(client, served, llm):
         ({"response_format": {"type": "xml"}}, "response_format", "a type of text, json_object"),
         ({"prompt": 5}, "prompt", "prompt=5: expected `str | array`, got `int` at prompt"),
         ({"prompt": [["a"]]}, "prompt", "got `str` at prompt[0][0]"),
-        ({"model": "gpt"}, "model", "no model 'gpt', only 'pair'"),
+        ({"model": "gpt"}, "model", "model='gpt': expected 'pair'"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -239,14 +239,35 @@ def test_a_client_that_goes_away_before_the_first_piece_ends_its_request(served,
 
 
 @pytest.mark.parametrize(
-    "asked", [{"echo": True}, {"prompt_logprobs": 3}], ids=lambda asked: next(iter(asked))
+    "more", [{}, {"logprobs": 2}, {"prompt_logprobs": 1, "echo": False}, {"max_tokens": 0}]
 )
-def test_what_is_of_prompts_is_not_streamed(served, asked):
-    body = {"prompt": "abc", "stream": True} | asked
+def test_a_stream_tells_of_prompts_what_a_whole_answer_tells(served, llm, more):
+    asked = {"prompt": ["abc", "fig and"], "n": 2, "echo": True, "max_tokens": 5, "seed": 3, **more}
+    asked["allowed_token_ids"] = llm.encode("abcdefgh ")  # no part of a character stands last
     headers = {"Authorization": "Bearer secret"}
-    refused = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == next(iter(asked))
+    if not asked["max_tokens"]:
+        asked["logprobs"] = 1
+    whole = httpx.post(f"{served.url}/v1/completions", json=asked, headers=headers).json()
+    streamed = httpx.post(
+        f"{served.url}/v1/completions", json={**asked, "stream": True}, headers=headers
+    )
+    lines = streamed.text.split("\n\n")
+    pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    for choice in whole["choices"]:
+        parts = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        told = [p["prompt_logprobs"] for p in parts if p.get("prompt_logprobs") is not None]
+        expected = choice["prompt_logprobs"]
+        assert len(told) == (expected is not None)
+        for mine, theirs in zip(told[0] if told else [], expected or [], strict=True):
+            for token, entry in (theirs or {}).items():
+                assert mine[token]["logprob"] == pytest.approx(entry["logprob"], abs=1e-4)
+        for name in ("tokens", "text_offset"):
+            column = [value for p in parts if p["logprobs"] for value in p["logprobs"][name]]
+            assert column == (choice["logprobs"] or {name: []})[name]
+    assert {len(choice["logprobs"] or ()) for choice in whole["choices"]} == {
+        4 if "logprobs" in asked else 0
+    }
 
 
 def test_prompts_are_echoed_with_their_logprobs(client, llm):

@@ -121,6 +121,5 @@ def accepts(spell, schema, text) -> bool:
 
 
 def test_what_calls_nothing_is_none():
-    assert read_calls("", NAMES) is None
-    assert read_calls("3", NAMES) is None
-    assert read_calls('{"name": "add", "arguments": 3}', NAMES) is None
+    for text in ("", "3", '{"name": "add", "arguments": 3}', '[{"name": "add"}, 3]'):
+        assert read_calls(text, NAMES) == []
