@@ -310,8 +310,8 @@ def _error(error: Exception, place: str = "") -> tuple[int, Mapping[str, Any]]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    routed = "endpoint" in request.scope  # else the path itself is wrong
-    status, body = _error(error, "" if routed else f"{request.method} {request.url.path}: ")
+    unrouted = isinstance(error, HTTPException) and error.status_code in (404, 405)
+    status, body = _error(error, f"{request.method} {request.url.path}: " if unrouted else "")
     return JSON(body, status, getattr(error, "headers", None))
 
 
