@@ -3,6 +3,7 @@
 import secrets
 import socket
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields
 from eaglegbv.config import EngineConfig, PlanChoices
-from eaglegbv.errors import InvalidArgument, NotInstalled, one_of
+from eaglegbv.errors import InvalidArgument, NotInstalled
 
 try:
     import uvicorn
@@ -22,9 +23,24 @@ except ImportError as missing:
 
 SHUTDOWN_SECONDS = 10
 """How long answers may go on after a signal to stop; those that have not ended then break off."""
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 app = opts.make_app()
+
+
+class LogLevel(StrEnum):
+    """What a server logs at least."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class SpecRecord(StrEnum):
+    """How vLLM's record of speculation is written."""
+
+    SUMMARY = "summary"
+    DETAILED = "detailed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +69,12 @@ class Endpoint:
     max_waiting: int = 256
     allowed_origins: str = "*"
     keep_alive: int = 60
-    log_level: str = "info"
+    log_level: LogLevel = LogLevel.INFO
     chat_template: str | None = None
     tokenizer: str | None = None
     revision: str | None = None
     max_model_len: int | None = None
-    per_request_spec_decode_metrics: str | None = None
-
-    def check(self) -> None:
-        """Raise InvalidArgument if a value is none of those that there are."""
-        records = (None, "summary", "detailed")
-        for name, known in (
-            ("log_level", LOG_LEVELS),
-            ("per_request_spec_decode_metrics", records),
-        ):
-            if getattr(self, name) not in known:
-                expected = one_of([each for each in known if each], getattr(self, name))
-                raise InvalidArgument(name, getattr(self, name), expected)
+    per_request_spec_decode_metrics: SpecRecord | None = None
 
     def bind(self) -> socket.socket:
         """Return a socket that has the address; InvalidArgument if it cannot be had."""
@@ -117,7 +122,6 @@ def serve(
     """Serve MODEL by this package's engine, with the endpoints of OpenAI's API."""
     if backend != "local":
         raise InvalidArgument("backend", backend, "local or sglang")
-    endpoint.check()
     template, planning = endpoint.template(), opts.planning_of(plan)
     with endpoint.bind() as bound:
         from eaglegbv.server import Server  # the address is had before minutes go by
@@ -141,7 +145,7 @@ def serve(
         )
         config = uvicorn.Config(
             server.app(),
-            log_level=endpoint.log_level,
+            log_level=str(endpoint.log_level),
             timeout_keep_alive=endpoint.keep_alive,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )

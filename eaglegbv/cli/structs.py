@@ -132,12 +132,13 @@ class Option(NamedTuple):
     read: Reading
 
     @classmethod
-    def of(cls, name: str, kind: object, default: object, *notes: object) -> Self:
+    def of(cls, name: str, kind: Any, default: object, *notes: object) -> Self:  # noqa: ANN401  a type
         """Return the option of an argument of a type, given typer's note on it."""
+        kind = _without_none(kind)
         taken, read = reading_of(kind)
         shown = _text(default)
-        if number := _number_of(kind):
-            notes = tuple(_named(note, f"<{number.__name__}>") for note in notes)
+        if kind in NUMBERS:
+            notes = tuple(_named(note, f"<{kind.__name__}>") for note in notes)
             shown = str(shown) if isinstance(shown, int | float) else shown
         if shown is None:
             taken = taken | None
@@ -197,10 +198,8 @@ def documented_fields(struct: type[Any]) -> dict[str, str]:
     return said
 
 
-def reading_of(kind: object) -> tuple[Any, Reading]:
+def reading_of(kind: Any) -> tuple[Any, Reading]:  # noqa: ANN401  a type
     """Return the type that typer reads for a field's, and what makes the field's value of that."""
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(one for one in get_args(kind) if one is not NoneType)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         members = kind
         return str, lambda name, value: member(name, value, members)
@@ -209,17 +208,17 @@ def reading_of(kind: object) -> tuple[Any, Reading]:
         if entry in (int, float):
             return str, lambda name, value: tuple(entries(name, value, entry))
         return list[entry], lambda _, values: tuple(values)  # type: ignore[valid-type]
-    if number := _number_of(kind):
-        return str, lambda name, text: _read_number(name, text, number)
+    if kind in NUMBERS:
+        return str, lambda name, text: _read_number(name, text, kind)
     if kind in (str, bool, Path):
         return kind, _as_it_is
     raise TypeError(f"no option has values of type {kind}")
 
 
-def _number_of(kind: object) -> type[float] | None:
-    """Return the type of an option whose value is a number; None for others."""
-    kinds = {kind, *get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
-    return next((number for number in NUMBERS if number in kinds), None)
+def _without_none(kind: Any) -> Any:  # noqa: ANN401  a type
+    if get_origin(kind) in (Union, UnionType):
+        return next(one for one in get_args(kind) if one is not NoneType)
+    return kind
 
 
 def _named(note: object, metavar: str) -> object:
