@@ -151,14 +151,17 @@ def test_false_alarms():
 def test_the_smallest_shift_is_found(bank, name):
     """With a shift as small as printed, at least 16 of 20 audits fail by that statistic."""
 
-    def finding_of(places):
-        return next(f for f in findings(places, LEVEL) if f.name == name)
+    def sum_of(places):
+        values = next(values for other, _, values in columns(places) if other == name)
+        # A leak draws the most likely token instead: what it changes follows from the laws.
+        leaked = float((values[:, :1] - places.mean(values)).mean())
+        return Sum.of(places, name, values), leaked
 
-    honest = finding_of(long(bank, 0, count=200, speculative=False))
-    places = long(bank, 1, count=1000, leak=0.05, speculative=False)
-    leak = 0.05 * honest.smallest_shift / abs(finding_of(places).shift)
+    level = WEIGHTS[name] * LEVEL
+    honest, leaked = sum_of(long(bank, 0, count=200, speculative=False))
+    leak = honest.smallest_shift(level, 0.9) / abs(leaked)
     failed = 0
-    for seed in range(20):
+    for seed in range(80):  # four times 20: of 20 alone, fifteen fail with a chance of 1 in 20
         places = long(bank, 100 + seed, count=200, leak=leak, speculative=False)
-        failed += finding_of(places).fails
-    assert 16 <= failed <= 20
+        failed += sum_of(places)[0].p_value < level
+    assert failed >= 4 * 16
