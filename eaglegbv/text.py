@@ -323,33 +323,40 @@ class TextDecoder:
         self._skips_special = skips_special
         self._anchor = self._end_of(before)  # tokens of final text, before those that are pending
         self._pending: list[int] = []
+        self._told = 0  # characters of those tokens that stand before the incomplete one
         self._stream = self._begun()
 
     def add(self, token: int) -> str:
         """Return the text that is complete with one more token."""
         self._pending.append(token)
-        text = self._added(token)
+        text, told = self._added(token), self._told
         if text:
             self._anchor = self._pending
             self._pending = []
-        return text
+            self._told = 0
+            return text[told:]
+        whole = self._unfinished().rstrip(REPLACEMENT)
+        self._told = max(told, len(whole))
+        return whole[told:]
 
     def rest(self) -> str:
         """Return what the tokens since the last complete text show as: part of a character."""
+        return self._unfinished()[self._told :]
+
+    def _unfinished(self) -> str:
+        """Return the text of the tokens that are pending, the last character's part included."""
         before = self._decode(self._anchor)
         return self._decode(self._anchor + self._pending)[len(before) :]
 
     def _added(self, token: int) -> str:
         if self._stream is None:
-            text = self.rest()
+            text = self._unfinished()
             return "" if text.endswith(REPLACEMENT) else text
         try:
             return self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         except Exception:  # noqa: BLE001  bytes after this text made it another: it has no class
-            text = self.rest()
-            self._anchor = self._pending
-            self._pending = []
-            self._stream = self._begun()
+            text = self._unfinished()
+            self._stream = DecodeStream(ids=self._pending, skip_special_tokens=self._skips_special)
             return text
 
     def _begun(self) -> DecodeStream | None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import settings
 
 from eaglegbv import devices, loading
 from eaglegbv.utils import CACHE_FOLDER
+from eaglegbv.verifiers import registry
 
 # How long an example takes depends on what else the machine does; that is no property to test.
 settings.register_profile("any-machine", deadline=None, print_blob=True)
@@ -41,8 +43,8 @@ def own_cache(
     """
     folder = tmp_path_factory.mktemp("cache")
     (folder / "native").symlink_to(request.config.cache.mkdir("native"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_FOLDER, str(folder))
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv(CACHE_FOLDER, str(folder))
         yield folder
 
 
@@ -52,9 +54,20 @@ def usual_choices() -> Iterator[None]:
 
     What is chosen by the machine has tests of its own.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_auto_dtype", lambda _: torch.float32)
-        patch.setattr(loading, "smollm2_at_hand", lambda: False)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(devices, "_auto_dtype", lambda _: torch.float32)
+        context.setattr(loading, "smollm2_at_hand", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def known_verifiers() -> Iterator[None]:
+    """Forget the verifiers that a test registers, such as those whose acceptance length is told."""
+    with (
+        patch.dict(registry.VERIFIERS),
+        patch.dict(registry.STATEFUL_VERIFIERS),
+        patch.dict(registry.ALL_VERIFIERS),
+    ):
         yield
 
 

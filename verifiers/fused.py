@@ -19,7 +19,9 @@ RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that 
 
 
 def takes(verifier: Verifier, tree: DraftTree) -> bool:
-    """Return whether the kernels can judge such a tree by ``verifier``, where kernels run."""
+    """Return whether the kernels judge such a tree by ``verifier`` where it is."""
+    if not runs_kernels(tree.token_ids.device):
+        return False
     if tree.length == 0:  # nothing to judge
         return True
     if verifier.name not in RULES:
@@ -33,7 +35,7 @@ def verdict(
     verifier: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
 ) -> Verdict:
     """Return a verdict, by the kernels where they can judge, else as :meth:`Verifier.verify`."""
-    if runs_kernels(tree.token_ids.device) and takes(verifier, tree):
+    if takes(verifier, tree):
         return judge(verifier, tree, target, uniforms)[0]
     return verifier.verify(tree, target, uniforms)
 

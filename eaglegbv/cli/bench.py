@@ -784,8 +784,16 @@ def batch(
     names = list(dict.fromkeys([*entries("ways", ways, str), PLAIN.verifier]))
     most = max(count * grid.calls(count) for count in grid.batches)
     length = MADE_LENGTH if shape and acceptance_length is None else acceptance_length
-    told = partial(_told, length, verifier)
-    plans = {name: told(name) for name in names}
+    plans = {name: _planning(name, verifier) for name in names}
+    if shape is not None:
+        sizes = _shape(shape, None)
+        if without := [name for name, plan in plans.items() if plan is None]:
+            expected = "auto, none or PATHSxDEPTH, as models are made"
+            raise InvalidArgument("ways", without[0], expected)
+    if length is not None:
+        if set(plans.values()) <= {PLAIN, None}:
+            raise InvalidArgument("ways", ways, "a plan, PATHSxDEPTH, that commits so many")
+        plans = {name: _told(length, plan) for name, plan in plans.items()}
     if shape is None:
         known = asked.load()
         questions = known.first(min(most, len(known.questions))).questions
@@ -793,10 +801,8 @@ def batch(
         assert isinstance(engines.plain, LLM)
         texts = [engines.plain.encode(messages(question.turns[0])) for question in questions]
     else:
-        if None in plans.values():
-            raise InvalidArgument("ways", ways, "auto, none or PATHSxDEPTH, as models are made")
         engines = _made(shape, grid, models)
-        texts = random_models.random_prompts(_shape(shape, None).draft_vocab, most, MADE_PROMPT)
+        texts = random_models.random_prompts(sizes.draft_vocab, most, MADE_PROMPT)
     callers = [_caller(engines, name, plan) for name, plan in plans.items()]
     setup = {
         "model": engines.names[0],
@@ -861,10 +867,14 @@ def _made(shape: str, grid: calls.Grid, models: Models) -> _Engines:
     return _Engines(plain, drafting, (shape, "random weights"))
 
 
-def _told(length: float | None, verifier: str, name: str) -> Planning | None:
-    """Return the plan of a way, whose acceptance length may be told; None if it names no plan."""
-    plan = AUTO if name == "auto" else _plan(name, verifier)
-    if length is None or plan is None or plan == PLAIN:
+def _planning(name: str, verifier: str) -> Planning | None:
+    """Return the plan of a way; None if it names no plan."""
+    return AUTO if name == "auto" else _plan(name, verifier)
+
+
+def _told(length: float, plan: Planning | None) -> Planning | None:
+    """Return a plan whose acceptance length is told; plain decoding as it is."""
+    if plan is None or plan == PLAIN:
         return plan
     if isinstance(plan, Plan) and plan.depth + 1 < length:
         expected = f"at most {plan.depth + 1} for {plan_name(plan)}"

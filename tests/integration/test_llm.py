@@ -178,14 +178,7 @@ def test_the_text_of_an_ordinary_token_that_ends_an_answer_is_no_part_of_it(llm,
     assert llm.generate(CHAT, beyond).text == llm.tokenizer.decode(full)
 
 
-@pytest.fixture
-def own_rules(monkeypatch):
-    """Registrations that end with the test."""
-    for name in ("VERIFIERS", "ALL_VERIFIERS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-
-
-def test_a_rule_of_ones_own_is_named_by_plans(llm, own_rules):
+def test_a_rule_of_ones_own_is_named_by_plans(llm):
     @registry.register_verifier
     class Mine(registry.TokenVerifier):
         name = "mine"

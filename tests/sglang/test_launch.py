@@ -220,7 +220,10 @@ def test_a_missing_accelerator_is_one_line_before_anything_large_is_imported():
     ("words", "said"),
     [
         ("--drafter eagle3 --verifier nosuch", "verifier='nosuch': expected one of block, gbv"),
-        ("--drafter eagle3 --verifier block", "--paths=3: expected at most 1 for 'block'"),
+        (
+            "--drafter eagle3 --verifier block --paths 3",
+            "--paths=3: expected at most 1 for 'block'",
+        ),
         ("--drafter eagle3 --paths 17", "--paths=17: expected an integer in [1, 16]"),
         ("--drafter eagle3 --depth 0", "--depth=0: expected an integer in [1, 32]"),
         ("--drafter eagle3 --draft-width 0", "--draft-width=0: expected an integer in [1, 1024]"),

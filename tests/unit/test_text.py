@@ -2,7 +2,7 @@ import functools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE, Unigram
@@ -140,6 +140,7 @@ def test_characters_of_several_tokens_come_whole():
 
 @each_tokenizer
 @given(text=TEXTS, stop=STOPS, sizes=SIZES)
+@example(text=" 🎲", stop=[" "], sizes=[1])  # the space's token begins the next character
 @settings(max_examples=50)
 def test_text_ends_before_the_first_stop_string(name, text, stop, sizes):
     tokenizer = TOKENIZERS[name]()
