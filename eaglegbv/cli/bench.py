@@ -784,20 +784,21 @@ def batch(
     names = list(dict.fromkeys([*entries("ways", ways, str), PLAIN.verifier]))
     most = max(count * grid.calls(count) for count in grid.batches)
     length = MADE_LENGTH if shape and acceptance_length is None else acceptance_length
-    plans = {name: _planning(name, verifier) for name in names}
+    plans = {name: AUTO if name == "auto" else _plan(name, verifier) for name in names}
     if shape is not None:
         sizes = _shape(shape, None)
-        if without := [name for name, plan in plans.items() if plan is None]:
-            expected = "auto, none or PATHSxDEPTH, as models are made"
-            raise InvalidArgument("ways", without[0], expected)
+        for name, plan in plans.items():
+            if plan is None:
+                raise InvalidArgument("ways", name, "auto, none or PATHSxDEPTH for made models")
+    drafts = any(plan not in (None, PLAIN) for plan in plans.values())
     if length is not None:
-        if set(plans.values()) <= {PLAIN, None}:
+        if not drafts:
             raise InvalidArgument("ways", ways, "a plan, PATHSxDEPTH, that commits so many")
         plans = {name: _told(length, plan) for name, plan in plans.items()}
     if shape is None:
         known = asked.load()
         questions = known.first(min(most, len(known.questions))).questions
-        engines = _loaded(models, any(plan not in (None, PLAIN) for plan in plans.values()))
+        engines = _loaded(models, drafts)
         assert isinstance(engines.plain, LLM)
         texts = [engines.plain.encode(messages(question.turns[0])) for question in questions]
     else:
@@ -867,18 +868,14 @@ def _made(shape: str, grid: calls.Grid, models: Models) -> _Engines:
     return _Engines(plain, drafting, (shape, "random weights"))
 
 
-def _planning(name: str, verifier: str) -> Planning | None:
-    """Return the plan of a way; None if it names no plan."""
-    return AUTO if name == "auto" else _plan(name, verifier)
-
-
 def _told(length: float, plan: Planning | None) -> Planning | None:
     """Return a plan whose acceptance length is told; plain decoding as it is."""
-    if plan is None or plan == PLAIN:
+    if plan in (None, PLAIN):
         return plan
     if isinstance(plan, Plan) and plan.depth + 1 < length:
-        expected = f"at most {plan.depth + 1} for {plan_name(plan)}"
-        raise InvalidArgument("acceptance_length", length, expected)
+        raise InvalidArgument(
+            "acceptance_length", length, f"at most {plan.depth + 1} for {plan_name(plan)}"
+        )
     return msgspec.structs.replace(plan, verifier=simulated(plan.verifier, length))
 
 
