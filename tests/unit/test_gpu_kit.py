@@ -82,7 +82,7 @@ def test_every_phase_runs_dry(prepared, tmp_path):
         assert "FAILED" not in logs[phase], logs[phase]
     assert "same as transformers for {'eager none': 4" in logs["smoke"]
     assert logs["lossless"].count(" lossless\n") == 4
-    assert "Made weights of shape tiny" in logs["efficiency"]
+    assert "The acceptance length, 2.5, is told" in logs["efficiency"]
     assert " skipped" in logs["tests"]
     lines = (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
     first, *steps = map(json.loads, lines)
