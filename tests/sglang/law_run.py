@@ -1,4 +1,4 @@
-"""Long distribution tests: ``python law_run.py FOLDER VERIFIER HEAD K L SAMPLES [http]``.
+"""Long distribution tests: ``python law_run.py FOLDER VERIFIER HEAD K L SAMPLES [http|plans]``.
 
 FOLDER gets the models and, after every batch, the counts of the texts, in a file for each
 configuration: a run that was stopped goes on with a new seed and what it has. At the end, or with
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from support.g_test import g_test, joint_probs
 from support.sglang_engine import PROMPT, pair_arguments, serving, sglang_engine, token_ids
 from support.sglang_pair import VOCAB, SGLangPair, save_sglang_pair
+from support.sglang_plans import arriving, changing_plans
 
 from eaglegbv.backends.sglang.launch import running
 from eaglegbv.utils import replacing
@@ -38,7 +39,10 @@ Generate = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 class Configuration(NamedTuple):
-    """How the requests of a run speculate, and what serves them: ``engine`` or ``http``."""
+    """How the requests of a run speculate, and what serves them.
+
+    That is the ``engine``, or one whose ``plans`` change with the batch, or a server by ``http``.
+    """
 
     verifier: str
     head: str
@@ -88,13 +92,20 @@ def simulated_p(statistic: float, dist: NDArray[np.float64], samples: int) -> fl
 @contextmanager
 def answering(pair: SGLangPair, own: Configuration, seed: int, log: Path) -> Iterator[Generate]:
     """Start what serves the requests."""
-    if own.through == "engine":
+    if own.through != "http":
         settings = {"EAGLEGBV_VERIFIER": own.verifier, "EAGLEGBV_SEED": str(seed)}
         arguments = pair_arguments(pair, own.head, own.paths, own.depth) | SIZES
+        if own.through == "plans":
+            table = log.with_suffix(".json")
+            settings |= changing_plans(own.verifier, own.paths, own.depth, table)
+            arguments |= {"disable_cuda_graph": True, "max_running_requests": 64}
         with sglang_engine(settings, **arguments) as engine:
-            yield lambda params: engine.generate(
-                input_ids=[PROMPT] * len(params), sampling_params=params
-            )
+            if own.through == "plans":
+                yield lambda params: arriving(engine, PROMPT, params, seed)
+            else:
+                yield lambda params: engine.generate(
+                    input_ids=[PROMPT] * len(params), sampling_params=params
+                )
         return
     named = {"verifier": own.verifier, "paths": own.paths, "depth": own.depth, "seed": seed}
     flags = named | SIZES | {"context_length": 256}

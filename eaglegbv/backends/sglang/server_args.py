@@ -22,6 +22,7 @@ from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 _log = logging.getLogger(__name__)
 
 DEFAULT_RUNNING = 48
+WITHOUT_OVERLAP = frozenset({"cpu"})  # devices on which SGLang has no kernels for it
 MASKLESS_BACKENDS = ("torch_native", "flex_attention")
 TREE_BACKENDS = ("flashinfer", "fa3", "triton", "aiter", "wave", "intel_amx", "intel_xpu")
 """Attention backends that read the masks of trees."""
@@ -180,7 +181,8 @@ def settle_arguments(server_args: Any, settings: Settings, *, latent: bool) -> N
     _settle_head(server_args)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = DEFAULT_RUNNING
-    if not server_args.disable_overlap_schedule and (stateful or server_args.device == "cpu"):
+    alone = stateful or server_args.device in WITHOUT_OVERLAP
+    if alone and not server_args.disable_overlap_schedule:
         server_args.disable_overlap_schedule = True
         why = "targets depend on the round before" if stateful else "SGLang has none on a CPU"
         _log.warning("overlap scheduling is off: %s", why)
