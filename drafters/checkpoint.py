@@ -254,7 +254,7 @@ def _with_vocabulary(
 ) -> tuple[NamedTensors, list[Remark]]:
     """Check the draft vocabulary's tensors; t2d follows from d2t where it is missing."""
     size = config.draft_vocab_size
-    full = config.draft_vocab_size == config.vocab_size
+    full = size == config.vocab_size
     if full and OFFSETS not in named.tensors and MEMBERS not in named.tensors:
         return named, []
     offsets = _check(named, OFFSETS, (size,), torch.int64)

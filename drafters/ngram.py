@@ -17,9 +17,8 @@ from eaglegbv.tree import DraftTree
 
 _SIZES = range(4, 0, -1)  # tokens of the n-grams that are looked up, the longest first
 _LOOK_BACK = 64  # how many of the latest places of an n-gram are looked at
-LONGEST_MATCH = (
-    16  # most tokens that are compared to find how much of a sequence's end occurred before
-)
+LONGEST_MATCH = 16
+"""Most tokens that are compared to find how much of a sequence's end occurred before."""
 
 
 @dataclass(slots=True)
@@ -123,7 +122,6 @@ class NgramDrafter(Drafter):
         for place in range(known, len(token_ids)):
             for size in _SIZES:
                 if size <= place:
-                    state.places.setdefault(tuple(token_ids[place - size : place]), []).append(
-                        place
-                    )
+                    ngram = tuple(token_ids[place - size : place])
+                    state.places.setdefault(ngram, []).append(place)
         return state

@@ -205,7 +205,7 @@ class Engine:
         )
         # Behind the checks: what is refused changes no other request's numbers.
         number = self._added
-        self._added = self._added + 1
+        self._added += 1
         auto = plan if isinstance(plan, AutoPlan) else None
         seed = self._config.seed if params.seed is None else params.seed
         if auto is not None or params.seed is None:
@@ -528,7 +528,7 @@ class Engine:
     def _extend(self, output: RequestOutput) -> list[int]:
         """Append new tokens, up to the first that ends the text, and return them."""
         request = output.request
-        prefilling = not output.request.prefilled
+        prefilling = not request.prefilled
         kept = self._cut(request, output.token_ids)
         request.token_ids += kept
         request.logprobs += output.logprobs[: len(kept)]

@@ -388,15 +388,15 @@ class Answers(NamedTuple):
 
     def whole(self, choices: Sequence[Completion]) -> dict[str, Any]:
         """Return an answer that is not streamed."""
-        told = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        written = [self._choice(index, choice) for index, choice in enumerate(choices)]
         more = self.of_prompt(choices[0]) if isinstance(self.request, ChatRequest) else {}
-        return {**self.head, "choices": told, **more, **self.counts(choices)}
+        return {**self.head, "choices": written, **more, **self.counts(choices)}
 
     def _choice(self, index: int, choice: Completion) -> dict[str, Any]:
         echo = self.echo(index, choice)
         found = self.request.parser().read(choice.text)
         logprobs = self.logprobs(choice, len(echo.get("text", "")))
-        told = {
+        written = {
             "index": index,
             **self.request.said(found),
             "logprobs": logprobs,
@@ -404,12 +404,14 @@ class Answers(NamedTuple):
             **self.of_prompt(choice),
         }
         if self.request.return_token_ids:
-            told["token_ids"] = choice.token_ids
+            written["token_ids"] = choice.token_ids
         if echo:
-            told["text"] = echo["text"] + choice.text
+            written["text"] = echo["text"] + choice.text
             before = echo["logprobs"]
-            told["logprobs"] = logprobs and {name: before[name] + logprobs[name] for name in before}
-        return told
+            written["logprobs"] = logprobs and {
+                name: before[name] + logprobs[name] for name in before
+            }
+        return written
 
     def echo(self, index: int, answer: Completion | Delta) -> dict[str, Any]:
         """Return the text and log-probabilities of an answer's prompt, where they are asked for."""
@@ -424,18 +426,20 @@ class Answers(NamedTuple):
         beginning = TextDecoder(self.texts.tokenizer).add(first) or self.texts.of(first)
         alone = {first: Logprob(logprob=0.0, rank=1, decoded_token=beginning)}
         places = [place or alone for place in answer.prompt_logprobs]
-        told = self.request.logprobs(self._places(text, answer.prompt_token_ids, places), 0)
-        told["token_logprobs"][0] = told["top_logprobs"][0] = None
-        return {"text": text, "logprobs": told}
+        logprobs = self.request.logprobs(self._places(text, answer.prompt_token_ids, places), 0)
+        logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+        return {"text": text, "logprobs": logprobs}
 
     def of_prompt(self, answer: Completion | Delta) -> dict[str, Any]:
         """Return what is told of an answer's prompt, as vLLM writes it."""
-        told: dict[str, Any] = {"prompt_logprobs": None}
+        written: dict[str, Any] = {"prompt_logprobs": None}
         if answer.prompt_logprobs is not None:
-            told["prompt_logprobs"] = [place and _finite(place) for place in answer.prompt_logprobs]
+            written["prompt_logprobs"] = [
+                place and _finite(place) for place in answer.prompt_logprobs
+            ]
         if self.request.return_token_ids:
-            told["prompt_token_ids"] = answer.prompt_token_ids
-        return told
+            written["prompt_token_ids"] = answer.prompt_token_ids
+        return written
 
     def logprobs(self, answer: Completion | Delta, start: int = 0) -> dict[str, Any] | None:
         """Return the log-probabilities of an answer's or a piece's tokens, where asked for.
@@ -450,14 +454,14 @@ class Answers(NamedTuple):
     def _places(
         self, text: str, ids: Sequence[int], places: Sequence[TokenLogprobs]
     ) -> list[Place]:
-        told, at = [], 0
+        listed, at = [], 0
         for token, place in zip(ids, places, strict=True):
             likely = [self._token(*each, chosen=token) for each in _finite(place).items()]
             piece = place[token].decoded_token or ""
             length = len(piece) if text.startswith(piece, at) else 0  # not those that are left out
-            told.append(Place(likely[0], likely, length))
+            listed.append(Place(likely[0], likely, length))
             at += length
-        return told
+        return listed
 
     def _token(self, token: int, known: Logprob, *, chosen: int) -> Token:
         """Return a token by its text, or by the bytes of a part of a character."""

@@ -323,41 +323,41 @@ class TextDecoder:
         self._skips_special = skips_special
         self._anchor = self._end_of(before)  # tokens of final text, before those that are pending
         self._pending: list[int] = []
-        self._told = 0  # characters of those tokens that stand before the incomplete one
+        self._given = 0  # characters that pending tokens have added already
         self._stream = self._begun()
 
     def add(self, token: int) -> str:
         """Return the text that is complete with one more token."""
         self._pending.append(token)
-        text, told = self._added(token), self._told
+        text = self._complete(token)
+        whole = text or self._pending_text().rstrip(REPLACEMENT)
+        new = whole[self._given :]
+        self._given += len(new)
         if text:
             self._anchor = self._pending
             self._pending = []
-            self._told = 0
-            return text[told:]
-        whole = self._unfinished().rstrip(REPLACEMENT)
-        self._told = max(told, len(whole))
-        return whole[told:]
+            self._given = 0
+        return new
 
     def rest(self) -> str:
         """Return what the tokens since the last complete text show as: part of a character."""
-        return self._unfinished()[self._told :]
+        return self._pending_text()[self._given :]
 
-    def _unfinished(self) -> str:
+    def _pending_text(self) -> str:
         """Return the text of the tokens that are pending, the last character's part included."""
         before = self._decode(self._anchor)
         return self._decode(self._anchor + self._pending)[len(before) :]
 
-    def _added(self, token: int) -> str:
+    def _complete(self, token: int) -> str:
+        """Return the text of the tokens that are pending if it is complete, else nothing."""
         if self._stream is None:
-            text = self._unfinished()
+            text = self._pending_text()
             return "" if text.endswith(REPLACEMENT) else text
         try:
             return self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         except Exception:  # noqa: BLE001  bytes after this text made it another: it has no class
-            text = self._unfinished()
             self._stream = DecodeStream(ids=self._pending, skip_special_tokens=self._skips_special)
-            return text
+            return self._pending_text()
 
     def _begun(self) -> DecodeStream | None:
         """Return a stream after the anchor; None for tokenizers without one."""
@@ -525,6 +525,8 @@ class Answer:
     request: Request
     text: TextStream
     texts: TokenTexts
+    # Log-probabilities at the prompt's tokens, since the first piece; None unless asked for.
+    _of_prompt: list[TokenLogprobs | None] | None = None
 
     def follow(self) -> Delta | None:
         """Turn tokens that the request was given since into text; return them, if there are any."""
@@ -537,8 +539,9 @@ class Answer:
         delta = Delta(text=text, token_ids=tokens, logprobs=self._logprobs(before, self.kept))
         if before:
             return delta
+        self._of_prompt = self._prompt_logprobs()
         prompt = {"prompt_token_ids": list(self.request.prompt_ids)}
-        return msgspec.structs.replace(delta, **prompt, prompt_logprobs=self._prompt_logprobs())
+        return msgspec.structs.replace(delta, **prompt, prompt_logprobs=self._of_prompt)
 
     def _logprobs(self, start: int, end: int) -> list[TokenLogprobs] | None:
         """Return log-probabilities with their tokens' texts, or None if nobody asked."""
@@ -582,7 +585,7 @@ class Answer:
             error=None if request.error is None else str(request.error),
             stop_reason=self._stop_reason(),
             logprobs=self._logprobs(0, self.kept),
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=self._of_prompt or self._prompt_logprobs(),
             metrics=request.metrics,
         )
         return Result(completion, request.error)

@@ -205,7 +205,7 @@ class _Run:
 
     def loss(self, step: int, spent: float) -> Tensor:
         config = self.config
-        seed = self.config.schedule.step_seed(step)
+        seed = config.schedule.step_seed(step)
         run = self.draw(seed)
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         depths = list(unroll(self.head, run, anchors, config.depths))
@@ -322,13 +322,12 @@ def _with_vocabulary(
     """Return a head with another draft vocabulary; rows of tokens that both have are kept."""
     chosen = frequent_tokens(training, initial.config.vocab_size, config.draft_vocab)
     head = _eagle3_head(replace(initial.config, draft_vocab_size=len(chosen)), model, chosen)
-    weights = initial.state_dict()
-    rows = weights.pop("lm_head.weight")
-    head.load_state_dict(weights, strict=False)
     shared = torch.isin(head.draft_to_target, initial.draft_to_target)
     places = torch.searchsorted(initial.draft_to_target, head.draft_to_target[shared])
-    with torch.no_grad():
-        head.lm_head.weight[shared] = rows[places]
+    weights = initial.state_dict()
+    rows = head.lm_head.weight.detach().clone()
+    rows[shared] = weights["lm_head.weight"][places]
+    head.load_state_dict({**weights, "lm_head.weight": rows})
     return head
 
 

@@ -53,14 +53,14 @@ def conversation_tables(sums: Sums, settings: Settings) -> list[Table]:
 
 def by_position(sums: Sums, settings: Settings) -> Table:
     """Return the share of trees as deep that accept a token at each position."""
-    drafted = [own for own in settings if sums.names("offered.", own.name)]
-    deepest = max((len(sums.names("offered.", own.name)) for own in drafted), default=0)
+    drafted = [setting for setting in settings if sums.names("offered.", setting.name)]
+    deepest = max((len(sums.names("offered.", setting.name)) for setting in drafted), default=0)
     return _figures(sums, drafted, position_figures(deepest), "Acceptance by position")
 
 
 def _figures(sums: Sums, settings: Settings, figures: Sequence[Figure], title: str) -> Table:
     """Return figures of settings without intervals, of those that anything was counted for."""
-    known = [f for f in figures if any(sums.total(own.name, f.above) for own in settings)]
+    known = [f for f in figures if any(sums.total(setting.name, f.above) for setting in settings)]
     columns = {figure.name: valued(figure) for figure in known}
     return by_setting(sums, settings, {"setting": named, **columns}, title)
 
@@ -70,9 +70,9 @@ def by_category(sums: Sums, settings: Settings, corner: str = "setting") -> Tabl
     cells: dict[tuple[str, str], Cell] = {}
     for category in sums.categories:
         part = sums.only(category)
-        for own in settings:
-            if part.has(own.name):
-                cells[own.name, category] = valued(ACCEPTANCE)(part, own)
+        for setting in settings:
+            if part.has(setting.name):
+                cells[setting.name, category] = valued(ACCEPTANCE)(part, setting)
     return pivot(corner, cells, "Acceptance length by category")
 
 
@@ -133,15 +133,15 @@ def synthetic_tables(sums: Sums, _: Settings) -> list[Table]:
     def table(settings: Settings, column: Callable[[Setting], str], title: str) -> Table:
         figure = Figure("", "tokens", "steps")
         cells: dict[tuple[str, str], Cell] = {
-            (own.rule, column(own)): sums.estimate(figure, own.name)
-            for own in settings
-            if sums.has(own.name)
+            (setting.rule, column(setting)): sums.estimate(figure, setting.name)
+            for setting in settings
+            if sums.has(setting.name)
         }
         return pivot(ACCEPTANCE.name, cells, title)
 
     return [
-        table(_BY_HEAT, lambda own: f"T = {own.temperature:g}", "K = 4"),
-        table(_BY_PATHS, lambda own: f"K = {own.plan.paths}", "T = 1"),
+        table(_BY_HEAT, lambda setting: f"T = {setting.temperature:g}", "K = 4"),
+        table(_BY_PATHS, lambda setting: f"K = {setting.plan.paths}", "T = 1"),
     ]
 
 

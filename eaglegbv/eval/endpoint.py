@@ -20,8 +20,8 @@ class Refused(InvalidArgument):
         expected = f"a server that answers ({response.status_code}: {response.text[:300]})"
         super().__init__("url", str(response.url), expected)
         self.busy = response.is_server_error or response.status_code in BUSY
-        told = response.headers.get("retry-after", "")
-        self.wait = float(told) if told.isdecimal() else 0.0  # seconds
+        seconds = response.headers.get("retry-after", "")
+        self.wait = float(seconds) if seconds.isdecimal() else 0.0  # seconds
 
 
 def connected(

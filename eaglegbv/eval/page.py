@@ -132,12 +132,12 @@ def kept(folder: Path) -> list[Kept]:
     """
     if not folder.is_dir():
         raise InvalidArgument("folder", str(folder), "a folder of measured files")
-    found = []
+    runs = []
     for path in sorted(folder.glob("*.json")):
         run = Run.read(path, "folder")
         experiment = declared(run.head)
-        found.append(Kept(path.stem, run, experiment, report(experiment, run)))
-    return sorted(found, key=lambda one: (FIRST not in one.name, one.name))
+        runs.append(Kept(path.stem, run, experiment, report(experiment, run)))
+    return sorted(runs, key=lambda one: (FIRST not in one.name, one.name))
 
 
 def draw(runs: Sequence[Kept], folder: Path) -> list[Path]:
@@ -155,9 +155,9 @@ def draw(runs: Sequence[Kept], folder: Path) -> list[Path]:
 
 def caption(run: Run) -> str:
     """Return what was measured and where, in a line."""
-    told = facts(run)
+    known = facts(run)
     where = run.head.environment
-    parts = [told.get("Models", ""), told.get("Questions", ""), where.processor]
+    parts = [known.get("Models", ""), known.get("Questions", ""), where.processor]
     return "; ".join([*filter(None, parts), f"{where.threads} threads", where.started[:10]])
 
 
@@ -189,8 +189,8 @@ def _of_run(one: Kept, folder: str) -> str:
         if against:
             parts += ["Contradicted, the first of them:"]
             parts.append(findings_table(against[:MOST_FINDINGS]).markdown)
-    told = "; ".join(f"{name}: {fact}" for name, fact in facts(one.run).items())
-    parts.append(f"All tables: [{one.name}.md]({folder}/{one.name}.md). {told}.")
+    setup = "; ".join(f"{name}: {fact}" for name, fact in facts(one.run).items())
+    parts.append(f"All tables: [{one.name}.md]({folder}/{one.name}.md). {setup}.")
     return "\n\n".join(filter(None, parts))
 
 
@@ -208,9 +208,9 @@ def _when(runs: Sequence[Kept]) -> str:
 
 def _ranks(one: Kept) -> Iterator[list[Cell]]:
     [sheet], [sums] = one.experiment.sheets, one.sums
-    by_temperature = grouped(sheet.settings, lambda own: own.temperature).items()
+    by_temperature = grouped(sheet.settings, lambda setting: setting.temperature).items()
     for (temperature, settings), figure in product(by_temperature, (ACCEPTANCE, SPEED)):
-        names = [own.name for own in settings if sums.has(own.name)]
+        names = [setting.name for setting in settings if sums.has(setting.name)]
         if names:
             rank = sums.rank(figure, names)
             best = f"`{rank.leader}` ({rank.value.text})"

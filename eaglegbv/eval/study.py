@@ -222,7 +222,7 @@ def _equal(members: Sequence[Setting]) -> str:
     return next(own.name for own in members if own.plan.draft_temperature == 1)
 
 
-Told = dict[tuple[str, int, str], list[tuple[float, Estimate]]]
+Ratios = dict[tuple[str, int, str], list[tuple[float, Estimate]]]
 """Ratios by temperature, for each drafter, number of paths, and what is compared."""
 
 SAMPLED_OVER_FIXED = "sampled at the target's own temperature against fixed, as many nodes: {}"
@@ -235,7 +235,7 @@ def study_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return one row for each drafter, temperature and K, and where which tree wins."""
     rows: list[list[Cell]] = [["drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes"]]
     rows[0] += ["ratio", "best draft T", "sampled so", "over 1x", "over fixed, as many nodes"]
-    told: Told = {}
+    ratios_of: Ratios = {}
     best: dict[tuple[str, int], list[str]] = {}
     for trees in _trees(sums, settings):
         for paths, members in trees.sampled.items():
@@ -246,15 +246,15 @@ def study_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
                 best.setdefault((trees.drafter, paths), []).append(times)
                 for what, ratio in _ratios(trees, paths, members):
                     key = trees.drafter, paths, what
-                    told.setdefault(key, []).append((trees.temperature, ratio))
+                    ratios_of.setdefault(key, []).append((trees.temperature, ratio))
     of_trees = [
         f"{who}, K = {paths}: {what.format(_by_side(ratios))}"
-        for (who, paths, what), ratios in sorted(told.items())
+        for (who, paths, what), ratios in sorted(ratios_of.items())
         if what == SAMPLED_OVER_FIXED
     ]
     of_multiples = []
     for (who, paths), multiples in best.items():
-        turned = {what: told.get((who, paths, what)) for what in (HOTTER, COLDER)}
+        turned = {what: ratios_of.get((who, paths, what)) for what in (HOTTER, COLDER)}
         words = [what.format(_by_side(ratios)) for what, ratios in turned.items() if ratios]
         words.append(f"best of all multiples {', '.join(multiples)}")
         of_multiples += [f"{who}, K = {paths}: {word}" for word in words]
@@ -304,7 +304,7 @@ def shape_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return one row for each drafter, temperature and shape, and which win over what."""
     against = {"paths": "over paths, as many nodes", "fixed": "over fixed, as many nodes"}
     rows: list[list[Cell]] = [["drafter", "T", "tree", "nodes", TOKENS.name, *against.values()]]
-    told: dict[tuple[str, str, str], list[tuple[float, Estimate]]] = {}
+    ratios_of: dict[tuple[str, str, str], list[tuple[float, Estimate]]] = {}
     for trees in _trees(sums, settings):
         paths = [own.name for of_paths in trees.sampled.values() for own in of_paths]
         most = max(map(trees.nodes, paths))
@@ -315,13 +315,13 @@ def shape_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
                 over["paths"] = trees.over(own.name, paths)
             for word, ratio in over.items():
                 key = trees.drafter, _shape(own), word
-                told.setdefault(key, []).append((trees.temperature, ratio))
+                ratios_of.setdefault(key, []).append((trees.temperature, ratio))
             facts: list[Cell] = [trees.drafter, f"{trees.temperature:g}", _shape(own)]
             facts += [Estimate.exactly(nodes, 1), sums.estimate(TOKENS, own.name)]
             rows.append([*facts, *(over.get(word, "none as large") for word in against)])
     sentences = [
         f"{who}, {tree}: against {word}, as many nodes: {_by_side(own)}"
-        for (who, tree, word), own in told.items()
+        for (who, tree, word), own in ratios_of.items()
     ]
     return [Table(rows=rows), *_as_lines(sentences)]
 

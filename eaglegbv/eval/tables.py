@@ -122,7 +122,7 @@ def by_setting(
 ) -> Table:
     """Return a row for each setting that was observed."""
     observed = (setting for setting in settings if setting.name in sums.settings)
-    rows = [[column(sums, own) for column in columns.values()] for own in observed]
+    rows = [[column(sums, setting) for column in columns.values()] for setting in observed]
     return Table(title=title, rows=[list(columns), *rows])
 
 

@@ -190,10 +190,10 @@ def batch_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     measured = [setting for setting in settings if sums.has(setting.name)]
     rates: dict[tuple[str, str], Cell] = {}
     chosen: list[Sequence[Cell]] = []
-    for own in measured:
-        rates[_label(own), f"batch {own.batch}"] = _rate(sums, own)
-        if own.who == AUTOMATIC:
-            chosen.append(_choice(sums, own, measured))
+    for setting in measured:
+        rates[_label(setting), f"batch {setting.batch}"] = _rate(sums, setting)
+        if setting.who == AUTOMATIC:
+            chosen.append(_choice(sums, setting, measured))
     tables = [pivot("tokens/s (of none)", rates)]
     if chosen:
         headings = ["auto", "batch", "plans", "reasons", "over plain", "over the best other", "it"]

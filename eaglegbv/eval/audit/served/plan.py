@@ -100,8 +100,8 @@ class Store:
     def keep(self, answers: Sequence[Answer]) -> None:
         """Keep the answers of a request."""
         before = self.tokens
+        tokens = before + sum(len(answer.rows) for answer in answers)
         self.answers += answers
-        tokens = self.tokens
         if tokens // PROGRESS > before // PROGRESS:
             self.say(f"{tokens:,} tokens")
         if self.path is not None:

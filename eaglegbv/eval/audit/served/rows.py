@@ -75,9 +75,9 @@ def rows_of(logprobs: Mapping[str, Any] | Sequence[Any] | None) -> list[Row]:
     if not logprobs:
         return []
     if not isinstance(logprobs, Mapping):
-        return [_row(told) for told in logprobs]
+        return [_row(entry) for entry in logprobs]
     if "tokens" not in logprobs:
-        return [_row(told) for told in logprobs["content"] or ()]
+        return [_row(entry) for entry in logprobs["content"] or ()]
     columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
     rows = []
     for token, logprob, top in zip(*columns, strict=True):
@@ -96,24 +96,24 @@ def sglang_rows(meta: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _row(told: Mapping[str, Any]) -> Row:
-    top = told.get("top_logprobs", told.get("top_probs"))
-    return Row(*_entry(told), [_entry(other) for other in top] if top else None)
+def _row(entry: Mapping[str, Any]) -> Row:
+    top = entry.get("top_logprobs", entry.get("top_probs"))
+    return Row(*_entry(entry), [_entry(other) for other in top] if top else None)
 
 
-def _entry(told: Mapping[str, Any]) -> tuple[Token, float | None]:
-    token = token_of(told)
-    if "prob" not in told:
-        return token, told["logprob"]
-    prob = told["prob"]  # after llama.cpp's whole chain
+def _entry(entry: Mapping[str, Any]) -> tuple[Token, float | None]:
+    token = token_of(entry)
+    if "prob" not in entry:
+        return token, entry["logprob"]
+    prob = entry["prob"]  # after llama.cpp's whole chain
     return token, math.log(prob) if prob > 0 else -math.inf
 
 
-def token_of(told: Mapping[str, Any]) -> Token:
+def token_of(entry: Mapping[str, Any]) -> Token:
     """Return what tells a listed token best: its id; its bytes, as texts may be alike; its text."""
-    text = str(told.get("token", ""))
-    if isinstance(told.get("id"), int):
-        return int(told["id"])
+    text = str(entry.get("token", ""))
+    if isinstance(entry.get("id"), int):
+        return int(entry["id"])
     if text.startswith(NAMED):
         return int(text.removeprefix(NAMED))
-    return bytes(told["bytes"]).hex() if told.get("bytes") else text
+    return bytes(entry["bytes"]).hex() if entry.get("bytes") else text

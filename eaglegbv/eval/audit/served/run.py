@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace as replaced
 
@@ -63,6 +63,14 @@ WISHES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 """Fields and neutral settings that servers are asked with; those that refuse some get the next."""
 
 
+class Look(NamedTuple):
+    """What the answers so far came to."""
+
+    findings: list[Finding]
+    places: Places
+    notes: Notes
+
+
 @dataclass(slots=True)
 class Audit:
     """An audit of a server."""
@@ -85,7 +93,7 @@ class Audit:
         anew = self.plan.reasked or self.plan.compared or self.against or self.model
         if anew and self.client.server.kind == "chat":
             raise InvalidArgument("kind", "chat", "a kind whose requests can continue an answer")
-        found: list[Finding] = []
+        look: Look | None = None
         try:
             await self._agree()
             prompts = await self._pilot()
@@ -99,24 +107,24 @@ class Audit:
                 # Every look has its share of long answers and of copies.
                 await self._ask(part_of(asks, share))
                 await self._tell_anew()
-                found = self._look(level)
-                if any(finding.fails for finding in found):
+                look = self._look(level)
+                if any(finding.fails for finding in look.findings):
                     break
             await self._compare()
         except Stopped as error:
             self.stopped = str(error)
-            if not found:
-                self.tested = self.tested or self.store.of("long", "copies")
-                found = self._look(LOOKS[-1][1])
-        return self._report(found)
+        if look is None or not look.findings:
+            self.tested = self.tested or self.store.of("long", "copies")
+            look = self._look(LOOKS[-1][1])
+        return self._report(look)
 
-    def _look(self, level: float) -> list[Finding]:
-        places, _ = self._read(self.tested)
-        found = findings(places, (1 - SEEDS_SHARE) * level * self.plan.level)
-        for finding in found:
+    def _look(self, level: float) -> Look:
+        places, notes = self._read(self.tested)
+        tested = findings(places, (1 - SEEDS_SHARE) * level * self.plan.level)
+        for finding in tested:
             if finding.fails:
                 self.say(f"{finding.name}: p = {finding.p_value:.1e}")
-        return found
+        return Look(tested, places, notes)
 
     async def _ask(self, asks: Iterable[Ask]) -> None:
         await self.client.collect(self.store.lacks(asks), self.store.keep)
@@ -170,13 +178,13 @@ class Audit:
     async def _pilot(self) -> list[str]:
         """Return the prompts by the information that their answers give, the most first."""
         await self._ask(requests("pilot", self.prompts, PILOT * len(self.prompts), PILOT))
-        told = {}
+        surprise = {}
         for answer in self.store.of("pilot"):
             places, _ = read([answer], self.client.server.top, Rule(Settings()))
             whole = information(places)["surprise"]
-            told[answer.ask.prompt] = whole / max(len(places), 1)
-        ranked = sorted(told, key=lambda prompt: -told[prompt])
-        return [p for p in ranked if told[p] >= LEAST_INFORMATION] or ranked[:1]
+            surprise[answer.ask.prompt] = whole / max(len(places), 1)
+        ranked = sorted(surprise, key=lambda prompt: -surprise[prompt])
+        return [p for p in ranked if surprise[p] >= LEAST_INFORMATION] or ranked[:1]
 
     async def _probe(self, prompt: str) -> None:
         """Find out by the law after a prompt whether it is reported before or after settings."""
@@ -207,9 +215,8 @@ class Audit:
     def _read(self, answers: Sequence[Answer]) -> tuple[Places, Notes]:
         return read(answers, self.client.server.top, self.rule)
 
-    def _report(self, found: list[Finding]) -> Report:
+    def _report(self, look: Look) -> Report:
         server, answers = self.client.server, self.store.answers
-        places, notes = self._read(self.tested)
         return Report(
             url=server.url,
             kind=server.kind,
@@ -220,44 +227,45 @@ class Audit:
             requests=self.client.requests,
             answers=len(answers),
             tokens=self.store.tokens,
-            places=len(places),
+            places=len(look.places),
             level=self.plan.level,
-            information=information(places),
-            findings=found,
-            features=self._features(found, len(places), notes),
-            notes=self._told(notes),
+            information=information(look.places),
+            findings=look.findings,
+            features=self._features(look),
+            notes=self._remarks(look.notes),
         )
 
-    def _told(self, notes: Notes) -> list[str]:
+    def _remarks(self, notes: Notes) -> list[str]:
         """Return what a reader of the report should know beside its numbers."""
         broken = Counter(answer.error for answer in self.store.answers if answer.error)
-        told = [f"{count} places without a law: {why}" for why, count in notes.unusable.items()]
-        told += [f"{count} answers broke off: {why}" for why, count in broken.items()]
+        remarks = [f"{count} places without a law: {why}" for why, count in notes.unusable.items()]
+        remarks += [f"{count} answers broke off: {why}" for why, count in broken.items()]
         if notes.grid != Grid():
-            told.append(f"the server's numbers are rounded: {notes.grid}")
+            remarks.append(f"the server's numbers are rounded: {notes.grid}")
         if "top_p" not in self.client.server.neutral:
-            told.append("the server takes no neutral settings: its own defaults may apply")
+            remarks.append("the server takes no neutral settings: its own defaults may apply")
         if self.stopped:
-            told.append(f"stopped: {self.stopped}")
-        return told
+            remarks.append(f"stopped: {self.stopped}")
+        return remarks
 
-    def _features(self, found: list[Finding], places: int, notes: Notes) -> list[Feature]:
+    def _features(self, look: Look) -> list[Feature]:
         """Return the verdicts on sampling and on every feature that was asked for."""
-        sampling = self._sampling(found, places, notes)
+        sampling = self._sampling(look)
         unknown, why = self.rule.unknown, "its law is the one that was tested"
-        told = [Feature(name, Verdict.UNKNOWN, reason) for name, reason in unknown.items()]
-        told += [
+        others = [Feature(name, Verdict.UNKNOWN, reason) for name, reason in unknown.items()]
+        others += [
             Feature(name, sampling.verdict, why)
             for name in self.client.server.settings.asked
             if name not in unknown
         ]
-        return [sampling, *told, *self._single(found)]
+        return [sampling, *others, *self._single(look.findings)]
 
-    def _sampling(self, found: list[Finding], places: int, notes: Notes) -> Feature:
+    def _sampling(self, look: Look) -> Feature:
+        notes = look.notes
         proofs = {
             "tokens that cannot be drawn by the law": notes.impossible,
             "laws that add up to more than 1": notes.over_one,
-            "statistics beyond their level": sum(finding.fails for finding in found),
+            "statistics beyond their level": sum(finding.fails for finding in look.findings),
         }
         shown = [f"{count} {what}" for what, count in proofs.items() if count]
         if shown:
@@ -269,16 +277,16 @@ class Audit:
             why = f"{notes.without_end} answers lack the row of their last token: name it by --end"
         elif self.stopped:
             why = f"the plan was not done: {self.stopped}"
-        elif places < FEWEST:
-            why = f"{places} usable places, fewer than {FEWEST}"
+        elif len(look.places) < FEWEST:
+            why = f"{len(look.places)} usable places, fewer than {FEWEST}"
         if why is not None:
             return Feature("sampling", Verdict.UNKNOWN, why)
         return judged("sampling", good=True, why="no statistic is beyond its level")
 
-    def _single(self, found: list[Finding]) -> Iterator[Feature]:
+    def _single(self, tested: Sequence[Finding]) -> Iterator[Feature]:
         """Yield the verdicts on what has tests of its own, where there were any."""
         if any(answer.choice for answer in self.tested):
-            for copies in (finding for finding in found if finding.name == "copies"):
+            for copies in (finding for finding in tested if finding.name == "copies"):
                 why = f"independent answers: p = {copies.p_value:.1e}"
                 yield judged("n", good=not copies.fails, why=why)
         answers = self.store.of("equal seeds")
