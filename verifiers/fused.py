@@ -19,9 +19,7 @@ RULES = frozenset({"token", "block", "otbv", "gbv"})  # names of the rules that 
 
 
 def takes(verifier: Verifier, tree: DraftTree) -> bool:
-    """Return whether the kernels judge such a tree by ``verifier`` where it is."""
-    if not runs_kernels(tree.token_ids.device):
-        return False
+    """Return whether the kernels can judge such a tree by ``verifier``, where kernels run."""
     if tree.length == 0:  # nothing to judge
         return True
     if verifier.name not in RULES:
@@ -35,7 +33,7 @@ def verdict(
     verifier: Verifier, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms
 ) -> Verdict:
     """Return a verdict, by the kernels where they can judge, else as :meth:`Verifier.verify`."""
-    if takes(verifier, tree):
+    if runs_kernels(tree.token_ids.device) and takes(verifier, tree):
         return judge(verifier, tree, target, uniforms)[0]
     return verifier.verify(tree, target, uniforms)
 

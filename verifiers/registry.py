@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from eaglegbv.config import PLAIN, DefaultPlan, Plan, PlanChoices, Planning, named_planning
+from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers import fused
@@ -167,6 +168,6 @@ def verify_checked(
         The verdict, see :meth:`Verifier.verify`; and ``[batch]`` int64, the faults of its inputs,
         where it is meaningless; else 0.
     """
-    if fused.takes(verifier, tree):
+    if runs_kernels(tree.token_ids.device) and fused.takes(verifier, tree):
         return fused.judge(verifier, tree, target, uniforms)
     return verifier.verify(tree, target, uniforms), find_faults(tree, target)

@@ -1,17 +1,24 @@
 """What several files of engine tests share."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.pretend_device import BY_KERNELS, PretendDevice
 
+from eaglegbv.native.library import native_library
 from eaglegbv.utils import CACHE_FOLDER
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, not yet there, for what is kept."""
+    """A folder, not yet there, for what is kept.
+
+    Nothing of other tests gets there: no native library, nor costs of engines that nobody closed.
+    """
+    native_library()
+    gc.collect()
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     return tmp_path / "cache"
 

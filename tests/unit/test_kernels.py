@@ -37,7 +37,8 @@ pytest.importorskip("triton", reason="Triton, which runs the kernels, is not ins
 from eaglegbv import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # else interpreted
-SWITCHED = ("eaglegbv.sampling", "eaglegbv.verifiers.fused")
+IN_PIECES = ("eaglegbv.sampling", "eaglegbv.verifiers.fused")
+SWITCHED = (*IN_PIECES, "eaglegbv.verifiers.registry")
 KERNELS = ("warp_rows", "judge_nodes", "judge_paths", "draw_corrections")  # in order of launch
 RULES = sorted(fused.RULES)
 MARGIN = 1e-9  # far above rounding, and below any difference that matters
@@ -48,6 +49,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let kernels run on the CPU too, in pieces so small that a row has several."""
     for module in SWITCHED:
         monkeypatch.setattr(f"{module}.runs_kernels", lambda _: True)
+    for module in IN_PIECES:
         monkeypatch.setattr(f"{module}.PIECE", 4)
         monkeypatch.setattr(f"{module}.PIECE_WARPS", 1)
     with np.errstate(all="ignore"):  # what programs compute in masked lanes means nothing

@@ -38,11 +38,13 @@ def test_a_trace_of_a_process_that_was_killed_shows_what_was_there(cli, pair, tm
             pass
         whole = trace.read_bytes()
         pieces.close()
+    steps = whole.count(b'"name": "step"')  # the engine may be ahead of who reads
+    assert steps >= 3
     for cut in (len(whole), len(whole) - 7):  # between two writes, and within one
         left.write_bytes(whole[:cut])
         cli("view", str(left))
         page = (tmp_path / "left.html").read_text(encoding="utf-8")
-        assert '["Steps", "4"]' in page
+        assert f'["Steps", "{steps}"]' in page
     for nothing in (b"", b"[\n", b"[]"):
         left.write_bytes(nothing)
         refused = cli("view", str(left), status=2)
