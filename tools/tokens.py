@@ -41,7 +41,7 @@ CEILINGS = {
     "eaglegbv/cli": Ceiling(22_000, 8.5),
     "eaglegbv/native": Ceiling(3_000, 9.5),  # slack
     "eaglegbv/eval": Ceiling(55_600, 9.7),  # to come down to 44,000
-    "eaglegbv/eval/audit/served": Ceiling(14_800, 10.3),  # to come down to 8,000
+    "eaglegbv/eval/audit/served": Ceiling(12_650, 10.3),  # to come down to 8,000
     "drafters": Ceiling(26_500, 10.1),  # to come down to 23,500
     "drafters/formats": Ceiling(5_100, 8.5),
     "drafters/training": Ceiling(11_900, 10.0),  # to come down to 11,500

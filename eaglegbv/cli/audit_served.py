@@ -15,11 +15,10 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.options import opt
 from eaglegbv.cli.structs import Fields
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.eval.audit.served.client import Client, Server
+from eaglegbv.eval.audit.served.client import Client, Server, Store
 from eaglegbv.eval.audit.served.laws import Settings
-from eaglegbv.eval.audit.served.plan import Plan, Store
 from eaglegbv.eval.audit.served.report import Verdict
-from eaglegbv.eval.audit.served.run import PROMPTS, Audit
+from eaglegbv.eval.audit.served.run import PROMPTS, Audit, Plan
 
 STATUS = {Verdict.PASSES: 0, Verdict.FAILS: 1, Verdict.UNKNOWN: 3}
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}

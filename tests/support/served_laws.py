@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eaglegbv.eval.audit.served.places import Places
+from eaglegbv.eval.audit.served.laws import Places
 
 
 def softmax(logits):
@@ -97,7 +97,7 @@ def places(bank, tokens, laws, k=20):
     flat, row = tokens.ravel(), laws.ravel()
     listed = order[row]
     probs = np.take_along_axis(bank.p[row], listed, axis=1)
-    probs = np.append(probs, 1 - probs.sum(axis=1, keepdims=True), axis=1)
+    probs = np.append(probs, np.maximum(1 - probs.sum(axis=1, keepdims=True), 0), axis=1)
     same = listed == flat[:, None]
     drawn = np.where(same.any(axis=1), same.argmax(axis=1), k - 2)
     answer, position = np.divmod(np.arange(count * length), length)

@@ -32,113 +32,52 @@ LIKELY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TwoTargets(WarpedLogits):
-    """What last tokens are drawn from, and another law by which drafts are judged."""
+    """What tokens are drawn from, and another law that a fault takes in its place."""
 
-    of_drafts: WarpedLogits
+    other: WarpedLogits
 
 
 class Planted(Verifier):
-    """Token verification, right as it stands; each fault changes one of its parts."""
+    """Token verification of one path, right but for its fault."""
 
     name = "planted"
     draft_samplings = frozenset({DraftSampling.IID})
     max_paths = 1
+    fault = "none"
 
     def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
         """See :meth:`Verifier.judge`."""
-        judged = target.of_drafts if isinstance(target, TwoTargets) else target
-        path = self.path(DraftedPath.drawn(tree, judged))
-        passed = uniforms.acceptance[:, : tree.length] < self.ratios(path)
-        accepted = passed.to(torch.int64).cumprod(dim=1).sum(dim=1)
-        accepted = torch.minimum(accepted, path.lengths)
-        token_ids = self.last(path, accepted, target, uniforms)
-        return Verdict(path.nodes[:, 1:], accepted, token_ids)
-
-    def path(self, path: DraftedPath) -> DraftedPath:
-        """Return the path as it is judged."""
-        return path
-
-    def ratios(self, path: DraftedPath) -> Tensor:
-        """Return the chances of acceptance, ``[batch, length]``."""
-        return path.ratios()
-
-    def last(
-        self, path: DraftedPath, accepted: Tensor, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> Tensor:
-        """Draw the correction or bonus token, ``[batch]``."""
-        residual = path.residual(accepted, torch.ones_like(uniforms.correction))
-        return correction_token(residual, target, uniforms.correction)
-
-
-class RawBonus(Planted):
-    """The bonus token is drawn at temperature 1."""
-
-    def judge(self, tree: DraftTree, target: TargetProbs, uniforms: VerifyUniforms) -> Verdict:
-        """See :meth:`Verifier.judge`."""
-        assert isinstance(target, TwoTargets)
-        raw = target.of_drafts
-        verdict = super().judge(tree, replace(target, of_drafts=target), uniforms)
-        path = DraftedPath.drawn(tree, raw)
-        other = self.last(path, path.lengths, raw, uniforms)
-        bonus = verdict.accepted == path.lengths
-        return replace(verdict, token_ids=torch.where(bonus, other, verdict.token_ids))
+        other = target.other if isinstance(target, TwoTargets) else target
+        path = DraftedPath.drawn(tree, target if self.fault == "raw-bonus" else other)
+        if self.fault == "other-temperature":
+            sharper = path.draft**2
+            path = replace(path, draft=sharper / sharper.sum(dim=2, keepdim=True).clamp(min=1e-300))
+        if self.fault == "pruned-drafts":
+            likely = entry_at(path.draft, path.chosen) >= PRUNED_BELOW
+            path = replace(path, lengths=torch.minimum(_leading(likely), path.lengths))
+        ratios = path.ratios()
+        if self.fault == "half-threshold":
+            ratios = 2 * ratios
+        if self.fault == "likely-accepted":
+            ratios[entry_at(path.target, path.chosen) >= LIKELY] = 1.0
+        passed = uniforms.acceptance[:, : tree.length] < ratios
+        accepted = torch.minimum(_leading(passed), path.lengths)
+        bonus, number = accepted == path.lengths, uniforms.correction
+        if self.fault == "number-reused":
+            at = accepted.clamp(max=tree.length - 1)
+            number = torch.where(bonus, number, entry_at(uniforms.acceptance, at))
+        if self.fault == "no-residual":
+            path = replace(path, draft=torch.zeros_like(path.draft))
+        residual = path.residual(accepted, torch.ones_like(number))
+        last = correction_token(residual, target, number)
+        if self.fault == "raw-bonus":
+            last = torch.where(bonus, correction_token(residual, other, number), last)
+        return Verdict(path.nodes[:, 1:], accepted, last)
 
 
-class OtherTemperature(Planted):
-    """Drafts are judged by q at half the temperature that they were drawn at."""
-
-    def path(self, path: DraftedPath) -> DraftedPath:
-        """See :meth:`Planted.path`."""
-        sharper = path.draft**2
-        return replace(path, draft=sharper / sharper.sum(dim=2, keepdim=True).clamp(min=1e-300))
-
-
-class HalfThreshold(Planted):
-    """A draft is accepted with the chance p / (0.5 q)."""
-
-    def ratios(self, path: DraftedPath) -> Tensor:
-        """See :meth:`Planted.ratios`."""
-        return 2 * path.ratios()
-
-
-class LikelyAccepted(Planted):
-    """A draft of probability 0.5 or more is always accepted."""
-
-    def ratios(self, path: DraftedPath) -> Tensor:
-        """See :meth:`Planted.ratios`."""
-        likely = entry_at(path.target, path.chosen) >= LIKELY
-        return torch.where(likely, 1.0, path.ratios())
-
-
-class NoResidual(Planted):
-    """The correction is drawn from p."""
-
-    def last(self, path: DraftedPath, *rest: Any) -> Tensor:  # noqa: ANN401
-        """See :meth:`Planted.last`."""
-        return super().last(replace(path, draft=torch.zeros_like(path.draft)), *rest)
-
-
-class NumberReused(Planted):
-    """The number that rejected a draft draws its correction too."""
-
-    def last(
-        self, path: DraftedPath, accepted: Tensor, target: TargetProbs, uniforms: VerifyUniforms
-    ) -> Tensor:
-        """See :meth:`Planted.last`."""
-        at = accepted.clamp(max=uniforms.acceptance.shape[1] - 1)
-        rejected = accepted < path.lengths
-        reused = torch.where(rejected, entry_at(uniforms.acceptance, at), uniforms.correction)
-        return Planted.last(self, path, accepted, target, replace(uniforms, correction=reused))
-
-
-class PrunedDrafts(Planted):
-    """A draft of small q, and the path behind it, is dropped after it was drawn."""
-
-    def path(self, path: DraftedPath) -> DraftedPath:
-        """See :meth:`Planted.path`."""
-        likely = (entry_at(path.draft, path.chosen) >= PRUNED_BELOW).to(torch.int64)
-        kept = likely.cumprod(dim=1).sum(dim=1)
-        return replace(path, lengths=torch.minimum(kept, path.lengths))
+def _leading(passed: Tensor) -> Tensor:
+    """Return how many entries of each row come before the first false one, ``[batch]`` int64."""
+    return passed.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
 def _alike(rngs: Sequence[RequestRng], steps: Sequence[int], **how: Any) -> VerifyUniforms:  # noqa: ANN401
@@ -162,15 +101,15 @@ _PROBS = verification.probs_of_nodes
 
 
 def _two_targets(**ignored: float) -> dict[str, Any]:
-    """Judge drafts without some settings."""
+    """Have a law without some settings."""
 
     def probs(group: Group, logits: Tensor) -> WarpedLogits:
         others = [copy.copy(request) for request in group.requests]
         for request in others:
             request.params = msgspec.structs.replace(request.params, **ignored)
-        of_drafts = _PROBS(replace(group, requests=others), logits)
+        other = _PROBS(replace(group, requests=others), logits)
         both = _PROBS(group, logits)
-        return TwoTargets(both.logits, both.log_normaliser, both.rows, of_drafts)
+        return TwoTargets(both.logits, both.log_normaliser, both.rows, other)
 
     return {"eaglegbv.verification.probs_of_nodes": probs}
 
@@ -184,23 +123,25 @@ def _greedy(growing: Any) -> Iterator[tuple[int, float]]:  # noqa: ANN401
 
 
 GREEDY = {"eaglegbv.drafters.host_drafting._IndependentPaths._drawn": _greedy}
-FAULTS: dict[str, tuple[type[Planted], dict[str, Any]]] = {
-    "none": (Planted, {}),
-    "temperature-ignored": (Planted, _two_targets(temperature=1.0)),
-    "greedy-drafts": (Planted, GREEDY),
-    "other-temperature": (OtherTemperature, {}),
-    "half-threshold": (HalfThreshold, {}),
-    "likely-accepted": (LikelyAccepted, {}),
-    "no-residual": (NoResidual, {}),
-    "number-reused": (NumberReused, {}),
-    "steps-alike": (Planted, {"eaglegbv.verification.VerifyUniforms.draw": _alike}),
-    "raw-bonus": (RawBonus, _two_targets(temperature=1.0)),
-    "pruned-drafts": (PrunedDrafts, {}),
-    "penalty-ignored": (Planted, _two_targets(presence_penalty=0.0)),
-    "late-top-p": (Planted, _two_targets(top_p=1.0)),
-    "wrong-row": (Planted, {"eaglegbv.verification._rank_committed": _wrong_row}),
+TWO_STEPS = {"eaglegbv.verification.VerifyUniforms.draw": _alike}
+WRONG_ROW = {"eaglegbv.verification._rank_committed": _wrong_row}
+FAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "temperature-ignored": _two_targets(temperature=1.0),  # on drafts
+    "greedy-drafts": GREEDY,
+    "other-temperature": {},
+    "half-threshold": {},
+    "likely-accepted": {},
+    "no-residual": {},
+    "number-reused": {},
+    "steps-alike": TWO_STEPS,
+    "raw-bonus": _two_targets(temperature=1.0),
+    "pruned-drafts": {},
+    "penalty-ignored": _two_targets(presence_penalty=0.0),
+    "late-top-p": _two_targets(top_p=1.0),
+    "wrong-row": WRONG_ROW,
 }
-"""The faults by name: the rule, and what it takes the place of in verification."""
+"""The faults by name, and what they take the place of in verification beside its rule."""
 
 
 @contextmanager
@@ -212,10 +153,10 @@ def planted(name: str) -> Iterator[str]:
     """
     if name not in FAULTS:
         raise InvalidArgument("fault", name, one_of(FAULTS, name))
-    rule, changes = FAULTS[name]
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Planted, "fault", name))
         for table in (VERIFIERS, ALL_VERIFIERS):
-            stack.enter_context(mock.patch.dict(table, {Planted.name: rule}))
-        for place, value in changes.items():
+            stack.enter_context(mock.patch.dict(table, {Planted.name: Planted}))
+        for place, value in FAULTS[name].items():
             stack.enter_context(mock.patch(place, value))
         yield Planted.name

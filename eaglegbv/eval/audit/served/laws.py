@@ -9,24 +9,29 @@ outcome. Lumping tokens of a law yields a law: nothing is approximated.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
-from eaglegbv.eval.audit.served.rows import Row, Token, finite
+from eaglegbv.eval.audit.served.rows import NONE, SLACK, Answer
 
-SLACK = 1e-5  # mass that float32 may lose when probabilities are added
+Array: TypeAlias = NDArray[Any]
+
 SHORT = 1e-3  # mass that may lack in a list of all that can be drawn
 ALIKE = 1e-3  # log-probabilities of one token, told twice
 FINEST = 6  # decimals of the finest grid that is told from float32
 BFLOAT16_BITS = 8  # of a significand, the hidden one included
-UNSHOWN = ("top_p", "min_p")  # limits that the law before temperature does not show
+NOTHING = -1  # in place of a token where a list has ended
+TINY = 1e-300
+TIE = 1e-9  # log-probabilities that are told apart differ by more
+TO_REST = ((0, 0), (0, 1))  # pads listed tokens with the rest
+LIMITS = ("top_k", "top_p", "min_p")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,13 +60,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def asked(self) -> dict[str, Any]:
         """The settings that are set, by name."""
-        given = msgspec.to_builtins(self)
-        return {name: value for name, value in given.items() if value is not None}
+        return {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
 
     @property
     def limits(self) -> list[str]:
         """Those that leave tokens out."""
-        return [name for name in ("top_k", *UNSHOWN) if name in self.asked]
+        return [name for name in LIMITS if name in self.asked]
+
+    @property
+    def moves(self) -> bool:
+        """Whether there are others that change something."""
+        return msgspec.structs.replace(self, **dict.fromkeys(LIMITS)) != Settings()
 
 
 class Grid(NamedTuple):
@@ -71,8 +82,9 @@ class Grid(NamedTuple):
     decimals: int | None = None
 
     @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Self:
+    def of(cls, logprobs: Iterable[float]) -> Self:
         """Recognise the grid of log-probabilities."""
+        values = np.array([value for value in logprobs if value > NONE])
         if not len(values):
             return cls()
         mantissa = np.frexp(values)[0] * 2**BFLOAT16_BITS
@@ -81,102 +93,76 @@ class Grid(NamedTuple):
         exact = (d for d in range(FINEST) if np.abs(values - values.round(d)).max() < 1e-9)
         return cls(decimals=next(exact, None))
 
-    def error(self, value: float) -> float:
-        """Return how far one may be from the number that was rounded: half a unit."""
+    def error(self, values: Array) -> Array:
+        """Return how far each may be from the number that was rounded: half a unit."""
         if self.bits is not None:
-            return float(2.0 ** (math.frexp(value)[1] - self.bits - 1))
-        return 0.0 if self.decimals is None else float(0.5 * 10.0**-self.decimals)
-
-
-class Entry(NamedTuple):
-    """A listed token."""
-
-    token: Token
-    logprob: float  # or what settings make of it, up to a constant
-    error: float = 0.0  # how far it may be from the true one
-    earlier: int = 0  # how often the token occurred before in its answer
-
-    @property
-    def prob(self) -> float:
-        """Its probability."""
-        return math.exp(self.logprob)
+            return np.exp2(np.frexp(values)[1] - self.bits - 1.0)
+        unit = 0.0 if self.decimals is None else 10.0**-self.decimals
+        return np.full(values.shape, unit / 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """Where a token was drawn: the listed ones that count, the most likely first, and the rest."""
+class Places:
+    """Places of answers, in order within each answer, with the laws there."""
 
-    entries: list[Entry]
-    drawn: Token | None  # None: one of the rest
-    rest: float  # probability of all others; 0 where it is given that none of them is drawn
-    closed: bool = False  # the list says that nothing else can be drawn
-    over_one: bool = False  # probabilities add up to more than 1, whatever the rounding
+    probs: Array  # [places, k + 1], most likely first, the rest last; rows sum to 1
+    errors: Array  # [places, k]: how far each log-probability may be from the true one
+    tokens: Array  # [places, k], -1 where fewer are listed
+    counts: Array  # [places, k]: how often a listed token occurred before in its answer
+    drawn: Array  # [places]: index of the outcome drawn, k for the rest
+    answer: Array  # [places]: number of the answer
+    position: Array  # [places]: how many tokens of its answer stand before
+    context: Array  # [places]: number of the text before, prompt included
+
+    def __len__(self) -> int:
+        return len(self.drawn)
 
     @property
-    def impossible(self) -> bool:
-        """Whether a token was drawn that cannot be."""
-        return self.closed and self.drawn is None
+    def rest(self) -> int:
+        """Index of the rest among the outcomes."""
+        return int(self.probs.shape[1]) - 1
 
-    def given(self, entries: Iterable[Entry]) -> "Law | None":
-        """Return the law given that one of some tokens is drawn; none where another was.
+    @property
+    def spread(self) -> Array:
+        """How much of each listed token's probability may be rounding, ``[places, k]``."""
+        return self.probs[:, :-1] * np.expm1(self.errors)
 
-        To leave out such a place is sound: a feature that is constant on the other tokens, and
-        equal there to its expectation on these, has the difference 0 there.
+    def mean(self, values: Array) -> Array:
+        """Return the expectation of values ``[places, k + 1]`` under each law, ``[places, 1]``."""
+        mean: Array = np.einsum("nk,nk->n", self.probs, values)[:, None]
+        return mean
+
+    def at_drawn(self, values: Array) -> Array:
+        """Return the values ``[places, k + 1]`` of what was drawn, ``[places, 1]``."""
+        return np.take_along_axis(values, self.drawn[:, None], axis=1)
+
+    def only(self, kept: Array) -> "Places":
+        """Return some of the places."""
+        return Places(*(getattr(self, column.name)[kept] for column in fields(self)))
+
+    def given(self, kept: Array, logits: Array) -> "Places":
+        """Return laws given that one of the tokens ``kept`` is drawn, whose odds ``logits`` give.
+
+        Both are ``[places, k]``. Places where another was drawn are left out. That is sound: a
+        feature that is constant on the other tokens, and equal there to its expectation on these,
+        has the difference 0 there.
         """
-        ranked = sorted(entries, key=_by_likelihood)
-        if self.drawn not in [entry.token for entry in ranked]:
-            return None
-        return Law(ranked, self.drawn, 0.0)
+        shown = self.at_drawn(np.pad(kept, TO_REST))[:, 0]
+        places, logits = self.only(shown), np.where(kept, logits, -np.inf)[shown]
+        order = np.argsort(-logits, axis=1, kind="stable")
 
+        def ranked(values: Array) -> Array:
+            return np.take_along_axis(values, order, axis=1)
 
-def _by_likelihood(entry: Entry) -> tuple[float, str]:
-    return -entry.logprob, str(entry.token)
-
-
-def law_of(row: Row, k: int, grid: Grid, counts: Counter[Token]) -> Law | str:
-    """Return the law of a row for which ``k`` tokens were asked, or why there is none.
-
-    A row is left out by what the k - 1 most likely tokens show, never by the token drawn.
-    """
-    if row.listed is None:
-        return "no list"
-    told = [(token, finite(logprob)) for token, logprob in row.listed]
-    if any(not logprob <= SLACK for _, logprob in told):
-        return "no log-probabilities"
-    entries = [
-        Entry(token, value, grid.error(value), counts.get(token, 0)) for token, value in told
-    ]
-    likely = sorted(entries, key=_by_likelihood)[: k - 1]
-    mass = math.fsum(entry.prob for entry in likely)
-    if len({entry.token for entry in likely}) < len(likely):
-        return "two tokens of one text"
-    if len(likely) < k - 1:
-        if mass < 1 - SHORT:
-            return "a list shorter than asked"
-        likely.append(Entry("", -math.inf))  # all that can be drawn is listed
-    gaps = (c for c in range(1, len(likely)) if likely[c - 1].logprob > likely[c].logprob)
-    cut = max(gaps, default=0)
-    counted = likely[:cut]
-    drawn = (entry.token for entry in counted if _is(row, entry))
-    rest = 1 - math.fsum(entry.prob for entry in counted)
-    return Law(
-        counted,
-        next(drawn, None),
-        max(rest, SLACK / 10),
-        closed=likely[cut].logprob == -math.inf,
-        over_one=mass - 1 > _spread(likely) + 10 * SLACK,
-    )
-
-
-def _is(row: Row, entry: Entry) -> bool:
-    """Whether a listed token is the one drawn, and not another of the same text."""
-    alike = row.logprob is None or abs(row.logprob - entry.logprob) < ALIKE
-    return row.token == entry.token and alike
-
-
-def _spread(entries: Iterable[Entry]) -> float:
-    """Return how much of the mass may be rounding."""
-    return math.fsum(entry.prob * math.expm1(entry.error) for entry in entries)
+        probs = ranked(special.softmax(logits, axis=1))
+        return replace(
+            places,
+            probs=np.pad(probs, TO_REST),
+            errors=ranked(places.errors),
+            tokens=np.where(probs > 0, ranked(places.tokens), NOTHING),
+            counts=ranked(places.counts),
+            drawn=places.at_drawn(order.argsort(axis=1))[:, 0],
+        )
 
 
 class Reported(StrEnum):
@@ -189,127 +175,189 @@ class Reported(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which law of tokens follows from the one that is reported."""
+    """Which law of tokens follows from the one that is reported.
+
+    Temperature, penalties and biases change the odds of the listed tokens in a known way, whatever
+    the rest does; and a limit leaves tokens that are known, up to ties, which each server breaks
+    in its own way, and rounding. So a law is the one given that a token is drawn that is left for
+    certain, and more likely than any of the rest may be. Places where another was drawn are left
+    out. That is sound: a feature that is constant on the other tokens, and equal there to its
+    expectation on these, has the difference 0 there.
+    """
 
     settings: Settings
     reported: Reported = Reported.RAW
-    ends: Collection[Token] = ()  # tokens that end answers without a row of their own
+    ends: Sequence[int] = ()  # tokens that end answers without a row of their own: never drawn
     grammar: bool = False
 
     @property
     def unknown(self) -> dict[str, str]:
         """Why nothing can be told of settings that are asked for, by their names."""
-        settings = self.settings
-        limits = [name for name in settings.limits if name in UNSHOWN]
-        if self.reported is Reported.ALL:
-            return {}
-        why = f"the law is reported {self.reported}"
-        if self.reported is Reported.WARPED:
-            why = "several limits, of which each server has its own order"
-            return dict.fromkeys(limits, why) if len(settings.limits) > 1 else {}
-        told = {"grammar": why} if self.grammar else {}
-        if settings.repetition_penalty is not None:
-            told["repetition_penalty"] = why
-        others = msgspec.structs.replace(settings, **dict.fromkeys(limits))
-        if others != Settings() or len(limits) > 1:
-            told |= dict.fromkeys(limits, why)
-        return told
+        settings, raw = self.settings, self.reported is Reported.RAW
+        # Between limits servers renormalise, each in its own order.
+        several = len(settings.limits) > 1 and self.reported is not Reported.ALL
+        hidden = {
+            "top_p": settings.top_p and (several or (raw and settings.moves)),
+            "repetition_penalty": settings.repetition_penalty and raw,
+            "grammar": self.grammar and raw,
+        }
+        names = [name for name, is_hidden in hidden.items() if is_hidden]
+        return dict.fromkeys(names, f"the law is reported {self.reported}")
 
-    def law(self, law: Law) -> Law | None:
-        """Return the law that the settings make of a reported one; none if that cannot be told."""
-        settings = self.settings
-        if self.unknown:
-            return None
-        raw = self.reported is Reported.RAW
-        if raw and not any(name in UNSHOWN for name in settings.limits):
-            return among_listed(law, settings, self.ends)
-        if self.reported is not Reported.ALL and settings.limits:
-            return truncated(law, settings)
-        return among_listed(law, Settings(), self.ends)
+    def follow(self, places: Places) -> tuple[Places, Array]:
+        """Return the laws after settings, and which draws they exclude beyond doubt, ``[places]``.
 
-    def excluded(self, law: Law) -> bool:
-        """Whether the settings exclude the token drawn beyond doubt: a proof by itself."""
-        settings = self.settings
-        if self.reported is Reported.RAW:
-            alone = msgspec.structs.replace(settings, **dict.fromkeys(settings.limits))
-            if msgspec.structs.replace(alone, temperature=1.0) != Settings():
-                return False
-            if settings.temperature != 1:
-                settings = Settings(top_k=settings.top_k)
-        return outside(law, settings)
+        Tokens that are excluded are proofs by themselves.
+        """
+        settings, limits = self.settings, self.settings.limits
+        if self.reported is not Reported.RAW:
+            limited = self.reported is Reported.WARPED
+            settings = Settings(**{name: settings.asked[name] for name in limits * limited})
+        if settings == Settings() and not self.ends:
+            return places, np.zeros(len(places), bool)
+        logits = _moved(places, settings)
+        order = np.argsort(-logits[:, :-1], axis=1, kind="stable")
+        order = np.pad(order, TO_REST, constant_values=places.rest)
+
+        def ranked(values: Array) -> Array:
+            return np.take_along_axis(values, order[:, : values.shape[1]], axis=1)
+
+        tokens, logits = ranked(places.tokens), ranked(logits)
+        errors = ranked(places.errors) / settings.temperature
+        places = replace(
+            places,
+            errors=errors,
+            tokens=tokens,
+            counts=ranked(places.counts),
+            drawn=places.at_drawn(order.argsort(axis=1))[:, 0],
+        )
+        above, masses = logits > logits[:, -1:], np.exp(logits.clip(max=0))
+        masses[:, -1] = 0
+        kept = above & np.pad(~np.isin(tokens, self.ends), TO_REST)
+        out = np.zeros_like(kept)
+        spread = (masses[:, :-1] * np.expm1(errors)).sum(axis=1, keepdims=True)
+        for behind, limit, error in (
+            (_ahead(above), (settings.top_k or 0) - 0.5, 0.0),
+            (_ahead(masses), None if settings.moves else settings.top_p, spread + SLACK),
+            (
+                logits[:, :1] - logits,
+                settings.min_p and -math.log(settings.min_p),
+                2 * errors.max(axis=1, keepdims=True) + SLACK,
+            ),
+        ):
+            if limit and limit > 0:
+                worst = np.where(behind >= limit - error, logits, -np.inf).max(axis=1)
+                best = np.where(behind <= limit + error, logits, np.inf).min(axis=1)
+                kept &= logits > worst[:, None]
+                out |= logits < best[:, None]
+        excluded = places.at_drawn(out)[:, 0]
+        shown = places.at_drawn(kept)[:, 0] & (not self.unknown)
+        probs = special.softmax(np.where(kept, logits, -np.inf)[shown], axis=1)
+        return replace(places.only(shown), probs=probs), excluded
 
 
-def among_listed(law: Law, settings: Settings, ends: Collection[Token] = ()) -> Law | None:
-    """Return the law given that a listed token is drawn, from a report before all settings.
+def _moved(places: Places, settings: Settings) -> Array:
+    """Return log-probabilities after all but limits, up to a constant, ``[places, k + 1]``.
 
-    Temperature, penalties and biases change the odds of the listed tokens in a known way, whatever
-    the rest does. Tokens count that are more likely after them than any in the rest may be, so the
-    ``top_k`` first of them are the first of all. Tokens of ``ends`` are taken out: where the last
-    row of an answer lacks, they were not drawn. Where nothing changes, the law stays as it is.
+    That of the rest is one that none of its tokens reaches.
     """
-    if settings == Settings() and not ends:
-        return law
-    temperature = settings.temperature
-    bias = settings.logit_bias or {}
-    presence = settings.presence_penalty or 0.0
-    frequency = settings.frequency_penalty or 0.0
-
-    def moved(entry: Entry) -> Entry:
-        penalty = presence * (entry.earlier > 0) + frequency * entry.earlier
-        logit = entry.logprob - penalty + bias.get(str(entry.token), 0.0)
-        return entry._replace(logprob=logit / temperature, error=entry.error / temperature)
-
-    entries = [moved(entry) for entry in law.entries if entry.token not in ends]
-    if settings.top_k is not None and entries:
-        gain = max(0.0, *bias.values(), 0.0)
-        least = (law.entries[-1].logprob + gain) / temperature
-        likely = [entry for entry in entries if entry.logprob >= least]
-        likely.sort(key=_by_likelihood)
-        # Ties are broken by the server, so tokens at the limit count only if none equals the next.
-        limits = [entry.logprob for entry in likely[settings.top_k :]] or [-math.inf]
-        entries = [entry for entry in likely if entry.logprob > limits[0]]
-    return law.given(entries)
+    logits = np.log(places.probs.clip(TINY))
+    listed, biases = logits[:, :-1], settings.logit_bias or {}
+    last = np.where(places.tokens == NOTHING, 0, listed).min(axis=1)
+    logits[:, -1] = last + max(0.0, *biases.values(), 0.0) - TIE
+    listed -= (settings.presence_penalty or 0) * (places.counts > 0)
+    listed -= (settings.frequency_penalty or 0) * places.counts
+    for token, bias in biases.items():
+        listed += bias * (places.tokens == int(token))
+    logits /= settings.temperature
+    return logits
 
 
-def truncated(law: Law, settings: Settings) -> Law | None:
-    """Return the law after the one limit, from a report of the law before that.
+def _ahead(weights: Array) -> Array:
+    """Return the sums of weights ``[places, outcomes]`` before each."""
+    before: Array = weights.cumsum(axis=1) - weights
+    return before
 
-    There is none where the list does not show which tokens are left, whatever its errors.
+
+@dataclass(slots=True)
+class Notes:
+    """What was met while answers were read."""
+
+    grid: Grid
+    unusable: int = 0  # places without a whole list of log-probabilities of different tokens
+    without_end: int = 0  # answers that ended by a token that has no row
+    impossible: int = 0  # tokens drawn although they cannot be
+    over_one: int = 0  # rows whose probabilities add up to more than 1, whatever the rounding
+
+
+def read(answers: Sequence[Answer], k: int, rule: Rule) -> tuple[Places, Notes]:
+    """Return the places of answers to which lists of ``k`` tokens were asked, and notes.
+
+    A row is left out by what the k - 1 most likely tokens show, never by the token drawn.
     """
-    entries = law.entries
-    if settings.top_k is not None:
-        first, others = entries[: settings.top_k], entries[settings.top_k :]
-        tied = bool(others) and first[-1].logprob == others[0].logprob
-        return None if tied else law.given(first)
-    if settings.top_p is not None:
-        limit = settings.top_p
-        values = list(accumulate((entry.prob for entry in entries), initial=0.0))
-        spreads = [_spread(entries[: n + 1]) + SLACK for n in range(len(values))]
-        clear = values[-1] > limit
-        left = [value < limit for value in values]
-    else:
-        limit = settings.min_p or 0.0
-        values = [entry.prob / entries[0].prob for entry in entries]
-        spreads = [limit * (2 * entry.error + SLACK) for entry in entries]
-        clear = bool(values) and values[-1] < limit
-        left = [value >= limit for value in values]
-    for value, spread in zip(values, spreads, strict=True):
-        clear = clear and abs(value - limit) > spread
-    return law.given(entries[: sum(left)]) if clear else None
+    notes = Notes(grid_of(answers))
+    lists, where = [], []
+    contexts: dict[Any, int] = {}
+    for number, answer in enumerate(answers):
+        told = answer.usage.get("completion_tokens", 0)
+        notes.without_end += told > len(answer.rows) > 0
+        context: Any = answer.ask.prompt
+        counts = Counter[int]()
+        for position, row in enumerate(answer.rows):
+            here = contexts.setdefault(context, len(contexts))
+            likely = sorted(row.listed or (), key=lambda entry: (-entry[1], entry[0]))[: k - 1]
+            lacking = k - 1 - len(likely)
+            whole = not lacking or math.fsum(math.exp(value) for _, value in likely) > 1 - SHORT
+            if whole and len(dict(likely)) == len(likely):
+                entries = [(value, token, counts[token]) for token, value in likely]
+                lists.append(entries + [(NONE, NOTHING, 0)] * lacking)
+                where.append((row.logprob, row.token, number, position, here))
+            else:
+                notes.unusable += 1
+            counts[row.token] += 1
+            context = (here, row.token)
+    table = np.array(lists, float).reshape(-1, k - 1, 3)
+    places = _reported(table, np.array(where, float).reshape(-1, 5), notes)
+    places, excluded = rule.follow(places)
+    notes.impossible += int(excluded.sum())
+    return places, notes
 
 
-def outside(law: Law, settings: Settings) -> bool:
-    """Return whether limits of a law exclude the token drawn, whatever the errors of the report."""
-    probs = {entry.token: entry.prob for entry in law.entries}
-    own = law.rest if law.drawn is None else probs[law.drawn]
-    # Tokens that tie with the drawn one count as less likely than it.
-    ahead = [prob for prob in probs.values() if law.drawn is None or prob > own]
-    if not ahead:
-        return False
-    proved = settings.top_k is not None and len(ahead) >= settings.top_k
-    if settings.top_p is not None:
-        proved |= math.fsum(ahead) > settings.top_p + _spread(law.entries) + SLACK
-    if settings.min_p is not None:
-        error = 2 * max(entry.error for entry in law.entries) + SLACK
-        proved |= min(own, ahead[-1]) * math.exp(error) < settings.min_p * ahead[0]
-    return proved
+def grid_of(answers: Iterable[Answer]) -> Grid:
+    """Return which numbers a server writes in its lists."""
+    rows = (row for answer in answers for row in answer.rows)
+    return Grid.of(logprob for row in rows for _, logprob in row.listed or ())
+
+
+def _reported(lists: Array, where: Array, notes: Notes) -> Places:
+    """Return the laws that are reported, each cut at the last strict gap of its list.
+
+    Args:
+        lists: The k - 1 most likely tokens, ``[places, k - 1, 3]``: log-probability, token, count.
+        where: The drawn token's, ``[places, 5]``: the first two, answer, position and context.
+        notes: They get what rows show of themselves.
+    """
+    logprobs, tokens, counts = lists.transpose(2, 0, 1)
+    own, drawn, *others = where.T
+    gaps = logprobs[:, :-1] > logprobs[:, 1:]
+    kept = np.pad(np.logical_or.accumulate(gaps[:, ::-1], axis=1)[:, ::-1], TO_REST)
+    # Another token of the same text has another log-probability.
+    other = np.abs(logprobs - own[:, None]) >= ALIKE
+    is_drawn = kept & (tokens == drawn[:, None]) & ~other
+    is_drawn[:, -1] = ~is_drawn.any(axis=1)
+    probs, errors = np.exp(logprobs), notes.grid.error(logprobs)
+    excess = (probs * (2 - np.exp(errors))).sum(axis=1) - 1
+    notes.over_one += int((excess > 10 * SLACK).sum())
+    # Where the rest begins with what cannot be drawn, all of it cannot.
+    begins = np.take_along_axis(logprobs, kept.sum(axis=1)[:, None], axis=1)
+    notes.impossible += int((is_drawn[:, -1:] & (begins <= NONE)).sum())
+    probs *= kept
+    probs[:, -1] = (1 - probs.sum(axis=1)).clip(SLACK / 10)
+    return Places(
+        probs / probs.sum(axis=1, keepdims=True),
+        (errors * kept)[:, :-1],
+        np.where(kept, tokens, NOTHING)[:, :-1].astype(int),
+        (counts * kept)[:, :-1].astype(int),
+        is_drawn.argmax(axis=1),
+        *(column.astype(int) for column in others),
+    )

@@ -27,10 +27,10 @@ class Feature(msgspec.Struct, frozen=True):
     verdict: Verdict
     why: str
 
-
-def judged(name: str, *, good: bool, why: str) -> Feature:
-    """Return a feature that passes or fails."""
-    return Feature(name, Verdict.PASSES if good else Verdict.FAILS, why)
+    @classmethod
+    def judged(cls, name: str, good: bool, why: str) -> "Feature":
+        """Return a feature that passes or fails."""
+        return cls(name, Verdict.PASSES if good else Verdict.FAILS, why)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     places: int  # tokens that the statistics use
     level: float  # at which all findings together would fail an honest server
-    information: dict[str, float]  # sums of variances, by statistic: what tests, rather than tokens
+    information: float  # variance of the surprise in nats^2: what tests, rather than tokens
     findings: list[Finding]
     features: list[Feature]
     notes: list[str]
@@ -61,20 +61,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def told(self) -> dict[str, Any]:
         """Return the report as it is written, with its verdict."""
-        return {"verdict": self.verdict, **msgspec.to_builtins(self)}
+        return {"verdict": self.verdict, **msgspec.to_builtins(self, enc_hook=float)}
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
         heading = f"{'statistic':30s}{'z':>8s}{'p-value':>10s}{'level':>10s}  difference"
-        found = [
-            f"{'FAILS ' if f.fails else ''}{f.name:{24 if f.fails else 30}s}{f.z:8.2f}"
-            f"{f.p_value:10.1e}{f.level:10.1e}  {in_words(f)}"
-            for f in sorted(self.findings, key=lambda finding: finding.p_value)
-        ]
+        ranked = sorted(self.findings, key=lambda finding: finding.p_value)
         return [
             f"{self.url}, {self.kind}: {self.tokens:,} tokens in {self.answers:,} answers to "
             f"{self.requests:,} requests; {self.places:,} are used; the law is reported {self.law}",
-            *([heading, *found] if found else []),
+            heading,
+            *map(_line, ranked),
             *(f"{feature.name}: {feature.verdict} ({feature.why})" for feature in self.features),
             *(f"note: {note}" for note in self.notes),
             f"the server {self.verdict}",
@@ -82,30 +79,30 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def junit(self) -> str:
         """Return the report for continuous integration, as JUnit writes its own."""
-        features = [judged(f.name, good=not f.fails, why=in_words(f)) for f in self.findings]
-        features += self.features
-        tags = {Verdict.FAILS: "failure", Verdict.UNKNOWN: "skipped"}
+        found = [Feature.judged(f.name, not f.fails, in_words(f)) for f in self.findings]
         suite = ElementTree.Element("testsuite", name="eaglegbv audit served", hostname=self.url)
-        for feature in features:
-            names = {"classname": self.kind, "name": feature.name}
-            case = ElementTree.SubElement(suite, "testcase", names)
+        tags = {Verdict.FAILS: "failure", Verdict.UNKNOWN: "skipped"}
+        for feature in found + self.features:
+            case = ElementTree.SubElement(suite, "testcase", name=feature.name, classname=self.kind)
             if feature.verdict in tags:
                 ElementTree.SubElement(case, tags[feature.verdict], message=feature.why)
-        counted = {"failures": "failure", "skipped": "skipped", "tests": "testcase"}
-        for name, tag in counted.items():
-            suite.set(name, str(len(list(suite.iter(tag)))))
+        for name, tag in (("failures", "failure"), ("skipped", "skipped"), ("tests", "testcase")):
+            suite.set(name, str(len(suite.findall(f".//{tag}"))))
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+def _line(finding: Finding) -> str:
+    name = "FAILS " * bool(finding.fails) + finding.name
+    numbers = f"{finding.z:8.2f}{finding.p_value:10.1e}{finding.level:10.1e}"
+    return f"{name:30s}{numbers}  {in_words(finding)}"
 
 
 def in_words(finding: Finding) -> str:
     """Return a finding's size in plain terms, and the least size that would have been found."""
-    rate = finding.unit == "of tokens"
-
-    def size(value: float) -> str:
-        return f"{100 * value:.2f}%" if rate else f"{value:.4f}"
-
-    least = f"at least {size(finding.smallest_shift)} {finding.unit} would be found"
-    if finding.shift is None:
-        return f"{finding.what}; {least}"
-    way = "more" if finding.shift > 0 else "less"
-    return f"{finding.what}: {size(abs(finding.shift))} {finding.unit} {way} than reported; {least}"
+    form = "{:.2%} {}" if finding.unit == "of tokens" else "{:.4f} {}"
+    least = form.format(finding.smallest_shift, finding.unit)
+    size = ""
+    if finding.shift is not None:
+        way = "more" if finding.shift > 0 else "less"
+        size = f": {form.format(abs(finding.shift), finding.unit)} {way} than reported"
+    return f"{finding.what}{size}; at least {least} would be found"

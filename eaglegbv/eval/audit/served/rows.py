@@ -1,24 +1,26 @@
 """What servers say of the tokens of an answer, in the forms of those that are known."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import msgspec
 
-Token: TypeAlias = int | str
-"""A token's id where a server tells it, else its text."""
+Entry: TypeAlias = tuple[int, float]
+"""A token and its log-probability: its id where the server tells it, else a number below -1."""
 
-NONE_BELOW = -9998.0  # what servers write for the logarithm of 0 is smaller
-NAMED = "token_id:"  # what precedes ids in the place of texts
+NONE = -9999.0  # stands for the logarithm of 0
+SLACK = 1e-5  # what float32 may lose when probabilities are added
+NAMED = "token_id:"  # precedes ids in the place of texts
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """What a server says of one token."""
 
-    token: Token
+    token: int
     logprob: float | None
-    listed: list[tuple[Token, float | None]] | None = None  # None: the server listed nothing
+    listed: list[Entry] | None = None  # None: no list of log-probabilities
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,14 +33,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1  # answers
     seed: int | None = None
     changed: dict[str, Any] = {}  # settings other than the audit's
-    prompt_ids: list[int] = []  # where they are known
-    after: list[Token] = []  # ids of tokens that follow the prompt
-
-    @property
-    def text(self) -> str | list[Token]:
-        """The text before the answer, as completion endpoints take it."""
-        before: list[Token] = [*self.prompt_ids] or [self.prompt]
-        return before + self.after if self.after else self.prompt
+    after: list[int | str] = []  # ids of a text that begins with the prompt: asked in its place
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -49,71 +44,58 @@ class Answer(msgspec.Struct, kw_only=True):
     rows: list[Row] = []  # of its tokens, also of the last one
     prompt_ids: list[int] = []  # where the server tells them
     error: str | None = None  # why nothing, or not all of it, came
-    forwards: int | None = None  # of the target, where the server counts them
-    accepted: int | None = None  # drafted tokens, where the server counts them
-    told: int | None = None  # how many tokens the server says it has
+    usage: dict[str, Any] = {}  # counts of the server
 
     @property
-    def tokens(self) -> list[Token]:
+    def tokens(self) -> list[int]:
         """Its tokens."""
         return [row.token for row in self.rows]
 
 
-def finite(logprob: float | None) -> float:
-    """Return a log-probability as a number: NaN for none, -inf for what stands for it."""
-    if logprob is None:
-        return math.nan
-    return -math.inf if logprob <= NONE_BELOW else logprob
-
-
-def rows_of(logprobs: Mapping[str, Any] | Sequence[Any] | None) -> list[Row]:
-    """Read the rows of a choice's ``logprobs``, or of llama.cpp's ``completion_probabilities``.
+def rows_of(said: Mapping[str, Any] | Sequence[Any] | None) -> list[Row]:
+    """Read a choice's ``logprobs``, llama.cpp's ``completion_probabilities``, SGLang's own rows.
 
     Raises:
         KeyError, TypeError, ValueError: It has not the form of any known server.
     """
-    if not logprobs:
-        return []
-    if not isinstance(logprobs, Mapping):
-        return [_row(entry) for entry in logprobs]
-    if "tokens" not in logprobs:
-        return [_row(entry) for entry in logprobs["content"] or ()]
-    columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
-    rows = []
-    for token, logprob, top in zip(*columns, strict=True):
-        listed = [{"token": text, "logprob": value} for text, value in (top or {}).items()]
-        rows.append(_row({"token": token, "logprob": logprob, "top_logprobs": listed}))
-    return rows
+    entries = said or ()
+    if isinstance(entries, Mapping):
+        if "tokens" not in entries:
+            return rows_of(entries["content"])
+        columns = (entries[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        rows = zip(*columns, strict=True)
+        return [_row((token, value), (top or {}).items()) for token, value, top in rows]
+    return [_row(entry, entry.get("top_logprobs", entry.get("top_probs"))) for entry in entries]
 
 
 def sglang_rows(meta: Mapping[str, Any]) -> list[Row]:
     """Read the rows of ``meta_info`` of SGLang's own ``/generate``."""
-    columns = (meta["output_token_logprobs"], meta["output_top_logprobs"])
-    rows = []
-    for (logprob, token, *_), top in zip(*columns, strict=True):
-        listed = [{"id": other, "logprob": value} for value, other, *_ in top or ()]
-        rows.append(_row({"id": token, "logprob": logprob, "top_logprobs": listed}))
-    return rows
+    rows = zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True)
+    return [_row(drawn[1::-1], (entry[1::-1] for entry in top or ())) for drawn, top in rows]
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
-    top = entry.get("top_logprobs", entry.get("top_probs"))
-    return Row(*_entry(entry), [_entry(other) for other in top] if top else None)
+def _row(drawn: Any, top: Iterable[Any] | None) -> Row:  # noqa: ANN401
+    token, logprob = _entry(drawn)
+    listed = [_entry(entry) for entry in top or ()]
+    usable = listed and all(value is not None and value <= SLACK for _, value in listed)
+    return Row(token, logprob, listed if usable else None)
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[Token, float | None]:
-    token = token_of(entry)
-    if "prob" not in entry:
-        return token, entry["logprob"]
-    prob = entry["prob"]  # after llama.cpp's whole chain
-    return token, math.log(prob) if prob > 0 else -math.inf
+def _entry(entry: Any) -> tuple[int, Any]:  # noqa: ANN401
+    """Read a pair, or an entry with ``prob`` after llama.cpp's whole chain, or ``logprob``."""
+    if not isinstance(entry, Mapping):
+        token, logprob = entry
+        return token_of({"id": token, "token": token}), logprob
+    if "prob" in entry:
+        return token_of(entry), math.log(entry["prob"]) if entry["prob"] > 0 else NONE
+    return token_of(entry), entry["logprob"]
 
 
-def token_of(entry: Mapping[str, Any]) -> Token:
-    """Return what tells a listed token best: its id; its bytes, as texts may be alike; its text."""
+def token_of(entry: Mapping[str, Any]) -> int:
+    """Return a token's id, or a number of its bytes, as texts may be alike, or of its text."""
     text = str(entry.get("token", ""))
     if isinstance(entry.get("id"), int):
         return int(entry["id"])
     if text.startswith(NAMED):
         return int(text.removeprefix(NAMED))
-    return bytes(entry["bytes"]).hex() if entry.get("bytes") else text
+    return -2 - crc32(bytes(entry.get("bytes") or text.encode()))

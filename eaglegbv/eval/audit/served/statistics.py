@@ -10,24 +10,28 @@ of rare events too (Barndorff-Nielsen's, by the laws' own cumulant generating fu
 Where the report is rounded, the sum may be off by ``B``: with e the largest error of a listed
 log-probability, ``|E' f - E f| <= sum p (exp(e) - 1) |f - c|`` for every constant c over a law
 whose rest takes what the others leave, if c = f(rest). Only what exceeds B counts.
+
+`copies` are what follows the same text, counted over many short answers to few prompts. Who comes
+to a text depends on earlier tokens alone, and the law after it is known: so the counts of what
+follows are multinomial under the reported laws. Their chi-square sees what averages out over
+different texts, and answers that share random numbers or are too even; but nothing beyond the
+texts that many answers have in common.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-from scipy import optimize, special
+from scipy import optimize, special, stats
 
-from eaglegbv.eval.audit.served.copies import Copies
-from eaglegbv.eval.audit.served.places import Floats, Places
+from eaglegbv.eval.audit.served.laws import TINY, TO_REST, Array, Places
 
 POWER = 0.9  # probability with which the printed smallest shift is found
-RANKS = (1, 2, 4, 8)  # first rank, from 0, of each group of ranks but the first
-PROBS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
+RANKS = (1, 2, 4, 8, np.inf)  # first rank, from 0, of each group but the first: the rest is last
+PROBS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9, np.inf)
 CHANCES = (0.2, 0.4, 0.6, 0.8, 0.95)
 ENTROPIES = (0.5, 1.5)
 BINS = 10
@@ -36,6 +40,8 @@ MOST_WEIGHT = 3.0  # of a place by what was drawn before it
 LEAST_VARIANCE = 0.05  # of what was drawn before a place, so that certain tokens weigh nothing
 NORMAL = 2.5  # standard deviations up to which the normal law is good enough
 FEWEST = 5.0  # rare events that a feature must expect: what its fourth moment says of their number
+EXPECTED = 5.0  # least expected count of a token after a text
+LEAST = 0.5  # least expected count of all others after it
 
 WEIGHTS = {
     "copies": 0.25,
@@ -61,7 +67,7 @@ UNITS = {
 }
 """What differences are counted in, by how a statistic's name begins; others are rates of tokens."""
 
-Column: TypeAlias = tuple[str, str, Floats]
+Column: TypeAlias = tuple[str, str, Array]
 """A statistic's name, what one of its features is, and its values ``[places, k + 1]``."""
 
 
@@ -70,12 +76,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     what: str  # the feature that showed most
-    z: float  # standard deviations from the law
-    p_value: float  # of all its features together
+    z: float  # standard deviations from the law, beyond what rounding explains
+    p_value: float  # two-sided, of all its features together
     level: float  # the finding fails the server below this
-    shift: float | None  # difference a token; none where only a size is known
+    shift: float | None = None  # difference a token; none where only a size is known
     smallest_shift: float  # that would have been found with probability 0.9
-    unit: str
     places: int
 
     @property
@@ -83,192 +88,194 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         """Whether chance alone would go as far less often than the level."""
         return self.p_value < self.level
 
+    @property
+    def unit(self) -> str:
+        """What its differences are counted in."""
+        return UNITS.get(self.name.split()[0], "of tokens")
+
 
 def findings(places: Places, level: float) -> list[Finding]:
     """Test places at a level that all statistics share; the ones without information are left out.
 
     The places of one answer follow each other.
     """
-    found = []
+    found = [copies(places, WEIGHTS["copies"] * level)]
     for name, group in groupby(columns(places), itemgetter(0)):
-        sums = [one for column in group if (one := Sum.of(places, *column[1:])) is not None]
-        if sums:
-            found.append(_finding(name, sums, WEIGHTS[name] * level))
-    copies = Copies.of(places)
-    if copies is not None:
-        found.append(_finding("copies", [copies], WEIGHTS["copies"] * level))
-    return found
+        features, share = list(group), WEIGHTS[name] * level
+        tested = [of_feature(places, column, share, len(features)) for column in features]
+        known = [finding for finding in tested if finding is not None]
+        found.append(min(known, key=lambda finding: finding.p_value, default=None))
+    return [finding for finding in found if finding is not None]
 
 
-def _finding(name: str, sums: Sequence["Sum | Copies"], level: float) -> Finding:
-    worst = min(sums, key=lambda one: one.p_value)
+def of_feature(places: Places, column: Column, level: float, features: int) -> Finding | None:
+    """Test the sum of one of the ``features`` of a statistic, which share its level.
+
+    None where its variance is too small for the sum to have a known law.
+    """
+    name, what, values = column
+    centred = values - places.mean(values)
+    squares = centred**2
+    variance = places.mean(squares).sum()
+    if variance <= 0 or places.mean(squares**2).sum() > variance**2 / FEWEST:
+        return None
+    deviation = variance**0.5
+    difference = places.at_drawn(centred).sum()
+    sign, bound = np.sign(difference), _bound(places, values)
+    beyond = max(abs(difference) - bound, 0.0)
+    p_value = special.ndtr(-beyond / deviation)
+    if beyond > NORMAL * deviation:
+        p_value = tail(places.probs, sign * centred, beyond)
+    count = int(squares.any(axis=1).sum())
+    needed = special.ndtri(POWER) - special.ndtri(level / features / 2)
     return Finding(
         name=name,
-        what=worst.what,
-        z=worst.z,
-        p_value=min(1.0, worst.p_value * len(sums)),
+        what=what,
+        z=sign * beyond / deviation,
+        p_value=min(1.0, 2 * p_value * features),
         level=level,
-        shift=worst.shift,
-        smallest_shift=worst.smallest_shift(level / len(sums), POWER),
-        unit=UNITS.get(name.split()[0], "of tokens"),
-        places=worst.places,
+        shift=difference / count,
+        smallest_shift=(needed * deviation + bound) / count,
+        places=count,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A sum over places, of one feature."""
-
-    what: str
-    difference: float  # sum of d
-    variance: float  # sum of v
-    bound: float  # B
-    places: int
-    p_value: float  # two-sided
-
-    @classmethod
-    def of(cls, places: Places, what: str, values: Floats) -> "Sum | None":
-        """Sum a feature; none where its variance is too small for its sum to have a known law."""
-        centred = values - places.mean(values)
-        squares = centred**2
-        variance = float(places.mean(squares).sum())
-        fourth = float(places.mean(squares**2).sum())
-        if variance <= 0 or fourth > variance**2 / FEWEST:
-            return None
-        difference = float(places.at_drawn(centred).sum())
-        bound = _bound(places, values)
-        beyond = max(abs(difference) - bound, 0.0)
-        p_value = 2 * float(special.ndtr(-beyond / variance**0.5))
-        if beyond > NORMAL * variance**0.5:
-            p_value = min(1.0, 2 * tail(places.probs, np.sign(difference) * centred, beyond))
-        tested = int((squares.max(axis=1) > 0).sum())
-        return cls(what, difference, variance, bound, tested, p_value)
-
-    @property
-    def z(self) -> float:
-        """Standard deviations beyond what rounding explains."""
-        beyond = max(abs(self.difference) - self.bound, 0.0)
-        return float(np.sign(self.difference) * beyond / self.variance**0.5)
-
-    @property
-    def shift(self) -> float:
-        """Difference a place."""
-        return self.difference / self.places
-
-    def smallest_shift(self, level: float, power: float) -> float:
-        """Return the difference a place that is found with so much power."""
-        needed = special.ndtri(power) - special.ndtri(level / 2)
-        return float(needed * self.variance**0.5 + self.bound) / self.places
-
-
-def _bound(places: Places, values: Floats) -> float:
+def _bound(places: Places, values: Array) -> Any:  # noqa: ANN401
     """Return B; where a law has no rest, its constant is the mean."""
-    if not places.errors.any():
-        return 0.0
-    has_rest = places.probs[:, -1:] > 0
-    constant = np.where(has_rest, values[:, -1:], places.mean(values))
-    off = np.abs(values - constant)[:, :-1]
-    off *= np.expm1(places.errors)
-    off *= np.exp(places.errors.max(axis=1, keepdims=True))
-    return float((places.probs[:, :-1] * off).sum())
+    constant = np.where(places.probs[:, -1:] > 0, values[:, -1:], places.mean(values))
+    errors = np.expm1(places.errors) * np.exp(places.errors.max(axis=1, keepdims=True))
+    return (places.probs * np.abs(values - constant))[:, :-1].ravel() @ errors.ravel()
 
 
-def tail(probs: Floats, centred: Floats, total: float) -> float:
+def tail(probs: Array, centred: Array, total: float) -> float:
     """Return P(sum d >= total) by a saddlepoint, for laws and values ``[places, k + 1]``.
 
     Where no law of the places can reach the total, or hardly, the largest tilt gives Chernoff's
     bound.
     """
-    largest = 500 / max(float(np.abs(centred).max()), 1e-12)
 
     def exponent(tilt: float) -> float:
         masses = (probs * np.exp(tilt * centred)).sum(axis=1)
         return float(np.log(masses).sum()) - tilt * total
 
-    found: Any = optimize.minimize_scalar(exponent, bounds=(0, largest), method="bounded")
-    tilted = probs * np.exp(found.x * centred)
-    tilted /= tilted.sum(axis=1, keepdims=True)
-    means = (tilted * centred).sum(axis=1)
-    squares = (tilted * centred**2).sum(axis=1)
-    variance = float((squares - means**2).sum())
-    root = (2 * max(-found.fun, 1e-12)) ** 0.5
-    tilt = max(found.x * variance**0.5, 1e-12)
-    p_value = special.ndtr(-root - np.log(tilt / root) / root)
+    most = 500 / np.abs(centred).max()
+    found: Any = optimize.minimize_scalar(exponent, bounds=(0, most), method="bounded")
+    tilt, step = found.x, found.x / 1000
+    curvature = exponent(tilt + step) + exponent(tilt - step) - 2 * found.fun
+    root = max(-2 * found.fun, 1e-12) ** 0.5
+    wald = max(curvature, 1e-20) ** 0.5 * 1000  # tilt times the tilted law's deviation
+    p_value = special.ndtr(-root - np.log(wald / root) / root)
     return float(min(p_value, np.exp(found.fun)))
 
 
-def surprises(places: Places) -> Floats:
+def copies(places: Places, level: float) -> Finding | None:
+    """Compare what followed each repeated text with its law; None where no text is repeated.
+
+    Pearson's statistic has its exact mean and variance under multinomial counts (Haldane 1937), and
+    their gamma law's two-sided p-value: too far from the laws, or too near. The smallest shift is a
+    total variation that is taken to be the same, in chi-square, after all texts.
+    """
+    total = variance = 0.0
+    free = texts = used = 0
+    for text in np.flatnonzero(np.bincount(places.context) >= 2 * EXPECTED):
+        counts, means = _following(places.only(places.context == text))
+        size, cells = counts.sum(), len(means)
+        if cells > 1 and size > 0:
+            total += (counts**2 / means).sum() - size
+            variance += 2 * (cells - 1) + (1 / means).sum() - (cells**2 + 2 * cells - 2) / size
+            free += cells - 1
+            texts += 1
+            used += size
+    if not texts:
+        return None
+    law = stats.gamma(free**2 / variance, scale=variance / free)
+    noncentrality = special.chndtrinc(special.chdtri(free, level / 2), free, 1 - POWER)
+    return Finding(
+        name="copies",
+        what=f"what follows {texts} texts, {free + texts} tokens in all",
+        z=(total - free) / variance**0.5,
+        p_value=2 * min(law.sf(total), law.cdf(total)),
+        level=level,
+        smallest_shift=float(noncentrality / used) ** 0.5 / 2,
+        places=used,
+    )
+
+
+def _following(places: Places) -> tuple[Array, Array]:
+    """Return the counts of what followed one text, and their means, both ``[outcomes]``.
+
+    Near ties may change places from one batch of a server to another: outcomes go by token, and a
+    token that only some of the places list belongs to the rest everywhere. A rest that is hardly
+    expected is left out: given that one of the others is drawn, their law is known too.
+    """
+    _, index, listed = np.unique(places.tokens, return_inverse=True, return_counts=True)
+    drawn = np.arange(places.rest) == places.drawn[:, None]
+    sums = (np.bincount(index.ravel(), values.ravel()) for values in (drawn, places.probs[:, :-1]))
+    table = np.stack([*sums])
+    table = table[:, (listed == len(places)) & (table[1] >= EXPECTED)]
+    table = np.append(table, len(places) - table.sum(axis=1, keepdims=True), axis=1)
+    counts, means = table[:, table[1] >= LEAST]
+    return counts, means * counts.sum() / means.sum()
+
+
+def surprises(places: Places) -> Array:
     """Return -log p of every outcome; of the rest at least that of the last one listed."""
-    surprise = -np.log(np.maximum(places.probs, np.exp(-MOST_SURPRISE)))
-    surprise[:, :-1][places.probs[:, :-1] == 0] = 0.0
+    surprise: Array = -np.log(places.probs.clip(np.exp(-MOST_SURPRISE)))
+    surprise[:, :-1] *= places.probs[:, :-1] > 0
     surprise[:, -1] = surprise.max(axis=1)
     return surprise
 
 
 def columns(places: Places) -> Iterator[Column]:
     """Yield the features of all statistics but `copies`, those of one together."""
-    probs = places.probs
-    top = np.zeros_like(probs)
-    top[:, 0] = 1
-    order = np.full_like(probs, 0.5)
-    ranked = places.tokens.argsort(axis=1).argsort(axis=1)
-    order[:, :-1] = ranked / max(places.rest - 1, 1)
-    seen = np.zeros_like(probs)
-    seen[:, :-1] = places.counts > 0
-    surprise = surprises(places)
+    probs, surprise = places.probs, surprises(places)
+    ranks = np.broadcast_to([*range(places.rest), np.inf], probs.shape)
+    by_prob = np.pad(probs[:, :-1], TO_REST, constant_values=np.inf)
+    top = (ranks == 0).astype(float)
+    order = places.tokens.argsort(axis=1).argsort(axis=1) / max(places.rest - 1, 1)
+    entropy, chance, every = places.mean(surprise), probs[:, :1], np.ones_like(probs)
     yield "top", "most likely token", top
     yield "surprise", "surprise", surprise
-    yield "id", "order by token id", order
-    yield "seen", "tokens that occurred before", seen
-    ranks = np.broadcast_to(np.arange(places.rest + 1), probs.shape)
-    yield from _groups("rank", ranks, RANKS)
-    yield from _groups("prob", probs, PROBS)
+    yield "id", "order by token id", np.pad(order, TO_REST, constant_values=0.5)
+    yield "seen", "tokens that occurred before", np.pad(places.counts > 0, TO_REST)
+    yield from _split("rank", every, ranks, RANKS)
+    yield from _split("prob", every, by_prob, PROBS)
     for number in range(BINS):
         yield "pit", f"PIT bin {number + 1}", pit_overlap(probs, number)
-    yield from _split("top by its chance", top, probs[:, :1], CHANCES)
-    yield from _split("surprise by chance of the top", surprise, probs[:, :1], CHANCES)
+    yield from _split("top by its chance", top, chance, CHANCES)
+    yield from _split("surprise by chance of the top", surprise, chance, CHANCES)
     for name, values in (("top", top), ("surprise", surprise)):
-        yield from _split(f"{name} by entropy", values, places.mean(surprise), ENTROPIES)
-    for name, values in (("top", top), ("surprise", surprise)):
+        yield from _split(f"{name} by entropy", values, entropy, ENTROPIES)
         what = f"{name} after that of the last token"
         yield f"{name} after the last", what, values * _shown_before(values, places)
 
 
-def _groups(name: str, values: Any, limits: tuple[float, ...]) -> Iterator[Column]:  # noqa: ANN401
-    """Yield which outcomes are in each group by a value, the rest in one of its own."""
-    kind = np.digitize(values, limits)
-    kind[:, -1] = len(limits) + 1
-    for number in range(len(limits) + 2):
-        yield name, f"{name} group {number + 1}", (kind == number).astype(float)
-
-
-def _split(name: str, values: Floats, by: Floats, limits: tuple[float, ...]) -> Iterator[Column]:
-    """Yield a feature apart for groups of places by what was known before."""
+def _split(name: str, values: Array, by: Array, limits: tuple[float, ...]) -> Iterator[Column]:
+    """Yield a feature apart for groups of outcomes, or of places, by what was known before."""
     group = np.digitize(by, limits)
     for number in range(len(limits) + 1):
         yield name, f"{name}, {number + 1}", values * (group == number)
 
 
-def _shown_before(values: Floats, places: Places) -> Floats:
+def _shown_before(values: Array, places: Places) -> Array:
     """Return what the token before showed, in standard deviations, ``[places, 1]``; 0 for none."""
-    mean = places.mean(values)
-    variance = places.mean(values**2) - mean**2
-    shown = (places.at_drawn(values) - mean) / np.sqrt(np.maximum(variance, LEAST_VARIANCE))
-    same = np.diff(places.answer) == 0
-    next_to = np.diff(places.position) == 1
-    last = np.zeros_like(shown)
-    last[1:] = shown[:-1] * (same & next_to)[:, None]
-    return np.clip(last, -MOST_WEIGHT, MOST_WEIGHT)
+    centred = values - places.mean(values)
+    deviation = places.mean(centred**2).clip(LEAST_VARIANCE) ** 0.5
+    shown = places.at_drawn(centred) / deviation
+    follows = (np.diff(places.answer) == 0) & (np.diff(places.position) == 1)
+    shown[1:] = shown[:-1] * follows[:, None]
+    shown[:1] = 0
+    weight: Array = shown.clip(-MOST_WEIGHT, MOST_WEIGHT)
+    return weight
 
 
-def pit_overlap(probs: Floats, number: int) -> Floats:
+def pit_overlap(probs: Array, number: int) -> Array:
     """Return how much of each outcome's interval of the CDF lies in a bin, ``[places, k + 1]``.
 
     It is what a randomised PIT's bin has for expectation, given the outcome: no number is drawn.
     """
     high = probs.cumsum(axis=1)
     edges = (number / BINS, (number + 1) / BINS)
-    low = high - probs
-    inside = np.clip(high, *edges) - np.clip(low, *edges)
-    overlap: Floats = inside / np.maximum(probs, 1e-300)
+    inside = high.clip(*edges) - (high - probs).clip(*edges)
+    overlap: Array = inside / probs.clip(TINY)
     return overlap

@@ -7,12 +7,11 @@ import httpx
 import pytest
 
 from eaglegbv.config import Plan as TreePlan
-from eaglegbv.eval.audit.served.client import Client, Server
+from eaglegbv.eval.audit.served.client import Client, Server, Store
 from eaglegbv.eval.audit.served.faults import FAULTS, planted
 from eaglegbv.eval.audit.served.laws import Settings
-from eaglegbv.eval.audit.served.plan import Plan, Store
 from eaglegbv.eval.audit.served.report import Verdict
-from eaglegbv.eval.audit.served.run import Audit
+from eaglegbv.eval.audit.served.run import Audit, Plan
 from eaglegbv.llm import LLM
 
 COLD = Settings(temperature=0.7)

@@ -10,13 +10,11 @@ import msgspec
 import pytest
 from support.served_fake import FakeServer, K
 
-from eaglegbv.eval.audit.served.client import Client, Server
-from eaglegbv.eval.audit.served.laws import Rule, Settings
-from eaglegbv.eval.audit.served.places import read
-from eaglegbv.eval.audit.served.plan import Plan, Store
+from eaglegbv.eval.audit.served.client import Client, Server, Store
+from eaglegbv.eval.audit.served.laws import Rule, Settings, read
 from eaglegbv.eval.audit.served.report import Verdict
 from eaglegbv.eval.audit.served.rows import Ask
-from eaglegbv.eval.audit.served.run import Audit
+from eaglegbv.eval.audit.served.run import Audit, Plan
 
 SMALL = Plan(long=900, copies=700, length=50, seeds=20, greedy=10)
 
@@ -100,7 +98,7 @@ def test_troubles_lose_nothing_that_came(trouble):
     store = Store()
     server = Server(url="http://fake", top=K)
     client = Client(server=server, transport=fake.transport(), concurrency=2)
-    asyncio.run(client.collect(asks, store.keep))
+    asyncio.run(client.collect(asks, store))
     answers = store.of("long")
     assert sorted(answer.ask.number for answer in answers) == list(range(12))
     sizes = [len(answer.rows) for answer in answers]

@@ -7,9 +7,8 @@ import pytest
 from scipy import stats
 from support import served_laws as made
 
-from eaglegbv.eval.audit.served.copies import Copies
-from eaglegbv.eval.audit.served.places import Places
-from eaglegbv.eval.audit.served.statistics import WEIGHTS, Sum, columns, findings
+from eaglegbv.eval.audit.served.laws import Places
+from eaglegbv.eval.audit.served.statistics import WEIGHTS, columns, copies, findings, of_feature
 
 LEVEL = 1e-3
 
@@ -48,7 +47,7 @@ def coins(chance, drawn):
 )
 def test_tails_are_those_of_the_exact_law(chance, size, count):
     places = coins(chance, np.arange(size) >= count)
-    column = Sum.of(places, "top", np.array([[1.0, 0.0]] * size))
+    column = of_feature(places, ("top", "top", np.array([[1.0, 0.0]] * size)), LEVEL, 1)
     law = stats.binom(size, chance)
     # Between the tails with and without the count itself: the approximation is continuous.
     assert law.sf(count) < column.p_value / 2 < law.sf(count - 1) * 1.05
@@ -57,9 +56,9 @@ def test_tails_are_those_of_the_exact_law(chance, size, count):
 def test_rare_events_are_no_evidence_by_themselves():
     """A column that expects less than a few events is left out, whatever was drawn."""
     places = coins(0.999, np.arange(1000) >= 997)
-    top = np.array([[1.0, 0.0]] * 1000)
-    assert Sum.of(places, "top", top) is None
-    assert Sum.of(coins(0.99, [0] * 1000), "top", top) is not None
+    top = ("top", "top", np.array([[1.0, 0.0]] * 1000))
+    assert of_feature(places, top, LEVEL, 1) is None
+    assert of_feature(coins(0.99, [0] * 1000), top, LEVEL, 1) is not None
 
 
 def test_every_statistic_has_a_share_of_the_level(bank):
@@ -123,16 +122,16 @@ def test_faults_are_found(bank, fault, of, count):
 def test_copies_that_share_random_numbers_or_are_too_even_are_found(bank):
     tokens, laws = made.answers(bank, 60, 6, 0, starts=[3])
     same = made.places(bank, np.repeat(tokens, 10, axis=0), np.repeat(laws, 10, axis=0))
-    assert Copies.of(same).p_value < 1e-6
+    assert copies(same, LEVEL).p_value < 1e-6
     flat = int(bank.p.max(axis=1).argmin())
     even = np.repeat(np.arange(120), np.rint(bank.p[flat] * 2000).astype(int))[:, None]
-    told = Copies.of(made.places(bank, even, np.full_like(even, flat)))
+    told = copies(made.places(bank, even, np.full_like(even, flat)), LEVEL)
     assert told.z < 0
     assert told.p_value < 0.01
 
 
 def test_texts_that_never_repeat_have_no_copies(bank):
-    assert Copies.of(long(bank, 0, count=3, length=30)) is None
+    assert copies(long(bank, 0, count=3, length=30), LEVEL) is None
 
 
 @pytest.mark.hours
@@ -150,18 +149,31 @@ def test_false_alarms():
 @pytest.mark.parametrize("name", ["top", "surprise"])
 def test_the_smallest_shift_is_found(bank, name):
     """With a shift as small as printed, at least 16 of 20 audits fail by that statistic."""
-
-    def sum_of(places):
-        values = next(values for other, _, values in columns(places) if other == name)
-        # A leak draws the most likely token instead: what it changes follows from the laws.
-        leaked = float((values[:, :1] - places.mean(values)).mean())
-        return Sum.of(places, name, values), leaked
-
     level = WEIGHTS[name] * LEVEL
-    honest, leaked = sum_of(long(bank, 0, count=200, speculative=False))
-    leak = honest.smallest_shift(level, 0.9) / abs(leaked)
+
+    def finding_of(places):
+        return next(finding for finding in findings(places, LEVEL) if finding.name == name)
+
+    honest = long(bank, 0, count=200, speculative=False)
+    values = next(values for other, _, values in columns(honest) if other == name)
+    # A leak draws the most likely token instead: what it changes follows from the laws.
+    leaked = float((values[:, :1] - honest.mean(values)).mean())
+    leak = finding_of(honest).smallest_shift / abs(leaked)
     failed = 0
-    for seed in range(80):  # four times 20: of 20 alone, fifteen fail with a chance of 1 in 20
+    for seed in range(20):
         places = long(bank, 100 + seed, count=200, leak=leak, speculative=False)
-        failed += sum_of(places)[0].p_value < level
-    assert failed >= 4 * 16
+        failed += finding_of(places).p_value < level
+    assert failed >= 16
+
+
+def test_the_moments_of_copies_are_those_of_counts_under_the_laws(bank):
+    """Pearson's statistic of counts drawn from the laws has the mean and variance that are used."""
+    tokens, laws = made.answers(bank, 4000, 1, 0, starts=[3, 77], speculative=False)
+    found = copies(made.places(bank, tokens, laws), LEVEL)
+    drawn = []
+    for seed in range(400):
+        tokens, laws = made.answers(bank, 4000, 1, seed, starts=[3, 77], speculative=False)
+        drawn.append(copies(made.places(bank, tokens, laws), LEVEL).z)
+    assert found.places == 4000
+    assert abs(np.mean(drawn)) < 0.2
+    assert np.std(drawn) == pytest.approx(1, abs=0.15)
