@@ -42,6 +42,10 @@ class Drafter(ABC):
     """Counts of drafts whose recording was replayed, and of others by reason; may be empty."""
     max_context: int | None = None
     """Most positions of a sequence that it reads; longer ones are decoded plainly."""
+    max_depth: int | None = None
+    """Most levels of a tree that it drafts."""
+    at_once: ClassVar[bool] = False
+    """Whether one forward gives all levels: then more of them cost next to nothing."""
 
     def observe(self, request: Request, features: Tensor) -> None:  # noqa: B027
         """Take the target's features ``[tokens, feature_size]`` of newly committed positions.

@@ -16,7 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eaglegbv.devices import dtype_name
-from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import (
+    Arch,
+    Eagle1Head,
+    Eagle3Head,
+    EagleHeadConfig,
+    Head,
+    HeadConfig,
+)
 from eaglegbv.drafters.formats.names import (
     EMBEDDING,
     FC_BIAS,
@@ -27,6 +34,16 @@ from eaglegbv.drafters.formats.names import (
     RemarkKind,
     detect_arch,
     name_tensors,
+)
+from eaglegbv.drafters.formats.parallel import (
+    MASK_EMBEDDING,
+    OUTPUT,
+    check_holds_block,
+    detect_parallel,
+    is_parallel,
+    name_parallel,
+    read_parallel_settings,
+    write_block,
 )
 from eaglegbv.drafters.formats.read import (
     FORMATS,
@@ -41,6 +58,7 @@ from eaglegbv.drafters.formats.read import (
     read_weights,
 )
 from eaglegbv.drafters.formats.write import Contents, check_holds, write_head
+from eaglegbv.drafters.parallel_model import ParallelHead, ParallelHeadConfig
 from eaglegbv.errors import DrafterMismatch, InvalidArgument, one_of
 from eaglegbv.output_layer import OutputLayer
 
@@ -74,7 +92,7 @@ class Checkpoint(HeadSettings):
 class Fit:
     """A checkpoint checked against its target."""
 
-    config: EagleHeadConfig  # the head's configuration, its layer numbers resolved
+    config: HeadConfig  # the head's configuration, its layer numbers resolved
     layers: FeatureLayers | None  # EAGLE-3: the target layers whose inputs it reads, and why
     remarks: tuple[Remark, ...]  # the checkpoint's, and those that the target adds
 
@@ -88,12 +106,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             file, tensor or key.
     """
     stored = read_json(folder / CONFIG)
-    _refuse_other_kinds(folder, stored)
     weights = read_weights(folder)
-    named = name_tensors(weights.tensors, weights.files[0])
-    arch = detect_arch(named)
-    kind = detect_format(stored, named)
-    settings = read_settings(stored, arch, kind, named)
+    if is_parallel(weights.tensors):
+        if (folder / MASK_EMBEDDING).exists():
+            raise DrafterMismatch(MASK_EMBEDDING, "there", "mask tokens that the target embeds")
+        name = detect_parallel(stored)
+        named = name_parallel(weights.tensors, name)
+        settings = read_parallel_settings(stored, name, named)
+    else:
+        _refuse_other_kinds(folder, stored)
+        named = name_tensors(weights.tensors, weights.files[0])
+        kind = detect_format(stored, named)
+        name = kind.name
+        settings = read_settings(stored, detect_arch(named), kind, named)
     remarks = list(settings.remarks)
     if weights.ignored:
         text = f"{', '.join(weights.ignored)} not read, as {weights.files[0]} is there"
@@ -104,7 +129,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         **known | {"remarks": (*remarks, *more)},
         folder=folder,
         files=weights.files,
-        format=kind.name,
+        format=name,
         named=named,
     )
 
@@ -165,20 +190,20 @@ def load_head(
     read_output: Callable[[], OutputLayer],
     dtype: torch.dtype,
     device: torch.device,
-) -> EagleHead:
+) -> Head:
     """Load the head in the folder ``path``, of any format, its weights as ``dtype`` on ``device``.
 
     The target's embedding ``[vocab, hidden]`` is shared with a head that carries none, its output
-    layer, which ``read_output`` returns, with an EAGLE-1 head.
+    layer, which ``read_output`` returns, with one that has none either.
 
     Raises:
         DrafterMismatch: See :func:`read_checkpoint` and :func:`fit`.
-        ModelNotSupported: The target has no output layer that an EAGLE-1 head can share.
+        ModelNotSupported: The target has no output layer that can be shared.
     """
     checkpoint = read_checkpoint(path)
     fitted = fit(checkpoint, target_config)
     _log(checkpoint, fitted)
-    output = read_output() if fitted.config.arch is Arch.EAGLE1 else None
+    output = None if OUTPUT in checkpoint.named.tensors else read_output()
     embedding = _embedding(checkpoint, target_embedding, dtype)
     draft_to_target = checkpoint.draft_to_target
     with torch.device("meta"):
@@ -188,16 +213,22 @@ def load_head(
     return head.to(device).requires_grad_(False).eval()
 
 
-def save_head(head: EagleHead, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Save ``head`` in the EAGLE repository's format, its weights in type ``dtype``.
+def save_head(head: Head, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Save ``head``, its weights in type ``dtype``.
 
+    A block drafter's is saved in the format of DSpark or DFlash, others in the EAGLE repository's.
     The embedding is saved only where its width differs from the target's.
     """
     config = head.config
+    layers = config.feature_layers or None
+    contents = Contents(config=config, layers=layers, dtype=dtype, passed_on={})
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
+    if isinstance(config, ParallelHeadConfig):
+        kind = FormatName.DSPARK if config.markov_rank else FormatName.DFLASH
+        return write_block(path, kind, contents, tensors)
     if config.hidden_size != config.target_hidden_size:
         tensors[EMBEDDING] = head.embedding.to("cpu", dtype).contiguous()
     if config.draft_vocab_size < config.vocab_size:
@@ -205,32 +236,33 @@ def save_head(head: EagleHead, path: Path, dtype: torch.dtype = torch.bfloat16) 
         tensors[OFFSETS] = chosen - torch.arange(len(chosen))
         tensors[MEMBERS] = torch.zeros(config.vocab_size, dtype=torch.bool)
         tensors[MEMBERS][chosen] = True
-    layers = config.feature_layers or None
-    contents = Contents(config=config, layers=layers, dtype=dtype, passed_on={})
-    write_head(path, FORMATS[FormatName.EAGLE], contents, tensors)
+    return write_head(path, FORMATS[FormatName.EAGLE], contents, tensors)
 
 
 def _blank(
-    config: EagleHeadConfig,
+    config: HeadConfig,
     embedding: Tensor,
     output: OutputLayer | None,
     draft_to_target: Tensor | None,
-) -> EagleHead:
+) -> Head:
+    if isinstance(config, ParallelHeadConfig):
+        return ParallelHead(config, embedding, output, draft_to_target)
+    assert isinstance(config, EagleHeadConfig)
     if config.arch is Arch.EAGLE1:
         assert output is not None
         return Eagle1Head(config, embedding, output)
     return Eagle3Head(config, embedding, draft_to_target)
 
 
-def _checked(config: EagleHeadConfig, named: NamedTensors) -> tuple[NamedTensors, list[Remark]]:
+def _checked(config: HeadConfig, named: NamedTensors) -> tuple[NamedTensors, list[Remark]]:
     """Return exactly the tensors of a head of this configuration, and what was assumed of them.
 
     Raises:
         DrafterMismatch: One is missing, unknown, or of a wrong shape or type.
     """
     bias = named.tensors.get(FC_BIAS)
-    eagle1 = config.arch is Arch.EAGLE1
-    if bias is not None and eagle1 and not config.fc_bias and not bool(bias.any()):
+    biased = isinstance(config, EagleHeadConfig) and (config.arch is Arch.EAGLE3 or config.fc_bias)
+    if bias is not None and not biased and not bool(bias.any()):
         # SGLang wants one in every EAGLE-1 head.
         reason = {named.stored.pop(FC_BIAS): "zeros, and config.json says there is none"}
         del named.tensors[FC_BIAS]
@@ -244,14 +276,12 @@ def _checked(config: EagleHeadConfig, named: NamedTensors) -> tuple[NamedTensors
         _check(named, EMBEDDING, (config.vocab_size, config.hidden_size))
     for name, tensor in named.tensors.items():
         if name not in expected and name not in (EMBEDDING, OFFSETS, MEMBERS):
-            wanted = f"no such tensor in an {config.arch} head with this config.json"
+            wanted = f"no such tensor in this {config.kind} by its config.json"
             raise DrafterMismatch(named.shown(name), list(tensor.shape), wanted)
     return _with_vocabulary(config, named)
 
 
-def _with_vocabulary(
-    config: EagleHeadConfig, named: NamedTensors
-) -> tuple[NamedTensors, list[Remark]]:
+def _with_vocabulary(config: HeadConfig, named: NamedTensors) -> tuple[NamedTensors, list[Remark]]:
     """Check the draft vocabulary's tensors; t2d follows from d2t where it is missing."""
     size = config.draft_vocab_size
     full = size == config.vocab_size
@@ -326,9 +356,8 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
     captured = "the final hidden state"
     if fitted.layers is not None:
         captured = f"the inputs of layers {list(fitted.layers.inputs)} ({fitted.layers.reason})"
-    message = "%s head of %s, format %s, reads %s"
-    arch = fitted.config.arch
-    logger.info(message, arch, checkpoint.folder, checkpoint.format, captured)
+    message = "%s of %s, format %s, reads %s"
+    logger.info(message, fitted.config.kind, checkpoint.folder, checkpoint.format, captured)
     for name, reason in checkpoint.named.left_aside.items():
         logger.info("left aside: %s (%s)", name, reason)
     for remark in fitted.remarks:
@@ -381,7 +410,8 @@ def inspect_head(checkpoint: Checkpoint, fitted: Fit | None) -> str:
 def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, str]:
     config = checkpoint.config
     named = checkpoint.named
-    variants = sorted(name for name in VARIANTS if getattr(config, name))
+    known = VARIANTS & {each.name for each in fields(config)}
+    variants = sorted(name for name in known if getattr(config, name))
     weights = [t for name, t in named.tensors.items() if name not in (OFFSETS, MEMBERS)]
     dtypes = _list(sorted({dtype_name(t.dtype) for t in weights}))
     rope = dict(config.rope_parameters)
@@ -403,10 +433,11 @@ def _facts(checkpoint: Checkpoint, layers: FeatureLayers | None) -> dict[str, st
     if layers is not None:
         captures = f"the inputs of layers {_list(map(str, layers.inputs))} ({layers.reason})"
     elif checkpoint.layers is not None:
-        captures = "the inputs of layers 2, L // 2 and L - 3 of a target of L layers (no ids given)"
+        captures = f"the inputs of layers {checkpoint.layers.default} (no ids given)"
     facts = {
         "drafter": f"{checkpoint.folder} ({', '.join(checkpoint.files)})",
-        "head": _KINDS[config.arch],
+        "head": _KINDS[config.arch] if isinstance(config, EagleHeadConfig) else config.kind,
+        **(config.facts if isinstance(config, ParallelHeadConfig) else {}),
         "format": f"{checkpoint.format}; architectures: {_list(checkpoint.architectures)}",
         "tensors": f"{len(named.tensors)}, {sum(t.numel() for t in weights):,} weights, {dtypes}",
         "layer": f"{width}, feed-forward {config.intermediate_size}, {heads} of {config.head_dim}",
@@ -431,14 +462,15 @@ def export_head(
     format_name: str,
     folder: Path,
     target: PreTrainedConfig | None = None,
-    read_embedding: Callable[[], Tensor] | None = None,
+    read_table: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a checkpoint into ``folder`` in another format; tensors keep every bit.
 
     Layer ids are written the way the format counts. A checkpoint that names no layers leaves them
     to the default, which is the same in all engines. Known tensors that are not needed are not
-    written. What reads the target's embedding is needed where the format wants one and the
-    checkpoint has none; the target's name is written where the format has a place for it.
+    written. ``read_table`` returns the target's table of a name; it is needed where the format
+    wants one and the checkpoint has none. The target's name is written where the format has a place
+    for it.
 
     Raises:
         InvalidArgument: There is no such format, or the folder is not empty.
@@ -446,27 +478,35 @@ def export_head(
     """
     if format_name not in set(FormatName):
         raise InvalidArgument("format", format_name, one_of(FormatName, format_name))
-    kind = FORMATS[FormatName(format_name)]
+    name = FormatName(format_name)
+    config = checkpoint.config
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument("directory", str(folder), "a folder that is empty or not there yet")
-    check_holds(kind, checkpoint.config)
+    if isinstance(config, EagleHeadConfig):
+        check_holds(name, config)
+    else:
+        check_holds_block(name, config)
     tensors = dict(checkpoint.named.tensors)
-    if kind.nested and EMBEDDING not in tensors:
-        if read_embedding is None:
-            expected = f"the target's, which {kind.name} heads carry; name the target"
-            raise DrafterMismatch(EMBEDDING, None, expected)
-        tensors[EMBEDDING] = read_embedding()
-    # A checkpoint that names no layers leaves them open.
+    if name is FormatName.SPECULATORS:
+        for table in {EMBEDDING, OUTPUT} - {*tensors}:
+            if read_table is None:
+                expected = f"the target's, which {name} heads carry; name the target"
+                raise DrafterMismatch(table, None, expected)
+            tensors[table] = read_table(table)
+    # An EAGLE head's checkpoint that names no layers leaves them open.
     layers = None
-    if checkpoint.layers is not None and checkpoint.layers.ids is not None:
+    eagle = isinstance(config, EagleHeadConfig)
+    if checkpoint.layers is not None and not (eagle and checkpoint.layers.ids is None):
         decoder = None if target is None else target.get_text_config(decoder=True)
         layers = checkpoint.layers.resolve(None if decoder is None else decoder.num_hidden_layers)
     contents = Contents(
-        config=checkpoint.config,
+        config=config,
         layers=None if layers is None else layers.inputs,
         dtype=tensors["fc.weight"].dtype,
         passed_on=checkpoint.passed_on,
         verifier=checkpoint.verifier if target is None else target.name_or_path,
         verifier_architectures=() if target is None else tuple(target.architectures or ()),
     )
-    write_head(folder, kind, contents, tensors)
+    if isinstance(config, EagleHeadConfig):
+        return write_head(folder, FORMATS[name], contents, tensors)
+    return write_block(folder, name, contents, tensors)

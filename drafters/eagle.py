@@ -16,55 +16,36 @@ same positions are run again on true features.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import PagedAttention, Segment
-from eaglegbv.attention.flashinfer import paged_attention
-from eaglegbv.attention.kv_cache import KVPool, slot_bytes
-from eaglegbv.config import DraftSampling, GraphMode, Plan
-from eaglegbv.cuda_graphs import Recorder, make_recorder, spare_slots
+from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import send
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot, own_snapshots
-from eaglegbv.drafters.checkpoint import fit, is_head, load_head, read_checkpoint
+from eaglegbv.drafters.checkpoint import is_head
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.eagle_levels import EagleLevels
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.drafters.eagle_native import native_head
-from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
-from eaglegbv.drafters.graph_drafting import DeviceDrafting
+from eaglegbv.drafters.features import (
+    FeatureDrafter,
+    FeatureState,
+    HeadFiles,
+)
 from eaglegbv.drafters.graph_reading import DeviceReading
 from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees
-from eaglegbv.errors import DrafterMismatch
-from eaglegbv.request import DraftState, Request
+from eaglegbv.drafters.tree_growth import LevelTable
+from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftTree
 
 
-@dataclass(slots=True)
-class EagleState(DraftState):
-    """The head's memory of one request."""
-
-    context: int = 0  # positions whose true features have been run so far, or were skipped
-    # [tokens, feature_size] each: true features of the following positions, not run yet, in the
-    # parts in which they came. A request that decodes without drafts has many.
-    pending: list[Tensor] = field(default_factory=list)
-    # [hidden], the head's output at the last true position; the root's children are drawn from its
-    # logits.
-    hidden: Tensor | None = None
-
-    def rows(self, request: Request) -> Tensor:
-        """Return ``[rows]`` int64, the slots of the rows that were run on true features."""
-        return request.slots[request.skipped : self.context]
-
-
-class EagleDrafter(RowDrafter):
+class EagleDrafter(FeatureDrafter, RowDrafter):
     """Drafts with an EAGLE-1 or EAGLE-3 head.
 
     Attributes:
@@ -72,98 +53,39 @@ class EagleDrafter(RowDrafter):
         read_counts: Forwards on true features that were ``replayed``, or by why they were not.
     """
 
-    skips: ClassVar[bool] = True
+    head: EagleHead
 
     def __init__(
         self,
         head: EagleHead,
         attention: PagedAttention,
-        *,
-        graphs: GraphMode | Recorder = GraphMode.OFF,
-        max_context: int | None = None,
-        recorder: Recorder | None = None,
-        native: bool = True,
+        **how: Any,  # noqa: ANN401  further arguments of FeatureDrafter
     ) -> None:
-        """Wrap a head.
-
-        Args:
-            head: The head, sharing the target's embedding.
-            attention: Paged attention over a one-layer pool, whose slots are numbered like the
-                target's. With ``graphs`` the pool has one more, which padding writes to.
-            graphs: Whether the draft loop runs on the device, recorded and replayed.
-            max_context: Most positions of a text; None for as many as the pool has slots.
-            recorder: The target's, whose CUDA graphs lend theirs their memory.
-            native: Whether forwards run in the native library, if it knows the head and nothing is
-                padded or recorded.
-
-        Raises:
-            InvalidArgument: Graphs cannot be recorded.
-        """
-        kind = head.embedding
-        cuda = attention.pool.keys.is_cuda
-        pool = attention.pool
-        recorder = make_recorder(
-            graphs, cuda=cuda, recordable=attention.recordable, shared=recorder
-        )
-        self.head = head
-        in_library = native_head(head) if native and recorder is None else None
-        self._forward = HeadForward(head, attention, in_library)
+        """Wrap a head; see :class:`FeatureDrafter`."""
+        super().__init__(head, attention, **how)
+        self._forward = HeadForward(head, attention, native_head(head) if self._native else None)
         # Whether a row's numbers depend on what runs beside it.
-        self._rounds = not self._forward.exact and kind.dtype.itemsize < torch.float32.itemsize
-        self._on_device: DeviceDrafting | None = None
+        half = head.embedding.dtype.itemsize < torch.float32.itemsize
+        self._rounds = half and not self._forward.exact
         self._reading: DeviceReading | None = None
         self.read_counts: Mapping[str, int] = {}
-        if recorder is not None:
-            most = pool.num_slots if max_context is None else max_context
-            self._reading = DeviceReading(head, self._forward, recorder, max_context=most)
+        if self._recorder is not None:
+            most = self._max_context
+            self._reading = DeviceReading(head, self._forward, self._recorder, max_context=most)
             self.read_counts = self._reading.counts
-            levels = partial(EagleLevels, head, self._forward, self._root_of, most)
-            self._on_device = DeviceDrafting(levels, head.draft_to_target, recorder)
-            self.graph_counts = self._on_device.counts
+
+    def _make_levels(self, requests: int, table: LevelTable) -> EagleLevels:
+        """See :meth:`FeatureDrafter._make_levels`."""
+        most = self._max_context
+        return EagleLevels(self.head, self._forward, self._root_of, most, requests, table)
 
     def record(
         self, requests: int, plan: Plan, draft_sampling: DraftSampling, params: SamplingParams
     ) -> None:
         """See :meth:`Drafter.record`."""
-        if self._on_device is not None:
-            self._on_device.record(requests, plan, draft_sampling, params)
+        super().record(requests, plan, draft_sampling, params)
         if self._reading is not None:
             self._reading.record(requests, plan.depth + 1)
-
-    def observe(self, request: Request, features: Tensor) -> None:
-        """Take true features; see :meth:`Drafter.observe`."""
-        self._state(request).pending.append(features)
-
-    def forget(self, request: Request) -> None:
-        """Drop the request's memory; its KV slots are the engine's to free."""
-        request.draft_states.pop(EagleState, None)
-        request.skipped = 0
-
-    def shareable(self, request: Request) -> int:
-        """Return how many positions were run on true features; see :meth:`Drafter.shareable`."""
-        return 0 if request.skipped else self._state(request).context
-
-    def behind(self, request: Request) -> int:
-        """Return how many positions were not run yet; see :meth:`Drafter.behind`."""
-        return request.context - self._state(request).context
-
-    @torch.inference_mode()
-    def skip(self, request: Request, *, keep: int) -> None:
-        """Keep only the last ``keep`` pending positions; see :meth:`Drafter.skip`."""
-        state = self._state(request)
-        behind = self.behind(request)
-        parts: list[Tensor] = []
-        missing = min(keep, behind)
-        while missing:
-            part = state.pending.pop()
-            # Most parts are single rows: slicing each would take longer than all the rest.
-            parts.append(part if len(part) <= missing else part[-missing:])
-            missing -= len(parts[-1])
-        # A copy, as views would keep their whole batch alive.
-        state.pending = [torch.cat(parts[::-1])] if parts else []
-        if behind > keep:
-            request.skipped = state.context = request.context - keep
-            state.hidden = None
 
     @torch.inference_mode()
     def catch_up(self, requests: Sequence[Request]) -> None:
@@ -271,15 +193,12 @@ class EagleDrafter(RowDrafter):
         rows = last.split(1 if self._rounds else len(last))
         return torch.cat([self._forward.logits(row) for row in rows])
 
-    def _true_segment(self, request: Request, state: EagleState) -> Segment:
+    def _true_segment(self, request: Request, state: FeatureState) -> Segment:
         """Return the rows of positions committed since the head last ran on true features."""
         start = state.context
         end = request.context
         tokens = request.tokens_from(start + 1)[: end - start]
         return Segment.causal(torch.tensor(tokens), state.rows(request), request.slots[start:])
-
-    def _state(self, request: Request) -> EagleState:
-        return request.draft_state(EagleState, lambda: EagleState(context=request.shared))
 
     def _root_of(self, request: Request) -> tuple[Tensor, Tensor]:
         return self._state(request).rows(request), self._root_hidden(request)
@@ -291,24 +210,8 @@ class EagleDrafter(RowDrafter):
         return hidden
 
 
-def head_drafter(
-    head: EagleHead,
-    *,
-    slots: int,
-    graphs: GraphMode = GraphMode.OFF,
-    **how: Any,  # noqa: ANN401  further arguments of EagleDrafter
-) -> EagleDrafter:
-    """Return a drafter around ``head`` with a KV pool of ``slots``, in the head's dtype."""
-    weight = next(head.parameters())
-    config = head.config
-    # Where drafting is padded there is one slot more, which nobody owns: padding writes there.
-    rows = slots + spare_slots(graphs, cuda=weight.is_cuda)
-    pool = KVPool(1, rows, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
-    return EagleDrafter(head, paged_attention(pool), graphs=graphs, **how)
-
-
-class EagleFiles(DrafterFiles):
-    """A head's folder, in any format of :mod:`eaglegbv.drafters.formats`."""
+class EagleFiles(HeadFiles):
+    """An EAGLE head's folder."""
 
     name = "an EAGLE head"
     drafter = EagleDrafter
@@ -317,34 +220,3 @@ class EagleFiles(DrafterFiles):
     def recognise(cls, folder: Path, config: Mapping[str, Any]) -> bool:
         """Return whether the tensors are a head's; see :func:`is_head`."""
         return is_head(folder, config)
-
-    def __init__(self, folder: Path, opening: Opening) -> None:
-        self._folder = folder
-        self._opening = opening
-        self._target_config = opening.read_config(opening.model)
-        try:
-            head = fit(read_checkpoint(folder), self._target_config).config
-        except DrafterMismatch as error:
-            expected = f"{self.name} for {opening.model} ({error})"
-            raise DrafterMismatch("drafter", opening.drafter, expected) from error
-        self.features = head.features
-        self.slot_bytes = slot_bytes(1, head.num_kv_heads, head.head_dim, opening.dtype)
-
-    def open(self, target: LoadedTarget) -> EagleDrafter:
-        """Load the head; see :meth:`DrafterFiles.open`."""
-        head = load_head(
-            self._folder,
-            target_config=self._target_config,
-            target_embedding=target.input_embeddings,
-            read_output=target.output_layer,
-            dtype=self._opening.dtype,
-            device=self._opening.device,
-        )
-        return head_drafter(
-            head,
-            slots=target.max_slots,
-            graphs=self._opening.graphs,
-            max_context=target.max_context,
-            recorder=target.recorder,
-            native=self._opening.native,
-        )

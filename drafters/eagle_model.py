@@ -44,10 +44,9 @@ class Arch(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleHeadConfig:
-    """Sizes and settings of a head."""
+class HeadConfig:
+    """Sizes and settings that all kinds of heads have."""
 
-    arch: Arch  # which published head
     hidden_size: int  # width of the head's residual stream
     target_hidden_size: int  # width of the target's; EAGLE-1 needs both to be equal
     intermediate_size: int  # width of the feed-forward layer
@@ -56,26 +55,18 @@ class EagleHeadConfig:
     head_dim: int  # width of a head
     vocab_size: int  # tokens of the target
     draft_vocab_size: int  # tokens the head can draft; EAGLE-1 drafts all
-    # EAGLE-3: the target layers whose inputs are the features, low to high. EAGLE-1: empty, the
-    # feature being the hidden state after the final norm.
+    # The target layers whose inputs are the features, low to high. EAGLE-1: empty, the feature
+    # being the hidden state after the final norm.
     feature_layers: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-6  # added to the mean square in norms
     # Rotary embedding settings, as in transformers' configurations.
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
-    fc_bias: bool = False  # whether `fc` has a bias
     qkv_bias: bool = False  # whether the query, key and value projections have biases
     o_bias: bool = False  # whether the output projection of attention has a bias
     # Whether queries and keys are normed before they are rotated, as in Qwen3.
     qk_norm: bool = False
-    # EAGLE-3: the features are normed together before `fc` (`input_norm`).
-    norm_before_fc: bool = False
-    fc_norm: bool = False  # EAGLE-3: each layer's features are normed on their own before `fc`
-    norm_before_residual: bool = False  # EAGLE-3: the residual stream starts at the normed state
-    # EAGLE-3: the recurrent state is the one the output layer reads, after the last norm, and not
-    # the one before it.
-    norm_output: bool = False
 
     def __post_init__(self) -> None:
         rope_type = self.rope_parameters.get("rope_type")
@@ -90,8 +81,51 @@ class EagleHeadConfig:
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             expected = f"an integer in [1, {self.vocab_size}]"
             raise DrafterMismatch("draft_vocab_size", self.draft_vocab_size, expected)
+
+    @property
+    def kind(self) -> str:
+        """What messages call such a head."""
+        raise NotImplementedError
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the head, which have keys and values of their own."""
+        return 1
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The target's hidden states that are features, as targets number them."""
+        return self.feature_layers or (FINAL,)
+
+    @property
+    def feature_size(self) -> int:
+        """Width F of the target's features of a token."""
+        return len(self.features) * self.target_hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleHeadConfig(HeadConfig):
+    """Sizes and settings of an EAGLE head."""
+
+    arch: Arch  # which published head
+    fc_bias: bool = False  # whether `fc` has a bias
+    # EAGLE-3: the features are normed together before `fc` (`input_norm`).
+    norm_before_fc: bool = False
+    fc_norm: bool = False  # EAGLE-3: each layer's features are normed on their own before `fc`
+    norm_before_residual: bool = False  # EAGLE-3: the residual stream starts at the normed state
+    # EAGLE-3: the recurrent state is the one the output layer reads, after the last norm, and not
+    # the one before it.
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        HeadConfig.__post_init__(self)
         if self.arch is Arch.EAGLE1:
             self._check_eagle1()
+
+    @property
+    def kind(self) -> str:
+        """What messages call such a head."""
+        return f"{self.arch} head"
 
     def _check_eagle1(self) -> None:
         for name, value, target in (
@@ -105,16 +139,6 @@ class EagleHeadConfig:
         for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"):
             if getattr(self, name):
                 raise DrafterMismatch(name, True, "false for an EAGLE-1 head")
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        """The target's hidden states that are features, as targets number them."""
-        return self.feature_layers or (FINAL,)
-
-    @property
-    def feature_size(self) -> int:
-        """Width F of the target's features of a token."""
-        return len(self.features) * self.target_hidden_size
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
@@ -131,9 +155,11 @@ class Rotation:
 
     def both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys; on a GPU by one kernel, unless they are trained."""
-        if q.dim() == 3 and not q.requires_grad and runs_kernels(q.device):
-            return rotated_rows(q, k, self.cos.squeeze(-2), self.sin.squeeze(-2), signed=True)
-        return self(q), self(k)
+        if q.requires_grad or not runs_kernels(q.device):
+            return self(q), self(k)
+        angles = (part.squeeze(-2).flatten(0, -2) for part in (self.cos, self.sin))
+        queries, keys = rotated_rows(q.flatten(0, -3), k.flatten(0, -3), *angles, signed=True)
+        return queries.view_as(q), keys.view_as(k)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``."""
@@ -141,7 +167,7 @@ class Rotation:
         return torch.addcmul(x * self.cos, torch.cat((second, first), dim=-1), self.sin)
 
 
-def as_llama(config: EagleHeadConfig) -> LlamaConfig:
+def as_llama(config: HeadConfig) -> LlamaConfig:
     """Return a head's layer as transformers configures one."""
     return LlamaConfig(
         hidden_size=config.hidden_size,
@@ -157,7 +183,7 @@ class RotaryEmbedding(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, config: EagleHeadConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         # A head may be built on the meta device and filled from a file, which has no frequencies.
         with torch.device("cpu"):
@@ -188,7 +214,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Attention(nn.Module):
     """Projections around an attention that is passed in."""
 
-    def __init__(self, config: EagleHeadConfig, input_size: int) -> None:
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
@@ -224,8 +250,8 @@ class NormEach(nn.ModuleList):
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 
 
-class EagleHead(nn.Module, ABC):
-    """A head: :meth:`fuse` the target's features, then one :meth:`forward` per drafted level.
+class Head(nn.Module, ABC):
+    """What all kinds of heads have.
 
     Attributes:
         config: Sizes and settings.
@@ -233,11 +259,12 @@ class EagleHead(nn.Module, ABC):
         draft_to_target: ``[draft_vocab]`` int64, the target's id of each draft token.
     """
 
+    config: HeadConfig
     embedding: Tensor
     draft_to_target: Tensor
 
     def __init__(
-        self, config: EagleHeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
+        self, config: HeadConfig, embedding: Tensor, draft_to_target: Tensor | None = None
     ) -> None:
         """Build a head with fresh weights; the embedding is shared, and not saved with the head.
 
@@ -250,6 +277,29 @@ class EagleHead(nn.Module, ABC):
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
         self.rotary = RotaryEmbedding(config)
+
+    @torch.no_grad()
+    def prepare_products(self) -> None:
+        """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
+
+        Call it once, on the head's final device and in its final dtype; do not train it afterwards.
+        """
+        prepare(self, self.run_once)
+        for module in self.modules():
+            if isinstance(module, OutputLayer):
+                module.prepare_products()
+        if runs_kernels(self.embedding.device):
+            fuse_layers(self)
+
+    @abstractmethod
+    def run_once(self) -> None:
+        """Run all of the head's layers, on any input."""
+
+
+class EagleHead(Head):
+    """A head: :meth:`fuse` the target's features, then one :meth:`forward` per drafted level."""
+
+    config: EagleHeadConfig
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
@@ -265,23 +315,12 @@ class EagleHead(nn.Module, ABC):
         embedded = functional.embedding(token_ids, self.embedding)
         return self.step(embedded, hidden, self.rotary(positions, hidden.dtype), attend)
 
-    @torch.no_grad()
-    def prepare_products(self) -> None:
-        """Make products of a draft's few rows fast; see :mod:`eaglegbv.fused_linears`.
-
-        Call it once, on the head's final device and in its final dtype; do not train it afterwards.
-        """
-        kind = self.embedding
-        zero = torch.zeros(1, dtype=torch.int64, device=kind.device)
-        features = kind.new_zeros((1, self.config.feature_size))
-
-        def run_once() -> None:
-            attended = self(zero, self.fuse(features), zero, lambda q, *_: torch.zeros_like(q))
-            self.logits(attended)
-
-        prepare(self, run_once)
-        if runs_kernels(kind.device):
-            fuse_layers(self)
+    def run_once(self) -> None:
+        """See :meth:`Head.run_once`."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.embedding.device)
+        features = self.embedding.new_zeros((1, self.config.feature_size))
+        attended = self(zero, self.fuse(features), zero, lambda q, *_: torch.zeros_like(q))
+        self.logits(attended)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -335,11 +374,6 @@ class Eagle1Head(EagleHead):
         """Return the target's output layer on ``hidden``."""
         logits: Tensor = self.target_output(hidden)
         return logits
-
-    def prepare_products(self) -> None:
-        """See :meth:`EagleHead.prepare_products`."""
-        super().prepare_products()
-        self.target_output.prepare_products()
 
 
 class Eagle3Head(EagleHead):

@@ -34,7 +34,7 @@ class DraftCall:
     requests: Sequence[Request]  # with at least one committed token each
     plan: Plan  # paths, depth, width and draft temperature, shared by all of them
     draft_sampling: DraftSampling  # how children arise
-    tree_slots: Sequence[Tensor]  # for each request [plan.tree_slots - 1] KV slots to overwrite
+    tree_slots: Sequence[Tensor]  # for each request [plan.tree_slots] KV slots to overwrite
 
     @property
     def ruled(self) -> bool:

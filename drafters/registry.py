@@ -16,6 +16,7 @@ from eaglegbv.drafters.eagle import EagleFiles
 from eaglegbv.drafters.files import DrafterFiles
 from eaglegbv.drafters.formats.read import read_json
 from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters.parallel import ParallelFiles
 from eaglegbv.drafters.tabular import TabularFiles
 from eaglegbv.errors import InvalidArgument, one_of
 
@@ -23,7 +24,7 @@ OwnDrafter = TypeVar("OwnDrafter", bound=type[Drafter])
 OwnFiles = TypeVar("OwnFiles", bound=type[DrafterFiles])
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": NgramDrafter}
 """The classes of all drafters that need no files, by their names."""
-DRAFTER_FILES: list[type[DrafterFiles]] = [EagleFiles, TabularFiles]
+DRAFTER_FILES: list[type[DrafterFiles]] = [EagleFiles, ParallelFiles, TabularFiles]
 """The drafters with files; the last one that recognises a folder's opens it."""
 
 

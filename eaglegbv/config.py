@@ -470,14 +470,14 @@ class DefaultPlan(AutoPlan, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def seeded(self) -> Plan:
-        """The plan of sampled requests with a seed: one path of four tokens, judged as a block.
+        """The plan of sampled requests with a seed: a path of at most 4 tokens, judged as a block.
 
         That is what the default verifier makes of one path; it judges drafts of any kind.
         """
         return Plan(
             verifier=self.verifier,
             paths=1,
-            depth=4,
+            depth=min(4, self.max_depth),
             draft_width=self.draft_width,
             draft_temperature=self.draft_temperature,
         )

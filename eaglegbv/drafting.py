@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from eaglegbv.attention.base import offsets_of
-from eaglegbv.config import DraftSampling, Plan, Source, plan_name
+from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source, plan_name
 from eaglegbv.devices import upload
 from eaglegbv.drafters.base import Drafter
 from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler import Group
 from eaglegbv.tree import DraftTree
@@ -34,6 +36,7 @@ class Drafting:
         self.drafter = drafter
         # Whether it may begin after positions that it has not run.
         self.skips = drafter is not None and drafter.skips
+        self.at_once = drafter is not None and drafter.at_once
         # Number of drafts that replayed a recording, or by why not.
         self.graph_counts: Mapping[str, int] = {} if drafter is None else drafter.graph_counts
         self._lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
@@ -50,13 +53,25 @@ class Drafting:
         longest = self.by(plan).max_context
         return target if longest is None else min(target, longest)
 
+    def check_depth(self, plan: Plan) -> None:
+        """Raise InvalidArgument where the plan's drafter cannot draft so deep a tree."""
+        most = self.by(plan).max_depth
+        if most is not None and plan.depth > most:
+            raise InvalidArgument("depth", plan.depth, f"at most {most}, the drafter's levels")
+
+    def within(self, planning: Planning) -> Planning:
+        """Return ``planning``, the engine's own choices no deeper than its drafter drafts."""
+        most = None if self.drafter is None else self.drafter.max_depth
+        if most is None or not isinstance(planning, AutoPlan):
+            return planning
+        return msgspec.structs.replace(planning, max_depth=min(most, planning.max_depth))
+
     def draft(
         self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]
     ) -> DraftTree:
         """Propose trees for requests of one plan; each has ``[plan.tree_slots]`` slots."""
         plan = requests[0].plan
-        call = DraftCall(requests, plan, draft_sampling, [tree_slots[:-1] for tree_slots in slots])
-        return self.by(plan).draft(call)
+        return self.by(plan).draft(DraftCall(requests, plan, draft_sampling, slots))
 
     def observe_prefill(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
         """Pass on the features ``[tokens, feature_size]`` of parts of prompts."""

@@ -129,7 +129,7 @@ class Engine:
             vacate=self._vacate,
         )
         self._barrier = barrier
-        self._planner = planner or Planner()
+        self._planner = planner or Planner(at_once=self._drafting.at_once)
         self._verification = Verification(target, self._drafting)
         self._added = 0
         self._steps = 0
@@ -182,6 +182,7 @@ class Engine:
                 integer, or the plan does not fit the engine.
             SamplingMismatch: The plan's verifier is not lossless for its draft sampling.
         """
+        plan = self._drafting.within(plan)
         self.check_plan(plan)
         if isinstance(plan, AutoPlan) and params.seed is not None and not params.greedy:
             if isinstance(plan, DefaultPlan):

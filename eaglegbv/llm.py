@@ -645,7 +645,9 @@ class LLM(TextGenerator):
             device=self.device,
             dtype=self.dtype,
         )
-        return Planner(cache.read(), cache.write)
+        drafter = self.pair.drafter
+        at_once = drafter is not None and drafter.at_once
+        return Planner(cache.read(), cache.write, at_once=at_once)
 
     def _run(self, call: Call, *, progress: bool) -> list[Result]:
         pieces: SimpleQueue[Piece] = SimpleQueue()

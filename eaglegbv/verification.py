@@ -70,6 +70,8 @@ class Verification:
             return
         drafter = self._drafting.drafter
         check_plan(plan, None if drafter is None else type(drafter))
+        if isinstance(plan, Plan) and plan.speculative:
+            self._drafting.check_depth(plan)
         self._sound_plans.add(plan)
 
     def sampling_of(self, plan: Plan, *, greedy: bool) -> DraftSampling:

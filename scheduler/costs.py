@@ -35,7 +35,7 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
         requests: Number of requests.
         context: KV slots that they attend to, all together.
         drafting: Number of those whose drafts the drafter makes.
-        levels: Levels of each such draft.
+        levels: Levels of each such draft that cost a forward of the drafter.
         nodes: Nodes of each such draft.
         looked_up: Nodes of looked-up drafts, all together.
     """
@@ -48,8 +48,13 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
     looked_up: Count = 0
 
     @classmethod
-    def of(cls, plans: Sequence[Plan], requests: int, context: int) -> "StepShape":
-        """Return the shape of a step by ``plans``; a single one is that of all requests."""
+    def of(
+        cls, plans: Sequence[Plan], requests: int, context: int, *, at_once: bool = False
+    ) -> "StepShape":
+        """Return the shape of a step by ``plans``; a single one is that of all requests.
+
+        All levels count as one where the drafter gives them ``at_once``.
+        """
         drafting = 0
         levels = 0
         nodes = 0
@@ -59,7 +64,7 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
                 looked_up += plan.depth
             elif plan.speculative:
                 drafting += requests // len(plans)
-                levels = plan.depth
+                levels = 1 if at_once else plan.depth
                 nodes = plan.tree_nodes - 1
         return cls(requests, context, drafting, levels, nodes, looked_up)
 

@@ -103,9 +103,17 @@ class Planner:
     """Chooses plans before steps, and learns from the steps."""
 
     def __init__(
-        self, known: KnownCosts | None = None, keep: Callable[[KnownCosts], None] | None = None
+        self,
+        known: KnownCosts | None = None,
+        keep: Callable[[KnownCosts], None] | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
-        """Start with what an earlier run learned; ``keep`` is called with what this one did."""
+        """Start with what an earlier run learned; ``keep`` is called with what this one did.
+
+        ``at_once`` says that one forward of the drafter gives all levels.
+        """
+        self._at_once = at_once
         known = known or KnownCosts()
         self._costs = {True: StepCosts(known.greedy), False: StepCosts(known.sampled)}
         self._keep = keep
@@ -185,7 +193,7 @@ class Planner:
             size = size_class(group.batch)
             self._ran[size, choice.plan] = self._steps
             costs = self._costs[group.greedy]
-            shape = StepShape.of(plans, group.batch, group.context)
+            shape = StepShape.of(plans, group.batch, group.context, at_once=self._at_once)
             self._latest = costs, shape.cell
             self._timed = costs, shape
 
@@ -254,7 +262,7 @@ class Planner:
         context = group.context
         shapes = []
         for plan in plans:
-            shape = StepShape.of([plan], group.batch, context)
+            shape = StepShape.of([plan], group.batch, context, at_once=self._at_once)
             shapes.append(shape)
         seconds = costs.seconds(shapes)
         reading = self.reading_seconds * group.behind

@@ -34,17 +34,17 @@ class Ceiling(NamedTuple):
 # makes room; a new capability raises those of its own rooms, in the commit that adds it. "Slack"
 # marks a ceiling above what is there now, for capabilities that are being written.
 CEILINGS = {
-    "eaglegbv": Ceiling(65_000, 8.8),  # to come down to 57,000
+    "eaglegbv": Ceiling(65_100, 8.8),  # to come down to 57,000
     "eaglegbv/models": Ceiling(6_800, 9.0),
     "eaglegbv/attention": Ceiling(11_200, 10.3),
     "eaglegbv/backends/sglang": Ceiling(21_000, 9.2),
-    "eaglegbv/cli": Ceiling(22_000, 8.5),
+    "eaglegbv/cli": Ceiling(22_200, 8.5),
     "eaglegbv/native": Ceiling(3_000, 9.5),  # slack
     "eaglegbv/eval": Ceiling(55_600, 9.7),  # to come down to 44,000
     "eaglegbv/eval/audit/served": Ceiling(12_650, 10.3),  # to come down to 8,000
-    "drafters": Ceiling(26_500, 10.1),  # to come down to 23,500
-    "drafters/formats": Ceiling(5_100, 8.5),
-    "drafters/training": Ceiling(11_900, 10.0),  # to come down to 11,500
+    "drafters": Ceiling(31_700, 10.1),  # to come down to 23,500
+    "drafters/formats": Ceiling(7_400, 8.5),
+    "drafters/training": Ceiling(13_000, 10.0),  # to come down to 11,500
     "verifiers": Ceiling(25_900, 10.6),
     "verifiers/proof + scheduler": Ceiling(13_800, 9.7),
 }

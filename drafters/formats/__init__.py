@@ -1,1 +1,1 @@
-"""The formats in which EAGLE heads are stored, to read and to write."""
+"""The formats in which heads are stored, to read and to write."""

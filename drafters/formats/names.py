@@ -41,7 +41,10 @@ class NamedTensors:
     @property
     def has_attention_norm(self) -> bool:
         """Whether queries or keys have a norm."""
-        return any(f"layer.self_attn.{part}_norm.weight" in self.tensors for part in "qk")
+        return any(
+            name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
+            for name in self.tensors
+        )
 
     def has_attention_bias(self, parts: str) -> bool:
         """Return whether one of the projections ``parts``, of "qkvo", has a bias."""

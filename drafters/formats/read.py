@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import torch
@@ -26,7 +26,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, default_feature_layers
+from eaglegbv.drafters.eagle_model import (
+    Arch,
+    EagleHeadConfig,
+    HeadConfig,
+    default_feature_layers,
+)
 from eaglegbv.drafters.formats.names import FC_BIAS, NamedTensors, Remark, RemarkKind
 from eaglegbv.errors import DrafterMismatch, first_line
 
@@ -152,6 +157,8 @@ class FormatName(StrEnum):
     EAGLE = "eagle"
     SGLANG = "sglang"
     SPECULATORS = "speculators"
+    DFLASH = "dflash"  # z-lab's block drafters, DFlash2 among them
+    DSPARK = "dspark"  # DeepSpec's block drafters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,11 +256,12 @@ class FeatureLayers:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayers:
-    """The layer ids of a file."""
+    """The layer ids of an EAGLE-3 head's file."""
 
     ids: tuple[int, ...] | None  # as stored; None where there are none
     stated: Numbering | None  # what `NUMBERING` says; None where it is missing
     format: Format  # the format, by whose numbering they are read where nothing tells
+    default: ClassVar[str] = "2, L // 2 and L - 3 of a target of L layers"
 
     def resolve(self, num_layers: int | None) -> FeatureLayers | None:
         """Return the layers whose inputs are meant, None if neither file nor target tells.
@@ -293,12 +301,41 @@ def _recognise(ids: tuple[int, ...], num_layers: int | None) -> Numbering | None
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLayers:
+    """The layer ids of a block drafter's file."""
+
+    ids: tuple[int, ...] | None  # as stored; None where there are none
+    shift: int  # what an id lacks to the number of the layer whose input is meant
+    drafter_layers: int  # layers of the drafter, over which DFlash spreads them
+    default: ClassVar[str] = "that DFlash spreads over the target"
+
+    def resolve(self, num_layers: int | None) -> FeatureLayers | None:
+        """Return the layers whose inputs are meant; see :meth:`StoredLayers.resolve`."""
+        ids = self.ids
+        reason = "as config.json says"
+        if ids is None:
+            if num_layers is None:
+                return None
+            ids = _spread(num_layers, self.drafter_layers)
+            reason = "as DFlash spreads them"
+        return FeatureLayers(tuple(layer + self.shift for layer in ids), reason)
+
+
+def _spread(num_layers: int, drafter_layers: int) -> tuple[int, ...]:
+    """Return the layers whose outputs DFlash reads where a file names none, from 0 on."""
+    if drafter_layers == 1:
+        return (num_layers // 2,)
+    step = (num_layers - 4) / (drafter_layers - 1)
+    return tuple(round(1 + place * step) for place in range(drafter_layers))
+
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Above = Annotated[float, msgspec.Meta(gt=0)]
-_Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+Above = Annotated[float, msgspec.Meta(gt=0)]
+Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 
 
-class _Layer(msgspec.Struct, kw_only=True):
+class LayerKeys(msgspec.Struct, kw_only=True):
     """The decoder layer's keys, those of Llama; a missing key and a null one mean the same."""
 
     hidden_size: Positive
@@ -309,9 +346,9 @@ class _Layer(msgspec.Struct, kw_only=True):
     head_dim: Positive | None = None
     num_hidden_layers: Positive | None = None
     max_position_embeddings: Positive | None = None
-    rms_norm_eps: _Above | None = None
-    rope_theta: _Above | None = None
-    partial_rotary_factor: _Above | None = None
+    rms_norm_eps: Above | None = None
+    rope_theta: Above | None = None
+    partial_rotary_factor: Above | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     model_type: str | None = None
@@ -328,7 +365,9 @@ class _Verifier(msgspec.Struct):
     name_or_path: str | None = None
 
 
-class _Speculators(msgspec.Struct):
+class SpeculatorsKeys(msgspec.Struct):
+    """What speculators says of a whole head."""
+
     verifier: _Verifier | None = None
 
 
@@ -338,7 +377,7 @@ class _Head(msgspec.Struct, kw_only=True):
     architectures: list[str] | None = None
     target_hidden_size: Positive | None = None
     draft_vocab_size: Positive | None = None
-    eagle_aux_hidden_state_layer_ids: _Ids | None = None
+    eagle_aux_hidden_state_layer_ids: Ids | None = None
     num_aux_hidden_states: Positive | None = None
     use_aux_hidden_state: bool | None = None
     bias: bool | None = None
@@ -347,10 +386,10 @@ class _Head(msgspec.Struct, kw_only=True):
     use_aux_norm: bool | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
-    speculators_config: _Speculators | None = None
+    speculators_config: SpeculatorsKeys | None = None
 
 
-Keys = TypeVar("Keys", _Layer, _Head)
+Keys = TypeVar("Keys", bound=msgspec.Struct)
 
 _LLAMA_KEYS = (
     "hidden_size",
@@ -366,7 +405,7 @@ _LLAMA_KEYS = (
     "rope_parameters",
     "partial_rotary_factor",
 )
-_PASSED_ON = (
+PASSED_ON = (
     "max_position_embeddings",
     "bos_token_id",
     "eos_token_id",
@@ -380,10 +419,10 @@ class HeadSettings:
     """What a config.json says of a head."""
 
     architectures: tuple[str, ...]  # its `architectures`, for reports
-    # The head's configuration. The layer numbers of an EAGLE-3 head are placeholders of the right
-    # count; the true ones follow from `layers` and the target.
-    config: EagleHeadConfig
-    layers: StoredLayers | None  # EAGLE-3: the layer ids of the file
+    # The head's configuration. Its layer numbers are placeholders of the right count; the true ones
+    # follow from `layers` and the target.
+    config: HeadConfig
+    layers: StoredLayers | BlockLayers | None  # the layer ids of the file; None of EAGLE-1
     passed_on: Mapping[str, Any]  # keys that only other engines use
     verifier: str | None  # name of the target, where the file names one
     remarks: tuple[Remark, ...]  # what was assumed, and what other engines would do otherwise
@@ -400,17 +439,16 @@ def read_settings(
     """
     if kind.nested:
         whole = stored
-        inner = _object(stored, LAYER_SECTION)
+        inner = section_of(stored, LAYER_SECTION)
         section = f"{LAYER_SECTION}."
     else:
-        whole = inner = _merged(stored, "eagle_config")
+        whole = inner = merged_keys(stored, "eagle_config")
         section = ""
-    layer = _typed(inner, _Layer, section)
-    head = _typed(whole, _Head)
+    layer = typed_keys(inner, LayerKeys, section)
+    head = typed_keys(whole, _Head)
     _check_supported(layer, head, section)
-    llama = _llama(inner)
     layers = None
-    norms = dict[str, bool]()
+    norms = dict[str, Any]()
     remarks = list[Remark]()
     if arch is Arch.EAGLE3:
         ids = head.eagle_aux_hidden_state_layer_ids
@@ -420,18 +458,10 @@ def read_settings(
     has_fc_bias = arch is Arch.EAGLE1 or FC_BIAS in named.tensors
     config = EagleHeadConfig(
         arch=arch,
-        hidden_size=layer.hidden_size,
         target_hidden_size=head.target_hidden_size or layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_heads=layer.num_attention_heads,
-        num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
-        head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
-        vocab_size=layer.vocab_size,
         draft_vocab_size=(arch is Arch.EAGLE3 and head.draft_vocab_size) or layer.vocab_size,
         feature_layers=() if layers is None else _stand_in(head),
-        rms_norm_eps=llama.rms_norm_eps,
-        # In transformers' keys, without an older spelling beside the new one.
-        rope_parameters={k: v for k, v in (llama.rope_parameters or {}).items() if k != "type"},
+        **layer_settings(layer, inner),
         fc_bias=has_fc_bias if head.bias is None else head.bias,
         **_attention(layer, kind, named),
         **norms,
@@ -442,29 +472,31 @@ def read_settings(
         architectures=tuple(head.architectures or ()),
         config=config,
         layers=layers,
-        passed_on={key: inner[key] for key in _PASSED_ON if inner.get(key) is not None},
+        passed_on={key: inner[key] for key in PASSED_ON if inner.get(key) is not None},
         verifier=None if verifier is None else verifier.name_or_path,
         remarks=(*remarks, *_disagreements(layer, head, kind, config, named)),
     )
 
 
-def _object(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def section_of(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object that a key has, an empty one where it is missing."""
     value = stored.get(key)
     if not isinstance(value, dict | None):
-        raise _mismatch(key, value, "an object")
+        raise key_mismatch(key, value, "an object")
     return value or {}
 
 
-def _merged(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def merged_keys(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the keys of the file with those of the object ``key`` laid over them."""
-    over = {name: value for name, value in _object(stored, key).items() if value is not None}
+    over = {name: value for name, value in section_of(stored, key).items() if value is not None}
     for name, value in over.items():
         if stored.get(name) not in (None, value):
-            raise _mismatch(name, stored[name], f"{value!r}, as in {key}")
+            raise key_mismatch(name, stored[name], f"{value!r}, as in {key}")
     return {**stored, **over}
 
 
-def _typed(content: Mapping[str, Any], kind: type[Keys], section: str = "") -> Keys:
+def typed_keys(content: Mapping[str, Any], kind: type[Keys], section: str = "") -> Keys:
+    """Return the keys of a kind; DrafterMismatch names one of a wrong type."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
@@ -472,27 +504,49 @@ def _typed(content: Mapping[str, Any], kind: type[Keys], section: str = "") -> K
         key = place.rstrip("`") or said.split("`")[1]
         value = content.get(key.partition("[")[0])
         expected = said.removeprefix("Expected ").replace("`", "")
-        raise _mismatch(section + key, value, expected) from error
+        raise key_mismatch(section + key, value, expected) from error
 
 
-def _mismatch(key: str, value: object, expected: str) -> DrafterMismatch:
+def key_mismatch(key: str, value: object, expected: str) -> DrafterMismatch:
+    """Return the error for a key of config.json and its value."""
     return DrafterMismatch(f"config.json key {key}", value, expected)
 
 
-def _check_supported(layer: _Layer, head: _Head, section: str) -> None:
-    if layer.hidden_act not in (None, "silu"):
-        raise _mismatch(f"{section}hidden_act", layer.hidden_act, "'silu'")
-    if layer.mlp_bias:
-        raise _mismatch(f"{section}mlp_bias", True, "false")
+def _check_supported(layer: LayerKeys, head: _Head, section: str) -> None:
+    check_layer(layer, section)
     if any(kind != "full_attention" for kind in layer.layer_types or ()):
-        raise _mismatch(f"{section}layer_types", layer.layer_types, "full_attention alone")
+        raise key_mismatch(f"{section}layer_types", layer.layer_types, "full_attention alone")
     if head.use_aux_hidden_state is False:
-        raise _mismatch("use_aux_hidden_state", False, "true")
+        raise key_mismatch("use_aux_hidden_state", False, "true")
+
+
+def check_layer(layer: LayerKeys, section: str) -> None:
+    """Raise DrafterMismatch where a layer has parts that no head here has."""
+    if layer.hidden_act not in (None, "silu"):
+        raise key_mismatch(f"{section}hidden_act", layer.hidden_act, "'silu'")
+    if layer.mlp_bias:
+        raise key_mismatch(f"{section}mlp_bias", True, "false")
     for key in ("rope_parameters", "rope_scaling"):
         settings = getattr(layer, key) or {}
         if any(isinstance(value, dict) for value in settings.values()):
             expected = "settings of the one layer, not of kinds of layers"
-            raise _mismatch(f"{section}{key}", settings, expected)
+            raise key_mismatch(f"{section}{key}", settings, expected)
+
+
+def layer_settings(layer: LayerKeys, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a head's configuration takes of its layers' keys, as they are ``stored``."""
+    llama, heads = _llama(stored), layer.num_attention_heads
+    return {
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": layer.num_key_value_heads or heads,
+        "head_dim": layer.head_dim or layer.hidden_size // heads,
+        "vocab_size": layer.vocab_size,
+        "rms_norm_eps": llama.rms_norm_eps,
+        # In transformers' keys, without an older spelling beside the new one.
+        "rope_parameters": {k: v for k, v in (llama.rope_parameters or {}).items() if k != "type"},
+    }
 
 
 def _llama(layer: Mapping[str, Any]) -> LlamaConfig:
@@ -512,11 +566,11 @@ def _stand_in(head: _Head) -> tuple[int, ...]:
     said = head.num_aux_hidden_states
     number = said or 3 if ids is None else len(ids)
     if said not in (None, number):
-        raise _mismatch("num_aux_hidden_states", said, f"{number}, as {LAYER_IDS} has")
+        raise key_mismatch("num_aux_hidden_states", said, f"{number}, as {LAYER_IDS} has")
     return tuple(range(1, number + 1))
 
 
-def _attention(layer: _Layer, kind: Format, named: NamedTensors) -> dict[str, bool]:
+def _attention(layer: LayerKeys, kind: Format, named: NamedTensors) -> dict[str, Any]:
     """Read how attention departs from Llama's; the tensors decide where no key says.
 
     In speculators' format norms belong to a Qwen3 layer, and biases to any, for all its attention.
@@ -532,14 +586,14 @@ def _attention(layer: _Layer, kind: Format, named: NamedTensors) -> dict[str, bo
         }
     if layer.model_type not in (None, "llama", "qwen3"):
         # Qwen3-Next, say, counts the weights of its norms from zero.
-        raise _mismatch(f"{LAYER_SECTION}.model_type", layer.model_type, "'llama' or 'qwen3'")
+        raise key_mismatch(f"{LAYER_SECTION}.model_type", layer.model_type, "'llama' or 'qwen3'")
     biases = bool(layer.attention_bias)
     by_type = layer.model_type == "qwen3"
     qk_norm = named.has_attention_norm if layer.model_type is None else by_type
     return {"qkv_bias": biases, "o_bias": biases, "qk_norm": qk_norm}
 
 
-def _norms(head: _Head, named: NamedTensors) -> tuple[dict[str, bool], list[Remark]]:
+def _norms(head: _Head, named: NamedTensors) -> tuple[dict[str, Any], list[Remark]]:
     """Read the norms of an EAGLE-3 head; tensors decide where config.json does not say."""
     said = {
         "norm_before_fc": head.norm_before_fc,
@@ -549,7 +603,9 @@ def _norms(head: _Head, named: NamedTensors) -> tuple[dict[str, bool], list[Rema
         "norm_before_fc": "input_norm.weight" in named.tensors,
         "fc_norm": any(name.startswith("fc_norm.") for name in named.tensors),
     }
-    norms = {key: has_tensors[key] if value is None else value for key, value in said.items()}
+    norms: dict[str, Any] = {
+        key: has_tensors[key] if value is None else value for key, value in said.items()
+    }
     norms["norm_before_residual"] = bool(head.norm_before_residual)
     norms["norm_output"] = bool(head.norm_output)
     text = "{} is true, as its tensors are there; config.json does not say"
@@ -558,7 +614,7 @@ def _norms(head: _Head, named: NamedTensors) -> tuple[dict[str, bool], list[Rema
 
 
 def _disagreements(
-    layer: _Layer, head: _Head, kind: Format, config: EagleHeadConfig, named: NamedTensors
+    layer: LayerKeys, head: _Head, kind: Format, config: EagleHeadConfig, named: NamedTensors
 ) -> list[Remark]:
     """Return remarks on what the file leaves open, and on what other engines would make of it."""
     eagle1 = config.arch is Arch.EAGLE1

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eaglegbv.devices import dtype_name
-from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig
+from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig, HeadConfig
 from eaglegbv.drafters.formats.names import FC_BIAS, LAYER
 from eaglegbv.drafters.formats.read import (
+    FORMATS,
     LAYER_IDS,
     LAYER_SECTION,
     NUMBERING,
@@ -30,9 +31,8 @@ from eaglegbv.utils import replacing, write_whole
 class Contents:
     """What a config.json is written from."""
 
-    config: EagleHeadConfig  # the head's configuration
-    # Target layers whose inputs an EAGLE-3 head reads; None where the file leaves them to the
-    # default.
+    config: HeadConfig  # the head's configuration
+    # Target layers whose inputs a head reads; None where the file leaves them to the default.
     layers: tuple[int, ...] | None
     dtype: torch.dtype  # type of the tensors
     passed_on: Mapping[str, Any]  # keys that only other engines use
@@ -52,7 +52,8 @@ def write_head(
         DrafterMismatch: The format cannot express the head.
     """
     config = contents.config
-    check_holds(kind, config)
+    assert isinstance(config, EagleHeadConfig)
+    check_holds(kind.name, config)
     if kind.name is FormatName.SGLANG and config.arch is Arch.EAGLE1 and not config.fc_bias:
         tensors = {**tensors, FC_BIAS: torch.zeros(config.hidden_size, dtype=contents.dtype)}
     prefix = "layers.0." if config.arch is Arch.EAGLE1 else kind.eagle3_layer
@@ -60,36 +61,43 @@ def write_head(
         prefix + name.removeprefix(LAYER) if name.startswith(LAYER) else name: tensor.contiguous()
         for name, tensor in tensors.items()
     }
+    keys = _nested(kind, config, contents) if kind.nested else _flat(kind, config, contents)
+    write_files(folder, keys, stored)
+
+
+def write_files(folder: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into a folder, which need not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / SAFETENSORS) as partial:
-        save_file(stored, partial, metadata={"format": "pt"})
-    keys = _nested(kind, contents) if kind.nested else _flat(kind, contents)
+        save_file(dict(tensors), partial, metadata={"format": "pt"})
     write_whole(folder / "config.json", f"{json.dumps(keys, indent=2)}\n".encode())
 
 
-def check_holds(kind: Format, config: EagleHeadConfig) -> None:
+def check_holds(name: FormatName, config: EagleHeadConfig) -> None:
     """Raise :class:`DrafterMismatch` where the format's readers would lose part of a head."""
 
     def refuse(expected: str) -> None:
-        raise DrafterMismatch("format", str(kind.name), f"a format {expected}")
+        raise DrafterMismatch("format", str(name), f"a format {expected}")
 
+    if name not in FORMATS:
+        refuse(f"that holds an {config.kind}")
+    kind = FORMATS[name]
     if config.arch not in kind.variants:
         refuse(f"that holds {config.arch}")
-    for name in sorted(VARIANTS - kind.variants[config.arch]):
-        if getattr(config, name):
-            refuse(f"whose readers honour {name}, which this head needs")
+    for variant in sorted(VARIANTS - kind.variants[config.arch]):
+        if getattr(config, variant):
+            refuse(f"whose readers honour {variant}, which this head needs")
     if kind.nested and config.qkv_bias != config.o_bias:
         refuse("that tells biases of q, k, v from one of o, as this head needs")
     if kind.nested and config.norm_before_fc and config.fc_norm:
         refuse("that has both norm_before_fc and fc_norm, as this head needs")
 
 
-def _flat(kind: Format, contents: Contents) -> dict[str, Any]:
-    config = contents.config
+def _flat(kind: Format, config: EagleHeadConfig, contents: Contents) -> dict[str, Any]:
     stored: dict[str, Any] = {
         "architectures": [kind.architectures[config.arch]],
         "model_type": "llama",
-        **_layer_keys(contents),
+        **layer_keys(contents.config, contents.passed_on),
         "torch_dtype": dtype_name(contents.dtype),
     }
     for_sglang = kind.name is FormatName.SGLANG
@@ -116,11 +124,10 @@ def _flat(kind: Format, contents: Contents) -> dict[str, Any]:
     return stored
 
 
-def _nested(kind: Format, contents: Contents) -> dict[str, Any]:
-    config = contents.config
+def _nested(kind: Format, config: EagleHeadConfig, contents: Contents) -> dict[str, Any]:
     layer = {
         "model_type": "qwen3" if config.qk_norm else "llama",
-        **_layer_keys(contents),
+        **layer_keys(contents.config, contents.passed_on),
         "attention_bias": config.qkv_bias,
         "mlp_bias": False,
         "torch_dtype": dtype_name(contents.dtype),
@@ -145,22 +152,13 @@ def _nested(kind: Format, contents: Contents) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size if narrow else None,
         LAYER_IDS: ids,
         "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {
-                "name_or_path": contents.verifier,
-                "architectures": list(contents.verifier_architectures),
-            },
-        },
+        "speculators_config": speculators_section("eagle3", 3, contents),
         LAYER_SECTION: layer,
     }
 
 
-def _layer_keys(contents: Contents) -> dict[str, Any]:
+def layer_keys(config: HeadConfig, passed_on: Mapping[str, Any]) -> dict[str, Any]:
     """Return the decoder layer's keys, the same in all formats."""
-    config = contents.config
     rope = {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
     return {
         "num_hidden_layers": 1,
@@ -175,5 +173,18 @@ def _layer_keys(contents: Contents) -> dict[str, Any]:
         "rope_theta": config.rope_parameters["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "tie_word_embeddings": False,
-        **contents.passed_on,
+        **passed_on,
+    }
+
+
+def speculators_section(algorithm: str, tokens: int, contents: Contents) -> dict[str, Any]:
+    """Return what speculators' format says of how a head drafts, and for whom."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+        "verifier": {
+            "name_or_path": contents.verifier,
+            "architectures": list(contents.verifier_architectures),
+        },
     }

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 Head = Annotated[
     str,
-    typer.Argument(
-        help="Folder or hub name of an EAGLE head; 'eagle1' or 'eagle3' of the tiny model."
-    ),
+    typer.Argument(help="Folder or hub name of a head; 'eagle1' or 'eagle3' of the tiny model."),
 ]
 _TARGET = "Folder or hub name of the target; smollm2; or tiny, the packaged one."
 
@@ -42,7 +40,7 @@ def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -
 def export(
     drafter: Head,
     directory: Annotated[Path, typer.Argument(help="Folder to write, empty or not existing yet.")],
-    format_: Annotated[str, opt("One of eagle, sglang, speculators.", "--format")],
+    format_: Annotated[str, opt("One of eagle, sglang, speculators, dflash, dspark.", "--format")],
     target: Annotated[
         str | None,
         opt(f"{_TARGET} The head is checked against it; the speculators format takes its table."),
@@ -53,13 +51,13 @@ def export(
     from eaglegbv.models.hf import load_config
 
     checkpoint = _open_head(drafter)
-    config = read_embedding = None
+    config = read_table = None
     if target is not None:
         name = _target_named(target)
-        config, read_embedding = load_config(name), partial(_read_embedding, name)
+        config, read_table = load_config(name), partial(_read_table, name)
         fit(checkpoint, config)
-    export_head(checkpoint, format_, directory, config, read_embedding)
-    typer.echo(f"{checkpoint.config.arch} head in format {format_}: {directory}")
+    export_head(checkpoint, format_, directory, config, read_table)
+    typer.echo(f"{checkpoint.config.kind} in format {format_}: {directory}")
 
 
 def convert(
@@ -98,19 +96,22 @@ def _open_head(drafter: str) -> "Checkpoint":
     return read_checkpoint(folder)
 
 
-def _read_embedding(model: str) -> "Tensor":
+def _read_table(model: str, table: str) -> "Tensor":
+    """Return a target's embedding, or its output layer, by what heads' files call them."""
     import huggingface_hub
     import torch
     from transformers import AutoModelForCausalLM
 
+    from eaglegbv.drafters.formats.parallel import OUTPUT
     from eaglegbv.drafters.formats.read import read_weights
     from eaglegbv.errors import DrafterMismatch
     from eaglegbv.models.hf import load_config
 
     with torch.device("meta"):
         blank = AutoModelForCausalLM.from_config(load_config(model))
-    table = blank.get_input_embeddings().weight
-    [name] = [name for name, weight in blank.named_parameters() if weight is table]
+    output = table == OUTPUT
+    layer = blank.get_output_embeddings() if output else blank.get_input_embeddings()
+    [name] = [name for name, weight in blank.named_parameters() if weight is layer.weight]
     folder = Path(model)
     if not folder.is_dir():
         folder = Path(huggingface_hub.snapshot_download(model))

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import GraphMode
-from eaglegbv.drafters.eagle import EagleDrafter, head_drafter
+from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHeadConfig
+from eaglegbv.drafters.features import head_drafter
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
@@ -129,6 +130,7 @@ def random_pair(
         )
         head = random_head(head_config, target.input_embeddings)
     drafter = head_drafter(
+        EagleDrafter,
         head,
         slots=slots,
         graphs=graphs,

@@ -10,8 +10,11 @@ import torch
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.checkpoint import load_head, save_head
-from eaglegbv.drafters.eagle import head_drafter
-from eaglegbv.drafters.eagle_model import EagleHead
+from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle_model import Head
+from eaglegbv.drafters.features import FeatureDrafter, head_drafter
+from eaglegbv.drafters.parallel import ParallelDrafter
+from eaglegbv.drafters.parallel_model import ParallelHead
 from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError
 from eaglegbv.llm import LLM
@@ -91,7 +94,7 @@ class HeadValidator:
         self._seed = seed
         self._target: HFTarget | None = None
 
-    def __call__(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> Mapping[str, float]:
+    def __call__(self, head: Head, prompts: Sequence[Sequence[int]]) -> Mapping[str, float]:
         """Return the acceptance length, and the share of forwards that accept so many tokens.
 
         Raises:
@@ -112,7 +115,7 @@ class HeadValidator:
             for depth, share in enumerate(shares, start=1)
         }
 
-    def _answer(self, head: EagleHead, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:
+    def _answer(self, head: Head, prompts: Sequence[Sequence[int]]) -> list[RequestMetrics]:
         if self._target is None:
             place, dtype = place_of(self._device, AUTO_DTYPE)
             model = load_model(self._folder, dtype=dtype, device=place)
@@ -128,7 +131,9 @@ class HeadValidator:
                 dtype=self._target.dtype,
                 device=self._device,
             )
-        drafter = head_drafter(loaded, slots=_SLOTS)
+        block = isinstance(loaded, ParallelHead)
+        kind: type[FeatureDrafter] = ParallelDrafter if block else EagleDrafter
+        drafter = head_drafter(kind, loaded, slots=_SLOTS)
         engine = Engine(self._target, drafter, EngineConfig(kv_slots=_SLOTS, seed=self._seed))
         params = [self._params] * len(prompts)
         requests = engine.run(prompts, params, self._plan)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cli import documented, documented_commands, run
+from support.saved_pair import save_block_head
 from support.sglang_engine import missing_sglang
 
 from eaglegbv.backends.sglang.launch import launch, served_head, server_arguments
@@ -287,6 +288,12 @@ def test_a_head_is_converted_once_by_servers_that_start_at_once(saved_pair, tmp_
     (folder / "model.safetensors.partial").write_bytes(b"broken off")
     assert served_head(saved_pair[1], saved_pair[0])[0] == folder
     assert all((folder / name).read_bytes() == content for name, content in written.items())
+
+
+def test_block_drafters_are_left_to_sglang(saved_pair, tmp_path):
+    head = save_block_head(saved_pair[0], tmp_path)
+    with pytest.raises(InvalidArgument, match=r"an EAGLE head: .*SGLang.* DFLASH and DSPARK"):
+        served_head(head, saved_pair[0])
 
 
 @pytest.mark.parametrize("head", ["eagle1", "eagle3"])

@@ -68,8 +68,7 @@ class TokenSession:
     def draft(self, requests: Sequence[Request], draft_sampling: DraftSampling) -> DraftTree:
         slots = [self.allocator.allocate(r.plan.tree_slots) for r in requests]
         self._tree_slots = {r.number: s for r, s in zip(requests, slots, strict=True)}
-        free = [own[1:] for own in slots]
-        return self.drafter.draft(DraftCall(requests, requests[0].plan, draft_sampling, free))
+        return self.drafter.draft(DraftCall(requests, requests[0].plan, draft_sampling, slots))
 
     def commit(self, request: Request, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         """Accept ``nodes`` with ``tokens`` but the last, which is the correction."""

@@ -21,7 +21,7 @@ from eaglegbv.backends.sglang.ready import check_ready, read_options
 from eaglegbv.backends.sglang.settings import JSON_VARIABLE, Settings
 from eaglegbv.config import MAX_DEPTH, MAX_PATHS
 from eaglegbv.drafters.checkpoint import CONFIG, Checkpoint, export_head, fit, read_checkpoint
-from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.eagle_model import Arch, EagleHeadConfig
 from eaglegbv.drafters.formats.names import FC_BIAS
 from eaglegbv.drafters.formats.read import SAFETENSORS, FormatName, read_json
 from eaglegbv.errors import EagleGBVError, InvalidArgument, ModelNotSupported
@@ -147,7 +147,11 @@ def served_head(
         raise InvalidArgument("drafter", str(folder), expected)
     checkpoint = read_checkpoint(folder)
     target = target_config(model, revision=revision, trust_remote_code=trust_remote_code)
-    algorithm = ALGORITHMS[fit(checkpoint, target).config.arch]
+    head = fit(checkpoint, target).config
+    if not isinstance(head, EagleHeadConfig):
+        expected = "an EAGLE head: block drafters are drafted with by SGLang itself, see its DFLASH"
+        raise InvalidArgument("drafter", str(folder), f"{expected} and DSPARK algorithms")
+    algorithm = ALGORITHMS[head.arch]
     return _startable(checkpoint, getattr(target, POSITIONS, 0)), algorithm
 
 
@@ -212,7 +216,8 @@ def _written_for_sglang(checkpoint: Checkpoint) -> bool:
     named = checkpoint.named
     # A bias of zeros that the configuration denies is left aside.
     has_bias = FC_BIAS in named.tensors or any(name.endswith(FC_BIAS) for name in named.left_aside)
-    complete = has_bias or checkpoint.config.arch is Arch.EAGLE3
+    head = checkpoint.config
+    complete = has_bias or (isinstance(head, EagleHeadConfig) and head.arch is Arch.EAGLE3)
     return complete and checkpoint.format is FormatName.SGLANG
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.saved_pair import save_block_head
 
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 
@@ -145,3 +146,17 @@ def test_pair_in_half_precision_is_compared_with_plain_decoding(cli, pair):
             "audit", "pair", *pair, *options, "100", "--dtype", "bfloat16", *wrong, status=2
         )
         assert wrong[0].strip("-") in refused.err
+
+
+@pytest.mark.parametrize("how", ["--verifier=otbv,gbv,block,target_only", "--widths=2x2x1"])
+def test_pair_of_a_block_drafter(how, cli, saved_pair, tmp_path):
+    target = saved_pair[0]
+    head = save_block_head(target, tmp_path / "head")
+    pair = ("--model", str(target), "--drafter", str(head))
+    options = ("--prompt", "ab", "--tokens", "2", "--top-k", "2", "--samples", "60", "--json")
+    result = cli("audit", "pair", *pair, *options, how)
+    found = [json.loads(line) for line in result.out.splitlines()]
+    assert len(found) == (4 if "verifier" in how else 1)
+    for one in found:
+        assert one["cells"] > 1
+        assert one["p_value"] >= one["rejects_below"]

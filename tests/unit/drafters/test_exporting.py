@@ -8,18 +8,18 @@ from support.published_heads import HIDDEN, INPUTS, OUTPUTS, PUBLISHED, TABLE, T
 from torch import Tensor
 
 from eaglegbv.drafters.checkpoint import Checkpoint, export_head, fit, read_checkpoint
-from eaglegbv.drafters.formats.read import FORMATS, FormatName
+from eaglegbv.drafters.formats.read import FormatName
 from eaglegbv.drafters.formats.write import check_holds
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 
 TARGET = TARGETS["llama"]()
 TARGET.name_or_path, TARGET.architectures = "some/target", ["LlamaForCausalLM"]
-FOR_TARGET = TARGET, lambda: TABLE
+FOR_TARGET = TARGET, lambda _: TABLE
 
 
 def holds(form: FormatName, checkpoint: Checkpoint) -> bool:
     try:
-        check_holds(FORMATS[form], checkpoint.config)
+        check_holds(form, checkpoint.config)
     except DrafterMismatch:
         return False
     return True

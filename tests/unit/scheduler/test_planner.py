@@ -48,6 +48,15 @@ def test_shapes_have_features_and_cells() -> None:
     assert [size_class(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [0, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
+def test_levels_that_one_forward_gives_cost_as_one() -> None:
+    plans = [Plan(paths=k, depth=d) for k, d in ((1, 4), (3, 4), (3, 8))]
+    every = [StepShape.of([plan], 2, 512) for plan in plans]
+    at_once = [StepShape.of([plan], 2, 512, at_once=True) for plan in plans]
+    assert [step.levels for step in every] == [4, 4, 8]
+    assert [step.levels for step in at_once] == [1, 1, 1]
+    assert [step.nodes for step in at_once] == [step.nodes for step in every]
+
+
 def test_a_linear_machine_is_known_also_where_it_was_not_tried() -> None:
     costs = learned()
     for size, paths, depth in [(4, 2, 3), (1, 4, 5), (16, 3, 6), (3, 1, 7)]:
