@@ -1,1 +1,1 @@
-"""Training of small targets and of EAGLE heads."""
+"""Training of heads."""

@@ -1,4 +1,4 @@
-"""Training of EAGLE heads on the hidden states of a frozen target, computed as they are needed."""
+"""Training of heads on the hidden states of a frozen target, computed as they are needed."""
 
 import logging
 import resource
@@ -22,8 +22,10 @@ from eaglegbv.drafters.eagle_model import (
     Eagle3Head,
     EagleHead,
     EagleHeadConfig,
+    Head,
     default_feature_layers,
 )
+from eaglegbv.drafters.parallel_model import ParallelHead, ParallelHeadConfig, Sight
 from eaglegbv.drafters.training.data import (
     Corpus,
     Texts,
@@ -58,21 +60,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleTrainingConfig:
-    """Settings of a head training run.
+class HeadTrainingConfig:
+    """Settings of a head training run, whatever the kind of head.
 
     Attributes:
-        arch: Kind of head.
         texts: Which texts to train and measure on. Rows are packed with whole ones.
         out: Folder to write.
         intermediate: Feed-forward width; by default the target's.
-        draft_vocab: Draft vocabulary of EAGLE-3, the most frequent tokens of responses; by default
-            those that make up 95% of them: a rare token costs as many weights as a frequent one.
-        depths: Depths of the training-time test.
+        depths: Tokens of a path that the head learns to draft.
         decay: Weight of a depth relative to the one before.
         anchors: Positions of a row that are unrolled.
         loss: Loss to minimise: ce, tv, mix or block.
-        feature_weight: Weight of EAGLE-1's feature regression.
         batch: Rows per step.
         keep_runs: Folder for what a head learns from: the target reads texts once, and not at every
             step. They are then drawn evenly.
@@ -84,16 +82,13 @@ class EagleTrainingConfig:
         validation_prompts: Prompts answered at evaluations, by otbv and another copy of the target.
     """
 
-    arch: Arch
     texts: TextSettings
     out: Path
     intermediate: int | None = None
-    draft_vocab: int | None = None
     depths: int = 5
     decay: float = 0.9
     anchors: int = 48
     loss: Loss = Loss.MIX
-    feature_weight: float = 0.1
     batch: int = 16
     keep_runs: Path | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -106,13 +101,51 @@ class EagleTrainingConfig:
         require_integer("depths", self.depths, 1)
 
 
-Validate = Callable[[EagleHead, Sequence[Sequence[int]]], Mapping[str, float]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleTrainingConfig(HeadTrainingConfig):
+    """Settings of an EAGLE head's training run.
+
+    Attributes:
+        arch: Kind of head.
+        draft_vocab: Draft vocabulary of EAGLE-3, the most frequent tokens of responses; by default
+            those that make up 95% of them: a rare token costs as many weights as a frequent one.
+        feature_weight: Weight of EAGLE-1's feature regression.
+    """
+
+    arch: Arch
+    draft_vocab: int | None = None
+    feature_weight: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelTrainingConfig(HeadTrainingConfig):
+    """Settings of a block drafter's training run. Rows see their block causally.
+
+    Attributes:
+        layers: Layers of the head.
+        markov_rank: Rank of the term of the token before (DSpark); 0 for independent levels
+            (DFlash).
+        mask_token: Token whose embedding mask tokens have; by default the target's padding, or its
+            last token.
+    """
+
+    layers: int = 2
+    markov_rank: int = 64
+    mask_token: int | None = None
+
+    def __post_init__(self) -> None:
+        HeadTrainingConfig.__post_init__(self)
+        require_integer("layers", self.layers, 1)
+        require_integer("markov_rank", self.markov_rank, 0)
+
+
+Validate = Callable[[Head, Sequence[Sequence[int]]], Mapping[str, float]]
 """Measures a head on prompts with a real verifier; returns results by name."""
 
 
 @torch_as_usual()
-def train_eagle(
-    config: EagleTrainingConfig,
+def train_head(
+    config: HeadTrainingConfig,
     model: PreTrainedModel,
     texts: Texts,
     *,
@@ -120,7 +153,7 @@ def train_eagle(
     resume: bool = False,
     validate: Validate | None = None,
 ) -> str:
-    """Train a head, save it in the EAGLE repository's format, and return a report in Markdown.
+    """Train a head, save it as :func:`save_head` does, and return a report in Markdown.
 
     ``model`` is the target, on the device, and gets frozen; ``texts`` are those of the settings,
     ``command`` is the command line for the report. With ``resume`` the run goes on from the
@@ -135,10 +168,10 @@ def train_eagle(
     return train(task, config.schedule, config.out, command=command, resume=resume)
 
 
-def try_out(config: EagleTrainingConfig, model: PreTrainedModel, texts: Texts) -> str:
+def try_out(config: HeadTrainingConfig, model: PreTrainedModel, texts: Texts) -> str:
     """Take two steps of a run, and return what the whole of it will need.
 
-    Nothing is written but what ``keep_runs`` names. See :func:`train_eagle` for the arguments.
+    Nothing is written but what ``keep_runs`` names. See :func:`train_head` for the arguments.
     """
     run = _Run(config, model, texts, None)
     schedule = config.schedule
@@ -169,7 +202,7 @@ class _Run:
 
     def __init__(
         self,
-        config: EagleTrainingConfig,
+        config: HeadTrainingConfig,
         model: PreTrainedModel,
         texts: Texts,
         validate: Validate | None,
@@ -191,7 +224,7 @@ class _Run:
         settings = asdict(config)
         settings |= settings.pop("texts")
         self.task = Task(
-            title=f"{config.arch.upper()} head",
+            title=self.head.config.kind,
             data=config.texts.data,
             corpus=texts.training,
             module=self.head,
@@ -210,7 +243,7 @@ class _Run:
         anchors = draw_anchors(run.is_response, config.anchors, seed)
         depths = list(unroll(self.head, run, anchors, config.depths))
         loss = config.loss.of(depths, spent, config.decay)
-        if config.arch is Arch.EAGLE3:
+        if not isinstance(config, EagleTrainingConfig) or config.arch is Arch.EAGLE3:
             return loss
         return loss + config.feature_weight * feature_loss(depths, config.decay)
 
@@ -218,7 +251,7 @@ class _Run:
         save_head(self.head, self.config.out)
         return self.evaluate(_loaded(self.config.out, self.model))
 
-    def evaluate(self, head: EagleHead) -> Evaluation:
+    def evaluate(self, head: Head) -> Evaluation:
         """Estimate acceptance on the held-out texts, and measure it on prompts, if asked to."""
         depths = self.config.depths
         number = self.config.anchors
@@ -238,7 +271,7 @@ class _Run:
 
 
 def _runs(
-    config: EagleTrainingConfig, target: FrozenTarget, texts: Texts
+    config: HeadTrainingConfig, target: FrozenTarget, texts: Texts
 ) -> tuple[Callable[[int], TargetRun], Callable[[], Iterator[TargetRun]]]:
     """Return what draws the batch of a seed, and the batches that acceptance is measured on."""
     device = torch.device(config.device)
@@ -281,8 +314,33 @@ def _prompts(corpus: Corpus, number: int) -> list[list[int]]:
     return prompts[:number]
 
 
-def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus) -> EagleHead:
+def _new_head(config: HeadTrainingConfig, model: PreTrainedModel, training: Corpus) -> Head:
     """Return the head that a run begins with."""
+    if isinstance(config, ParallelTrainingConfig):
+        return _new_block_head(config, model)
+    assert isinstance(config, EagleTrainingConfig)
+    return _new_eagle_head(config, model, training)
+
+
+def _new_block_head(config: ParallelTrainingConfig, model: PreTrainedModel) -> ParallelHead:
+    """Return a head whose term of the token before is 0 at first; or one to continue from."""
+    target = model.config.get_text_config(decoder=True)
+    head_config = block_config_of(target, config)
+    if config.initial is not None:
+        initial = _loaded(config.initial, model)
+        if not isinstance(initial, ParallelHead) or initial.config != head_config:
+            expected = f"a block drafter of {config.layers} layers, with these settings"
+            raise InvalidArgument("initial", str(config.initial), expected)
+        return initial.requires_grad_()
+    head = ParallelHead(head_config, _embedding(model), OutputLayer.of(model).float())
+    if head.markov_head is not None:
+        nn.init.zeros_(head.markov_head.markov_w2.weight)
+    return head
+
+
+def _new_eagle_head(
+    config: EagleTrainingConfig, model: PreTrainedModel, training: Corpus
+) -> EagleHead:
     target = model.config.get_text_config(decoder=True)
     eagle3 = config.arch is Arch.EAGLE3
     if eagle3 and target.num_hidden_layers < _FEWEST_LAYERS:
@@ -290,6 +348,8 @@ def _new_head(config: EagleTrainingConfig, model: PreTrainedModel, training: Cor
         raise InvalidArgument("arch", str(config.arch), expected)
     if config.initial is not None:
         initial = _loaded(config.initial, model)
+        if not isinstance(initial, EagleHead):
+            raise InvalidArgument("initial", str(config.initial), "an EAGLE head")
         _check_initial(config, initial.config)
         if not eagle3 or config.draft_vocab in (None, initial.config.draft_vocab_size):
             return initial.requires_grad_()
@@ -349,27 +409,54 @@ def head_config_of(
     Of the keys of the target's decoder only sizes that all have are needed; others are taken where
     they are there. ``intermediate``, the width of the feed-forward layer, is None for the target's.
     """
+    eagle3 = arch is Arch.EAGLE3
+    return EagleHeadConfig(
+        arch=arch,
+        draft_vocab_size=draft_vocab,
+        feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
+        **_sizes(target, intermediate),
+    )
+
+
+def block_config_of(target: PreTrainedConfig, config: ParallelTrainingConfig) -> ParallelHeadConfig:
+    """Return the configuration of a new block drafter's head; see :func:`head_config_of`.
+
+    It reads the target's layers that EAGLE-3 reads.
+    """
+    mask = target.vocab_size - 1 if target.pad_token_id is None else target.pad_token_id
+    linked = config.markov_rank > 0
+    return ParallelHeadConfig(
+        draft_vocab_size=target.vocab_size,
+        feature_layers=default_feature_layers(target.num_hidden_layers),
+        qk_norm=True,
+        block_size=config.depths + (not linked),
+        sights=(Sight(causal=True),) * config.layers,
+        mask_token_id=mask if config.mask_token is None else config.mask_token,
+        sample_from_anchor=linked,
+        markov_rank=config.markov_rank,
+        **_sizes(target, config.intermediate),
+    )
+
+
+def _sizes(target: PreTrainedConfig, intermediate: int | None) -> dict[str, Any]:
+    """Return what a head's configuration takes of its target's."""
     facts = target.to_dict()
     hidden = int(target.hidden_size)
     heads = int(target.num_attention_heads)
     width = intermediate or facts.get("intermediate_size") or facts.get("n_inner")
     eps = [facts[key] for key in _NORM_EPS if facts.get(key)]
-    eagle3 = arch is Arch.EAGLE3
-    return EagleHeadConfig(
-        arch=arch,
-        hidden_size=hidden,
-        target_hidden_size=hidden,
+    return {
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
         # Some say a number for each layer.
-        intermediate_size=width if isinstance(width, int) else 4 * hidden,
-        num_heads=heads,
-        num_kv_heads=facts.get("num_key_value_heads") or heads,
-        head_dim=facts.get("head_dim") or hidden // heads,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab,
-        feature_layers=default_feature_layers(target.num_hidden_layers) if eagle3 else (),
-        rms_norm_eps=eps[0] if eps else 1e-6,
-        rope_parameters=_rope(facts),
-    )
+        "intermediate_size": width if isinstance(width, int) else 4 * hidden,
+        "num_heads": heads,
+        "num_kv_heads": facts.get("num_key_value_heads") or heads,
+        "head_dim": facts.get("head_dim") or hidden // heads,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": eps[0] if eps else 1e-6,
+        "rope_parameters": _rope(facts),
+    }
 
 
 def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,7 +478,7 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _loaded(folder: Path, model: PreTrainedModel) -> EagleHead:
+def _loaded(folder: Path, model: PreTrainedModel) -> Head:
     embedding = _embedding(model)
     return load_head(
         folder,

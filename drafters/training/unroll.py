@@ -4,6 +4,9 @@ Row i of a text first reads the target's true feature f_i and token x_{i+1} (dep
 output and x_{i+2} (depth 1), and so on (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv
 2408.15766). A row that drafts sees the true rows up to its own and its own drafted ones. Drafted
 rows do not see each other, so only some of them, the anchors, need be unrolled.
+
+A block drafter's head gives the same depths from one block at x_{i+1}, which sees the context
+entries up to i.
 """
 
 import hashlib
@@ -20,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from eaglegbv.drafters.eagle_model import EagleHead
+from eaglegbv.drafters.eagle_model import Attend, Drafted, EagleHead, Head
+from eaglegbv.drafters.parallel_model import Levels, ParallelHead, Sight
 from eaglegbv.drafters.training.data import Corpus, fill_rows, pack
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.output_layer import OutputLayer
@@ -237,8 +241,40 @@ def draw_anchors(is_response: Tensor, number: int, seed: int) -> Anchors:
     return Anchors(best.indices, best.values >= 0)
 
 
-def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> Iterator[Depth]:
-    """Yield ``depths`` depths; the head's rows at depth 0 are run on the whole text."""
+def unroll(head: Head, run: TargetRun, anchors: Anchors, depths: int) -> Iterator[Depth]:
+    """Yield ``depths`` depths, each given the text so far."""
+    window = run.token_ids.shape[1]
+    used = anchors.used
+    probs_at = run.probs_of(head.draft_to_target)
+    if isinstance(head, ParallelHead):
+        outputs = _block_outputs(head, run, anchors, depths)
+    else:
+        assert isinstance(head, EagleHead)
+        outputs = _path_outputs(head, run, anchors, depths)
+    for depth, output in enumerate(outputs):
+        # The last token read; the distribution of what follows it is drafted here.
+        read = anchors.position + depth + 1
+        used = used & (read + 1 < window) & _entries(run.is_response, read + 1)
+        token_ids = _entries(run.token_ids, read + 1)
+        chosen = torch.searchsorted(head.draft_to_target, token_ids)
+        chosen = chosen.clamp(max=len(head.draft_to_target) - 1)
+        yield Depth(
+            hidden=output.hidden,
+            logits=output.logits.float(),
+            target_hidden=_rows(run.final_hidden, read),
+            target_probs=probs_at(read),
+            chosen=chosen.where(head.draft_to_target[chosen] == token_ids, -1),
+            used=used,
+        )
+
+
+def _path_outputs(
+    head: EagleHead, run: TargetRun, anchors: Anchors, depths: int
+) -> Iterator[Drafted]:
+    """Run an EAGLE head once a depth; its rows at depth 0 are run on the whole text.
+
+    What is yielded is ``[batch, anchors, ...]``.
+    """
     window = run.token_ids.shape[1]
     attention = _UnrolledAttention(anchors.position)
     next_ids = functional.pad(run.token_ids[:, 1:], (0, 1))
@@ -246,26 +282,35 @@ def unroll(head: EagleHead, run: TargetRun, anchors: Anchors, depths: int) -> It
     # The recurrent state stays float32 under autocast.
     everywhere = head(next_ids, head.fuse(run.features).float(), positions, attention)
     hidden = _rows(everywhere, anchors.position)
-    used = anchors.used
-    probs_at = run.probs_of(head.draft_to_target)
     for depth in range(depths):
-        # The last token read; the distribution of what follows it is drafted here.
-        read = anchors.position + depth + 1
         if depth:
-            token_ids = _entries(run.token_ids, read)
+            token_ids = _entries(run.token_ids, anchors.position + depth + 1)
             hidden = head(token_ids, hidden, anchors.position + depth, attention)
-        used = used & (read + 1 < window) & _entries(run.is_response, read + 1)
-        token_ids = _entries(run.token_ids, read + 1)
-        chosen = torch.searchsorted(head.draft_to_target, token_ids)
-        chosen = chosen.clamp(max=len(head.draft_to_target) - 1)
-        yield Depth(
-            hidden=hidden,
-            logits=head.logits(hidden).float(),
-            target_hidden=_rows(run.final_hidden, read),
-            target_probs=probs_at(read),
-            chosen=chosen.where(head.draft_to_target[chosen] == token_ids, -1),
-            used=used,
-        )
+        yield Drafted(hidden, head.logits(hidden))
+
+
+def _block_outputs(
+    head: ParallelHead, run: TargetRun, anchors: Anchors, depths: int
+) -> Iterator[Drafted]:
+    """Run a block drafter's head once, at blocks that begin with the token after each anchor."""
+    config = head.config
+    window = run.token_ids.shape[1]
+    device = run.token_ids.device
+    positions = anchors.position.unsqueeze(-1) + 1
+    positions = positions + torch.arange(depths + config.first_row, device=device)
+    token_ids = torch.full_like(positions, config.mask_token_id)
+    token_ids[..., 0] = _entries(run.token_ids, anchors.position + 1)
+    text = torch.arange(window, device=device).expand_as(run.token_ids)
+    keys, values = head.context(run.features, text)
+    attends = [
+        _block_attention(keys[:, :, layer], values[:, :, layer], sight, positions)
+        for layer, sight in enumerate(config.sights)
+    ]
+    levels = head.levels(head.block(token_ids, positions, attends))
+    for depth in range(depths):
+        before = _entries(run.token_ids, anchors.position + depth + 1)
+        of_level = Levels(*(part[..., depth, :] for part in levels))
+        yield Drafted(of_level.hidden, head.after(of_level, before))
 
 
 class Loss(StrEnum):
@@ -419,25 +464,67 @@ class _UnrolledAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shared = q.shape[-2] // k.shape[-2]
-        self._keys.append(k.repeat_interleave(shared, dim=-2))
-        self._values.append(v.repeat_interleave(shared, dim=-2))
-        return self._causal(q) if len(self._keys) == 1 else self._drafted(q)
+        self._keys.append(k)
+        self._values.append(v)
+        if len(self._keys) == 1:
+            rows = (part.transpose(1, 2) for part in (q, k, v))
+            attended = functional.scaled_dot_product_attention(
+                *rows, is_causal=True, enable_gqa=True
+            )
+            return attended.transpose(1, 2)
+        text = torch.arange(self._keys[0].shape[1], device=q.device)
+        parts = (self._keys, self._values)
+        return _attended(
+            q.unsqueeze(2),
+            *(known[0] for known in parts),
+            *(torch.stack(known[1:], dim=2) for known in parts),
+            context=text <= self._position[..., None, None],
+            block=torch.ones((1, len(self._keys) - 1), dtype=torch.bool, device=q.device),
+        ).squeeze(2)
 
-    def _causal(self, q: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, self._keys[0], self._values[0]))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    def _drafted(self, q: Tensor) -> Tensor:
-        window = self._keys[0].shape[1]
-        true_scores = torch.einsum("bahd,bthd->baht", q, self._keys[0])
-        later = torch.arange(window, device=q.device) > self._position.unsqueeze(-1)
-        true_scores = true_scores.masked_fill(later.unsqueeze(2), -torch.inf)
-        own_keys = torch.stack(self._keys[1:])
-        own_values = torch.stack(self._values[1:])
-        own_scores = torch.einsum("bahd,nbahd->bahn", q, own_keys)
-        scores = torch.cat((true_scores, own_scores), dim=-1).float() * q.shape[-1] ** -0.5
-        weights = scores.softmax(dim=-1).to(q.dtype)
-        return torch.einsum("baht,bthd->bahd", weights[..., :window], self._values[0]) + (
-            torch.einsum("bahn,nbahd->bahd", weights[..., window:], own_values)
-        )
+def _block_attention(keys: Tensor, values: Tensor, sight: Sight, positions: Tensor) -> Attend:
+    """Return attention of blocks to context entries ``[batch, window, kv_heads, head_dim]``.
+
+    ``positions`` ``[batch, anchors, rows]`` are those of their rows.
+    """
+    text = torch.arange(keys.shape[1], device=keys.device)
+    rows = torch.arange(positions.shape[2], device=keys.device)
+    back = rows.unsqueeze(1) - rows
+    block = back >= (0 if sight.causal else -len(rows))
+    context = (text < positions[..., :1, None]).expand(-1, -1, len(rows), -1)
+    if sight.window is not None:
+        block = block & (back < sight.window)
+        context = context & (positions.unsqueeze(-1) - text < sight.window)
+    return lambda q, k, v: _attended(q, keys, values, k, v, context=context, block=block)
+
+
+def _attended(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own_keys: Tensor,
+    own_values: Tensor,
+    *,
+    context: Tensor,
+    block: Tensor,
+) -> Tensor:
+    """Attend from rows of anchors ``[batch, anchors, rows, heads, head_dim]``.
+
+    Args:
+        q: Their queries.
+        keys: ``[batch, window, kv_heads, head_dim]``, of the text.
+        values: Likewise.
+        own_keys: ``[batch, anchors, own, kv_heads, head_dim]``, of each anchor alone.
+        own_values: Likewise.
+        context: ``[batch, anchors, rows, window]`` bool, what rows see of the text.
+        block: ``[rows, own]`` bool, what they see of their anchor's own.
+    """
+    batch, anchors = q.shape[:2]
+    apart = torch.block_diag(*[block] * anchors).expand(batch, -1, -1)
+    seen = torch.cat((context.flatten(1, 2), apart), dim=-1).unsqueeze(1)
+    everything = torch.cat((keys, own_keys.flatten(1, 2)), dim=1)
+    contents = torch.cat((values, own_values.flatten(1, 2)), dim=1)
+    rows = (part.transpose(1, 2) for part in (q.flatten(1, 2), everything, contents))
+    out = functional.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)
+    return out.transpose(1, 2).unflatten(1, (anchors, -1))

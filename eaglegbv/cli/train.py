@@ -1,4 +1,4 @@
-"""``eaglegbv train``: EAGLE heads."""
+"""``eaglegbv train``: heads that draft."""
 
 import sys
 from collections.abc import Mapping
@@ -17,18 +17,27 @@ from eaglegbv.cli.structs import Fields, member
 from eaglegbv.config import Plan
 from eaglegbv.devices import AUTO_DTYPE, named_device, place_of
 from eaglegbv.drafters.training.data import Texts, TextSettings, gather_texts
-from eaglegbv.drafters.training.heads import EagleTrainingConfig, train_eagle, try_out
+from eaglegbv.drafters.training.heads import (
+    EagleTrainingConfig,
+    HeadTrainingConfig,
+    ParallelTrainingConfig,
+    train_head,
+    try_out,
+)
 from eaglegbv.drafters.training.train import Schedule
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.validation import HeadValidator, target_answers
 from eaglegbv.loading import check_model, find_target
 from eaglegbv.models.hf import load_model, load_tokenizer
 
-app = opts.make_app("Train an EAGLE head.")
+app = opts.make_app("Train a head.")
 
 
 Target = Annotated[str, opt("The target: a folder, a GGUF file, a hub name, smollm2 or tiny.")]
 Resume = Annotated[bool, opt("Continue from the checkpoint in the folder, if any.", "--resume")]
+DryRun = Annotated[bool, opt("Take two steps; say what the run will need.", "--dry-run")]
+ValidateTokens = Annotated[int, opt("Most tokens of the answers of --validate.")]
+ValidatePaths = Annotated[int, opt("Paths drafted for them, of --depths tokens.")]
 
 
 class Preset(StrEnum):
@@ -54,9 +63,20 @@ _PRESETS: Mapping[Preset, Mapping[str, float]] = {
 def _take_preset(context: typer.Context, preset: str | None) -> str | None:
     if preset is not None:
         settings = _PRESETS[member("preset", preset, Preset)]
-        assert settings.keys() <= {option.name for option in context.command.params}
-        context.default_map = {**settings}
+        options = {option.name for option in context.command.params}
+        assert settings.keys() - options <= {"draft_vocab"}  # of EAGLE-3 alone
+        context.default_map = {name: settings[name] for name in settings.keys() & options}
     return preset
+
+
+PresetName = Annotated[
+    Preset | None,
+    typer.Option(help="Settings that others change.", is_eager=True, callback=_take_preset),
+]
+_DEFAULTS: Mapping[str, Any] = {
+    "samples": None, "held_out": 64, "learning_rate": 1e-3, "weight_decay": 0.01,
+    "device": "auto", "bf16": None,
+}  # fmt: skip
 
 
 _ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -77,30 +97,41 @@ def bigram() -> None:
 @app.command()
 def eagle(
     target: Target,
-    config: Annotated[
-        EagleTrainingConfig,
-        Fields(
-            samples=None,
-            held_out=64,
-            learning_rate=1e-3,
-            weight_decay=0.01,
-            device="auto",
-            bf16=None,
-        ),
-    ],
-    preset: Annotated[
-        Preset | None,
-        typer.Option(help="Settings that others change.", is_eager=True, callback=_take_preset),
-    ] = None,
-    dry_run: Annotated[
-        bool, opt("Take two steps; say what the run will need.", "--dry-run")
-    ] = False,
-    validate_tokens: Annotated[int, opt("Most tokens of the answers of --validate.")] = 64,
-    validate_paths: Annotated[int, opt("Paths drafted for them, of --depths tokens.")] = 3,
+    config: Annotated[EagleTrainingConfig, Fields(**_DEFAULTS)],
+    preset: PresetName = None,
+    dry_run: DryRun = False,
+    validate_tokens: ValidateTokens = 64,
+    validate_paths: ValidatePaths = 3,
     resume: Resume = False,
 ) -> None:
     """Train an EAGLE head for a target."""
     del preset  # its settings are other options' defaults by now
+    _train(target, config, dry_run, validate_tokens, validate_paths, resume)
+
+
+@app.command()
+def parallel(
+    target: Target,
+    config: Annotated[ParallelTrainingConfig, Fields(**_DEFAULTS)],
+    preset: PresetName = None,
+    dry_run: DryRun = False,
+    validate_tokens: ValidateTokens = 64,
+    validate_paths: ValidatePaths = 3,
+    resume: Resume = False,
+) -> None:
+    """Train a block drafter's head for a target: DSpark's, or DFlash's."""
+    del preset
+    _train(target, config, dry_run, validate_tokens, validate_paths, resume)
+
+
+def _train(
+    target: str,
+    config: HeadTrainingConfig,
+    dry_run: bool,
+    tokens: int,
+    paths: int,
+    resume: bool,
+) -> None:
     device = _resolve(config.device)
     texts = _text_settings(config.texts, config.out)
     schedule = _schedule(config.schedule, device)
@@ -113,15 +144,11 @@ def eagle(
     if dry_run:
         print(try_out(config, model, corpora), end="")
         return
-    validator = HeadValidator(
-        folder,
-        Plan(paths=validate_paths, depth=config.depths),
-        max_tokens=validate_tokens,
-        device=device,
-        seed=schedule.seed,
-    )
+    plan = Plan(paths=paths, depth=config.depths)
+    seed = schedule.seed
+    validator = HeadValidator(folder, plan, max_tokens=tokens, device=device, seed=seed)
     command = _command_line()
-    print(train_eagle(config, model, corpora, command=command, resume=resume, validate=validator))
+    print(train_head(config, model, corpora, command=command, resume=resume, validate=validator))
 
 
 def _folder(target: str, dtype: torch.dtype) -> Path:

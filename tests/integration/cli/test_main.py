@@ -31,7 +31,7 @@ def test_it_runs_as_a_module_too():
     [
         (["--help"], ["generate", "demo", "bench", "train"]),
         (["bench", "mt-bench", "--help"], ["--verifiers", "--repeats", "EAGLEGBV_DATA"]),
-        (["train", "--help"], ["eagle"]),
+        (["train", "--help"], ["eagle", "parallel"]),
         (["bench", "batch", "-h"], ["--ways"]),
         (["bench", "plot", "--help"], ["pip install -e '.[bench]' in a checkout."]),
         (["bench", "study", "--help"], ["'.[bench]')"]),

@@ -11,10 +11,16 @@ from safetensors.torch import load_file
 from support.published_heads import LLAMA3_ROPE
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from eaglegbv.drafters.checkpoint import load_head
+from eaglegbv.drafters.checkpoint import load_head, read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
+from eaglegbv.drafters.parallel_model import ParallelHeadConfig
 from eaglegbv.drafters.training.data import Document, TextSettings, join_documents
-from eaglegbv.drafters.training.heads import EagleTrainingConfig, frequent_tokens, head_config_of
+from eaglegbv.drafters.training.heads import (
+    EagleTrainingConfig,
+    ParallelTrainingConfig,
+    frequent_tokens,
+    head_config_of,
+)
 from eaglegbv.drafters.training.train import RunState, Schedule
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.validation import target_answers
@@ -25,7 +31,8 @@ def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> li
     sizes = "--window 48 --batch 8 --anchors 16 --depths 3 --max-new-tokens 16"
     pace = "--steps 16 --learning-rate 3e-3 --evaluate-every 8 --checkpoint-every 5"
     run = "--regenerate 40 --device cpu --no-bf16 --validate 2 --validate-tokens 4"
-    command = f"eagle --arch {arch} --target {target} --data {data} --out {out}"
+    kind = "parallel" if arch == "parallel" else f"eagle --arch {arch}"
+    command = f"{kind} --target {target} --data {data} --out {out}"
     return [*f"{command} {sizes} {pace} {run}".split(), *extra]
 
 
@@ -78,6 +85,33 @@ def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) ->
     pace = ("--steps", "1", "--learning-rate", "1e-6", "--validate", "0")
     train(arguments(arch, target, chats, tmp_path / "more", *more, *pace, "--loss", "ce"))
     assert scores(tmp_path / "more")[-1] == pytest.approx(min(found), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "extra", [("--markov-rank", "8", "--loss", "block"), ("--markov-rank", "0", "--layers", "1")]
+)
+def test_a_block_drafter_learns_loads_and_goes_on(extra, target, chats, tmp_path, train) -> None:
+    printed = train(arguments("parallel", target, chats, tmp_path, *extra, "--steps", "10"))
+    found = scores(tmp_path)
+    assert min(found) < found[0]
+    assert "acceptance at depth 3" in printed
+    assert "acceptance length, otbv, 3 paths of depth 3, temperature 1" in printed
+    checkpoint = read_checkpoint(tmp_path)
+    config = checkpoint.config
+    assert isinstance(config, ParallelHeadConfig)
+    assert checkpoint.format == ("dspark" if "8" in extra else "dflash")
+    assert config.levels == 3
+    assert all(sight.causal for sight in config.sights)
+    train(arguments("parallel", target, chats, tmp_path, *extra, "--steps", "10", "--resume"))
+    assert scores(tmp_path)[-1] == found[-1]
+    more = ("--initial", str(tmp_path), "--samples", str(tmp_path / "samples.pt"), *extra)
+    pace = ("--steps", "1", "--learning-rate", "1e-6", "--validate", "0")
+    train(arguments("parallel", target, chats, tmp_path / "more", *more, *pace))
+    assert scores(tmp_path / "more")[-1] == pytest.approx(min(found), abs=0.02)
+    with pytest.raises(EagleGBVError, match="a block drafter of 3 layers"):
+        train(arguments("parallel", target, chats, tmp_path / "other", *more, "--layers", "3"))
+    with pytest.raises(EagleGBVError, match="an EAGLE head"):
+        train(arguments("eagle3", target, chats, tmp_path / "other", *more[:4]))
 
 
 @pytest.mark.thorough
@@ -235,3 +269,6 @@ def test_impossible_settings_are_refused(tmp_path: Path) -> None:
         replace(texts, window=64)
     with pytest.raises(InvalidArgument, match=r"^depths="):
         EagleTrainingConfig(arch=Arch.EAGLE1, texts=texts, out=tmp_path, depths=0)
+    for name, least in (("depths", 1), ("layers", 1), ("markov_rank", 0)):
+        with pytest.raises(InvalidArgument, match=f"^{name}="):
+            ParallelTrainingConfig(texts=texts, out=tmp_path, **{name: least - 1})

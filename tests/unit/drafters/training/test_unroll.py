@@ -1,16 +1,20 @@
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.drafting import VOCAB, Pair, random_pair
+from support.published_blocks import BLOCKS, PlainBlock, make_target
 from torch import Tensor
 from torch.nn import functional
 
+from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training import unroll as unrolling
 from eaglegbv.drafters.training.unroll import Anchors, Depth, Loss, TargetRun, draw_anchors, unroll
+from eaglegbv.output_layer import OutputLayer
 
 WINDOW = 9
 
@@ -47,6 +51,41 @@ def test_unroll_equals_drafting_step_by_step(arch: Arch) -> None:
             text = run.token_ids[b].tolist()
             expected = pair.log_probs(text[: root + 1], text[root + 1 : root + 1 + d])
             np.testing.assert_allclose(found[b, column], expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_unroll_of_a_block_is_its_plain_forward(name: str, tmp_path: Path) -> None:
+    block, model = BLOCKS[name](), make_target()
+    plain = PlainBlock(block, model)
+    head = load_head(
+        block.write(tmp_path),
+        target_config=model.config,
+        target_embedding=model.get_input_embeddings().weight.detach(),
+        read_output=lambda: OutputLayer.of(model),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    texts = torch.randint(30, (2, WINDOW), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = model(texts, output_hidden_states=True)
+    run = TargetRun(
+        token_ids=texts,
+        is_response=torch.ones(2, WINDOW, dtype=torch.bool),
+        features=torch.stack([plain.features(text) for text in texts.tolist()]),
+        final_hidden=out.hidden_states[-1],
+        logits=out.logits,
+    )
+    position = torch.tensor([[2, 4, 0], [1, 3, 4]])
+    anchors = Anchors(position, torch.ones_like(position, dtype=torch.bool))
+    for d, depth in enumerate(unroll(head, run, anchors, 3)):
+        assert depth.used.all()
+        found = depth.logits.log_softmax(-1)
+        for b, column in itertools.product(range(2), range(3)):
+            root = int(position[b, column]) + 1
+            text = texts[b].tolist()
+            logits = plain.logits(text[: root + 1], text[root + 1 : root + 1 + d], 3)
+            expected = logits.log_softmax(-1)
+            np.testing.assert_allclose(found[b, column], expected, rtol=1e-4, atol=5e-5)
 
 
 def test_targets_are_the_distribution_of_the_drafted_token() -> None:
