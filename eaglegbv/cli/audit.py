@@ -15,12 +15,14 @@ from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields
 from eaglegbv.config import PLAIN, DraftSampling, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, SamplingMismatch, one_of
-from eaglegbv.eval.audit.exact import Result, Subject, package_subjects
+from eaglegbv.eval.audit.exact import Result, Subject, exact_subject, package_subjects
 from eaglegbv.eval.audit.module import as_subject, load_verifiers
 from eaglegbv.eval.audit.pair import audit_pair
 from eaglegbv.eval.audit.problems import Sizes
 from eaglegbv.eval.audit.sampled import sampled_subject
+from eaglegbv.eval.published import BIASED
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.verifiers.base import Verifier
 from eaglegbv.verifiers.registry import chosen_plan, make_any_verifier
 
 FAILED = 1
@@ -86,6 +88,7 @@ def audit(
     ties, p = q and disjoint supports), several steps in a row, and compares the distribution of the
     first depth + 1 tokens with the target's. Block efficiency is that of one step; the LP optimum
     is the largest that a lossless step can have (null where the linear program is too large).
+    spectr_gbv_published and hsd, biased as published, are controls that an audit rejects.
 
     Exit status: 0 if all is well; 1 if an error is more than rounding or, with samples, the G-test
     rejects; 2 for bad input.
@@ -104,7 +107,8 @@ def audit(
     chosen = Sizes(**sizes)
     subjects = _subjects(module, samples)
     if not every:
-        subject = _choose(subjects, verifier)
+        known = subjects if verifier not in BIASED else _controls(samples)
+        subject = _choose(known, verifier)
         jobs = [_job(subject, draft_sampling, chosen, clip="paths" not in sizes)]
     elif verifier is None and draft_sampling is None:
         jobs = _every_job(subjects, chosen)
@@ -124,6 +128,14 @@ def _subjects(module: Path | None, samples: int | None) -> dict[str, Subject]:
     if samples is None:
         return exact
     return {name: sampled_subject(make_any_verifier(name), samples) for name in exact}
+
+
+def _controls(samples: int | None) -> dict[str, Subject]:
+    """Return rules that are biased as published, which an audit should reject."""
+    if samples is None:
+        return {name: exact_subject(*rule) for name, rule in BIASED.items()}
+    rules = [rule for rule, _ in BIASED.values() if isinstance(rule, Verifier)]
+    return {rule.name: sampled_subject(rule, samples) for rule in rules}
 
 
 def _choose(subjects: dict[str, Subject], name: str | None) -> Subject:

@@ -128,19 +128,24 @@ class Questions:
     Attributes:
         questions: Questions, spread evenly over the set; by default all.
         questions_set: Set of questions: mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm,
-            mbpp, eagle-gsm8k, eagle-humaneval or builtin; or a file of JSON lines.
+            mbpp, dolly, eagle-gsm8k, eagle-humaneval or builtin; or a file of JSON lines.
+        category: Categories of the set, such as translation,summarization; by default all.
         data: File or folder from which to read the set, instead of the usual places.
     """
 
     questions: int | None = None
     questions_set: str = "mt-bench"
+    category: str | None = None
     data: Path | None = None
 
     def load(self) -> "QuestionSet":
         """Read them."""
         from eaglegbv.eval.questions import load_questions
 
-        return load_questions(self.questions_set, self.data).first(self.questions)
+        found = load_questions(self.questions_set, self.data)
+        if self.category is not None:
+            found = found.only(entries("category", self.category, str))
+        return found.first(self.questions)
 
 
 # What the texts of options mean.

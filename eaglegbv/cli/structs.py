@@ -48,6 +48,7 @@ NAMES: Mapping[str, Sequence[str]] = {
     "max_tokens": ["--max-tokens", "-n"],
     "temperature": ["--temperature", "-t"],
     "quiet": ["--quiet", "-q"],
+    "at_once": ["--at-once", "--batch"],
 }
 """Options that are not called like their fields, or have a letter too."""
 

@@ -1,14 +1,22 @@
 """What should be seen in what was measured: claims, each of which yields findings."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from eaglegbv.config import Plan
-from eaglegbv.eval.figures import ACCEPTANCE, FEWEST, SPEED, Estimate, Figure, Sums
+from eaglegbv.eval.figures import (
+    ACCEPTANCE,
+    FEWEST,
+    SPEED,
+    STEP_MILLISECONDS,
+    Estimate,
+    Figure,
+    Sums,
+)
 from eaglegbv.eval.settings import Axis, Setting
+from eaglegbv.utils import grouped
 
 AGREES = "agrees"
 AGAINST = "against"
@@ -17,9 +25,11 @@ SAME_WAY = "same"
 OPPOSITE = "opposite"
 BOTH = "the paper has both"
 UNDECIDED = "not decided"
+WORDS = (AGREES, AGAINST, OPEN)
+PAPERS_WORDS = (SAME_WAY, OPPOSITE, UNDECIDED)
 FEW = f"fewer than {FEWEST} questions"
 SAME = 1e-6  # ratios nearer to 1 are rounding, and those of solvers to their tolerance
-SHOWN = {ACCEPTANCE.name: "", SPEED.name: "tokens a second"}
+SHOWN = {ACCEPTANCE.name: "", SPEED.name: " (tokens a second)"}
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +47,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the interval lies on the expected side of equality, the other one, or both."""
         if self.paper and self.expected == 0:
             return BOTH
-        yes = AGREES
-        no = AGAINST
-        neither = OPEN
-        if self.paper:
-            yes = SAME_WAY
-            no = OPPOSITE
-            neither = UNDECIDED
+        yes, no, neither = PAPERS_WORDS if self.paper else WORDS
         if self.ratio is None:
             return neither
         if self.ratio.units < FEWEST:
@@ -67,60 +71,30 @@ class AtLeast:
     worse: str  # the other; where it takes one path alone, its one-path setting stands everywhere
     source: str
     figure: Figure = ACCEPTANCE
-    where: Callable[[Plan], bool] = lambda _: True  # by the better one's plan
 
     def findings(self, sums: Sums, settings: Sequence[Setting]) -> Iterator[Finding]:
         """Yield the finding of each setting of the better rule."""
         for better in _of(settings, self.better):
             worse = counterpart(settings, better, self.worse)
-            if worse is not None and self.where(better.plan):
+            if worse is not None:
                 yield compared(sums, better, worse, self.source, self.figure)
 
 
 @dataclass(frozen=True, slots=True)
 class Rises:
-    """A rule's figure does not fall from one place on an axis to another."""
+    """A rule's figure does not fall from the least place on an axis to the most."""
 
     rule: str
     axis: Axis
     source: str
-    start: float | None = None  # None for the least
-    end: float | None = None  # None for the most
-    figure: Figure = ACCEPTANCE
-    over: str | None = None  # a rule over which it leads: then the lead does not fall
 
     def findings(self, sums: Sums, settings: Sequence[Setting]) -> Iterator[Finding]:
         """Yield the finding of each line of settings that differ along the axis alone."""
-        lines: dict[Setting, dict[float, Setting]] = {}
-        for setting in _of(settings, self.rule):
-            line = lines.setdefault(setting.moved(self.axis, 1), {})
-            line[setting.at(self.axis)] = setting
+        lines = grouped(_of(settings, self.rule), lambda one: one.moved(self.axis, 1))
         for line in lines.values():
-            near = line.get(min(line) if self.start is None else self.start)
-            far = line.get(max(line) if self.end is None else self.end)
-            if near is None or far is None or near is far:
-                continue
-            if self.over is None:
-                yield compared(sums, far, near, self.source, self.figure)
-            else:
-                yield from self._lead(sums, settings, far, near, self.over)
-
-    def _lead(
-        self, sums: Sums, settings: Sequence[Setting], far: Setting, near: Setting, over: str
-    ) -> Iterator[Finding]:
-        behind = [counterpart(settings, setting, over) for setting in (far, near)]
-        if behind[0] is None or behind[1] is None:
-            return
-        lead, before = (
-            f"{a.name} / {b.name}" for a, b in zip((far, near), behind, strict=True) if b
-        )
-        above = (far.name, behind[1].name)
-        below = (near.name, behind[0].name)
-        yield Finding(
-            statement=f"{lead} at least {before}",
-            source=self.source,
-            ratio=sums.ratio(self.figure, above, below),
-        )
+            line.sort(key=lambda one: one.at(self.axis))
+            if len(line) > 1:
+                yield compared(sums, line[-1], line[0], self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,27 +121,24 @@ def best_within(
     sums: Sums, settings: Sequence[Setting], rule: str, milliseconds: float
 ) -> Setting | None:
     """Return a rule's setting with the best figure of those whose steps take at most so long."""
-    values: Mapping[Setting, float] = {
-        setting: sums.value(ACCEPTANCE, setting.name)
+    in_time = [
+        setting
         for setting in _of(settings, rule)
-        if sums.has(setting.name)
-        and 1e3 * sums.total(setting.name, "seconds")
-        <= milliseconds * sums.total(setting.name, "steps")
-    }
-    return max(values, key=lambda setting: values[setting], default=None)
+        if 0 < sums.value(STEP_MILLISECONDS, setting.name) <= milliseconds
+    ]
+    return max(in_time, key=lambda own: sums.value(ACCEPTANCE, own.name), default=None)
 
 
 def compared(
     sums: Sums, better: Setting, worse: Setting, source: str, figure: Figure = ACCEPTANCE
 ) -> Finding:
     """Return the finding that one setting's figure is at least another's."""
-    what = SHOWN.get(figure.name, figure.name)
-    what = f" ({what})" if what else ""
-    ratio = None
-    if sums.has(better.name, worse.name):
-        ratio = sums.ratio(figure, [better.name], [worse.name])
+    what = SHOWN.get(figure.name, f" ({figure.name})")
+    known = sums.has(better.name, worse.name)
     return Finding(
-        statement=f"{better.name} at least {worse.name}{what}", source=source, ratio=ratio
+        statement=f"{better.name} at least {worse.name}{what}",
+        source=source,
+        ratio=sums.over(figure, better.name, worse.name) if known else None,
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval.figures import CONVERSATIONS, FEWEST, RATIO_DIGITS, Estimate, Sums
 from eaglegbv.eval.observations import Observation, Run
-from eaglegbv.eval.tables import Table
+from eaglegbv.eval.tables import Cell, Table
 
 HIDDEN = {"question_ids", "origin", "started", "template"}
 """Facts of a run that may differ from another's unsaid."""
@@ -29,6 +29,12 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
             return "cannot be told"
         return self.ratio.told("higher", "lower", "no difference shown")
 
+    @property
+    def row(self) -> list[Cell]:
+        """It as a row of a table."""
+        values = (Estimate.exactly(value, RATIO_DIGITS) for value in (self.a, self.b))
+        return [self.figure, *values, self.ratio, self.verdict]
+
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two settings, B compared with A, and a difference for each figure."""
@@ -36,17 +42,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     a: str
     b: str
     questions: int  # that both answered to the end
-    differences: tuple[Difference, ...]
+    differences: list[Difference]
 
     @property
     def table(self) -> Table:
         """It as a table."""
-        rows = [
-            [one.figure, *(Estimate.exactly(v, RATIO_DIGITS) for v in (one.a, one.b)), one.ratio]
-            for one in self.differences
-        ]
-        told = [[*row, one.verdict] for row, one in zip(rows, self.differences, strict=True)]
-        return Table(rows=[["figure", "A", "B", "B / A", "B is"], *told])
+        rows = [one.row for one in self.differences]
+        return Table(rows=[["figure", "A", "B", "B / A", "B is"], *rows])
 
 
 def compared_runs(a: Run, b: Run, setting_a: str | None, setting_b: str | None) -> list[Comparison]:
@@ -57,17 +59,17 @@ def compared_runs(a: Run, b: Run, setting_a: str | None, setting_b: str | None) 
     """
     sums = Sums(chain(_side("A ", a), _side("B ", b)))
     of_a, of_b = ([n[2:] for n in sums.settings if n.startswith(side)] for side in ("A ", "B "))
-    if setting_a is not None and setting_b is not None:
-        for name, known in ((setting_a, of_a), (setting_b, of_b)):
-            if name not in known:
-                expected = f"one of those measured: {', '.join(sorted(known))}"
-                raise InvalidArgument("setting", name, expected)
-        return [_compared(sums, setting_a, setting_b)]
-    shared = [name for name in of_a if name in of_b]
-    if not shared:
-        expected = "at least one in both runs, or --setting-a and -b"
-        raise InvalidArgument("settings", [of_a, of_b], expected)
-    return [_compared(sums, name, name) for name in shared]
+    if setting_a is None or setting_b is None:
+        shared = [name for name in of_a if name in of_b]
+        if not shared:
+            expected = "at least one in both runs, or --setting-a and -b"
+            raise InvalidArgument("settings", [of_a, of_b], expected)
+        return [_compared(sums, name, name) for name in shared]
+    for name, known in ((setting_a, of_a), (setting_b, of_b)):
+        if name not in known:
+            expected = f"one of those measured: {', '.join(sorted(known))}"
+            raise InvalidArgument("setting", name, expected)
+    return [_compared(sums, setting_a, setting_b)]
 
 
 def _side(side: str, run: Run) -> Iterator[Observation]:
@@ -77,21 +79,19 @@ def _side(side: str, run: Run) -> Iterator[Observation]:
 
 
 def _compared(sums: Sums, a: str, b: str) -> Comparison:
-    base = f"A {a}"
-    other = f"B {b}"
-    units = {unit for _, unit in sums.shared(base, other)}
+    sides = base, other = f"A {a}", f"B {b}"
+    units = {unit for _, unit in sums.shared(*sides)}
     if not units:
         expected = "two with questions that both answered to the end"
         raise InvalidArgument("settings", [a, b], expected)
     differences = []
     for figure in CONVERSATIONS:
-        if sums.total(base, figure.below) and sums.total(other, figure.below):
-            values = [sums.ratio(figure, [name], (), base, other).value for name in (base, other)]
+        if all(sums.total(side, figure.below) for side in sides):
+            values = [sums.ratio(figure, [side], (), *sides).value for side in sides]
             ratio = sums.over(figure, other, base) if values[0] else None
-            differences.append(
-                Difference(figure=figure.name, a=values[0], b=values[1], ratio=ratio)
-            )
-    return Comparison(a=a, b=b, questions=len(units), differences=tuple(differences))
+            one = Difference(figure=figure.name, a=values[0], b=values[1], ratio=ratio)
+            differences.append(one)
+    return Comparison(a=a, b=b, questions=len(units), differences=differences)
 
 
 def unlike(a: Run, b: Run) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -29,6 +30,12 @@ class Part(NamedTuple):
 Settings: TypeAlias = Sequence[Setting]
 Way: TypeAlias = Callable[[Settings], Iterator[Part]]
 """How settings are measured."""
+
+
+def one_by_one(measured: Callable[[Setting], list[Observation]]) -> Way:
+    """Return the way that measures settings one after another, each as a part."""
+    return lambda settings: (Part(one.name, 1, partial(measured, one)) for one in settings)
+
 
 Tables: TypeAlias = Callable[[Sums, Settings], list[Table]]
 """What is printed of a sheet."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Self
 
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.eval import pictures
@@ -17,7 +18,7 @@ from eaglegbv.eval.observations import Run
 from eaglegbv.eval.tables import Cell, Table
 from eaglegbv.utils import grouped
 
-FIRST = "smollm2"  # runs whose names have it come first
+FIRST = "smollm2"  # runs of this model come first
 MOST_ROWS = 14  # rows of the table that a section shows; the run's own page has all
 MOST_FINDINGS = 4  # directions that a section lists of those that are contradicted
 
@@ -98,6 +99,12 @@ class Kept:
     experiment: Experiment
     report: Report
 
+    @classmethod
+    def of(cls, name: str, run: Run) -> Self:
+        """Return a run with what came of it."""
+        experiment = declared(run.head)
+        return cls(name, run, experiment, report(experiment, run))
+
     @property
     def sums(self) -> list[Sums]:
         """Its sums, by sheet."""
@@ -132,16 +139,14 @@ def kept(folder: Path) -> list[Kept]:
     """
     if not folder.is_dir():
         raise InvalidArgument("folder", str(folder), "a folder of measured files")
-    runs = []
-    for path in sorted(folder.glob("*.json")):
-        run = Run.read(path, "folder")
-        experiment = declared(run.head)
-        runs.append(Kept(path.stem, run, experiment, report(experiment, run)))
-    return sorted(runs, key=lambda one: (FIRST not in one.name, one.name))
+    paths = sorted(folder.glob("*.json"))
+    runs = [Kept.of(path.stem, Run.read(path, "folder")) for path in paths]
+    return sorted(runs, key=lambda one: (FIRST not in str(one.run.head.setup["model"]), one.name))
 
 
-def draw(runs: Sequence[Kept], folder: Path) -> list[Path]:
-    """Draw every picture into ``folder``, and return the paths."""
+def write(folder: Path, to: Path) -> list[Path]:
+    """Write the page of a folder's runs, and their pictures and own pages; return the paths."""
+    runs = kept(folder)
     written = []
     with pictures.picture_style():
         for one in runs:
@@ -150,7 +155,12 @@ def draw(runs: Sequence[Kept], folder: Path) -> list[Path]:
                 canvas = picture()
                 pictures.add_caption(canvas, caption(one.run))
                 written.append(pictures.save_picture(canvas, path))
-    return written
+    for one in runs:
+        path = folder / f"{one.name}.md"
+        path.write_text(run_page(one.run, one.report), encoding="utf-8")
+        written.append(path)
+    to.write_text(page(runs, folder.name), encoding="utf-8")
+    return [*written, to]
 
 
 def caption(run: Run) -> str:

@@ -7,11 +7,13 @@ from its own figures.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
 from importlib import resources
 from itertools import combinations, product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -20,13 +22,19 @@ import msgspec
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.claims import AtLeast, Claim, Finding, Rises, Within
-from eaglegbv.eval.experiment import Experiment, Sheet
+from eaglegbv.eval.experiment import Experiment, Part, Sheet, Way
 from eaglegbv.eval.figures import ACCEPTANCE, NODE_SPEED, NODES, SPEED, Estimate, Figure, Sums
+from eaglegbv.eval.published import BIASED, register_published
+from eaglegbv.eval.questions import QuestionSet
 from eaglegbv.eval.settings import Setting, fitting, nodes, sweep
 from eaglegbv.eval.tables import Beside, Cell, Table, pivot
-from eaglegbv.eval.ways.nodes import RULES
-from eaglegbv.eval.ways.solvers import SOLVED, Solver
+from eaglegbv.eval.ways.conversations import Conversations, Holding, Sitting
+from eaglegbv.eval.ways.nodes import RULES, node_acceptance
+from eaglegbv.eval.ways.places import AtPlaces, Sampling, flat_drafts, same_drafts
+from eaglegbv.eval.ways.solvers import SOLVED, Solver, timed_solvers
+from eaglegbv.llm import LLM
 from eaglegbv.tree import DraftSampling
+from eaglegbv.utils import grouped
 from eaglegbv.verifiers.proof.enumeration import Problem, Shape, states_by_step
 from eaglegbv.verifiers.registry import REFERENCES
 
@@ -71,10 +79,12 @@ def paper_tables() -> Mapping[str, list[PaperTable]]:
 
 DRAFTS = "drafts"
 ENGINE = "engine"
+AT_ONCE = 16  # first answers of engine sheets that are given together
 TIME = "time"
 NODE = "nodes"
 SOLVE = "solvers"
 EXACT = "exact"
+FLAT = "flat"
 UNTIMED = (DRAFTS, ENGINE)
 NODE_ALPHA = Figure("alpha", "tokens", "steps", scale=100, digits=2)
 TREE_ALPHA = Figure("alpha of a level", "accepted", "trials", scale=100, digits=1)
@@ -136,16 +146,20 @@ METRICS: Mapping[str, str] = {
     NODE: "exact acceptance at places of plain texts",
     SOLVE: "processor time up to the draft selected, at places of plain texts",
     EXACT: "exact",
+    FLAT: "one step at the same places, its positions counted along the flattened tree: a "
+    "counterfactual, biased",
 }
-SETS: Mapping[str, str] = {
-    "gsm8k": "GSM8K",
-    "humaneval": "HumanEval",
-    "math-500": "MATH500",
-    "mgsm": "MGSM",
-    "spec-bench": "Spec-Bench",
-    "mt-bench": "MT-Bench",
+SETS: Mapping[str, tuple[str, ...]] = {
+    "gsm8k": ("GSM8K",),
+    "humaneval": ("HumanEval",),
+    "math-500": ("MATH500",),
+    "mgsm": ("MGSM",),
+    "spec-bench": ("Spec-Bench",),
+    "mt-bench": ("MT-Bench",),
+    "translation": ("WMT14", "WMT-DeEn"),
+    "summarization": ("CNN/DailyMail",),
 }
-"""What papers call the sets of questions."""
+"""What papers call the sets of questions, and categories of Spec-Bench."""
 
 MISSING_SETS = (
     "ToolBench, LM1B, Alpaca, PIQA, WebQA, XSum, ShareGPT and GPTPrompt are in no set of questions "
@@ -195,8 +209,8 @@ class Chosen:
                     wanted.setdefault(self.way(at), {})[setting] = None
         for way, settings in self.paper.also.items() if also else ():
             own = ENGINE if way == DRAFTS and self.engine else way
-            if own in wanted:
-                wanted[own].update(dict.fromkeys(settings))
+            if own in wanted or own == FLAT:
+                wanted.setdefault(own, {}).update(dict.fromkeys(settings))
         return {way: tuple(settings) for way, settings in wanted.items() if settings}
 
     def _needed(self, at: Coordinates) -> Iterator[Setting]:
@@ -248,7 +262,49 @@ def paper(name: str, tables: Sequence[str] | None = None, *, engine: bool = Fals
     )
 
 
+def ways(
+    llm: LLM, questions: QuestionSet, sampling: Sampling, most: int, folder: Path
+) -> dict[str, Way]:
+    """Return all ways in which papers are measured; at most so many questions are answered."""
+    register_published()
+    judges = {DRAFTS: same_drafts, FLAT: flat_drafts, NODE: node_acceptance, SOLVE: timed_solvers}
+    found: dict[str, Way] = {
+        name: AtPlaces({"": llm}, questions.questions, judge, sampling, folder)
+        for name, judge in judges.items()
+    }
+    answered = questions.first(min(most, len(questions.questions))).questions
+    first = [msgspec.structs.replace(one, turns=one.turns[:1]) for one in answered]
+
+    def answers(usual: int | None, settings: Sequence[Setting]) -> Iterator[Part]:
+        for batch, group in grouped(settings, lambda one: one.batch).items():
+            sitting = Sitting(tuple(group), lambda: nullcontext(llm.generate))
+            how = Holding(
+                max_tokens=sampling.max_tokens, seed=sampling.seed, at_once=batch or usual
+            )
+            yield from Conversations([sitting], first, how)(group)
+
+    return {**found, TIME: partial(answers, None), ENGINE: partial(answers, AT_ONCE)}
+
+
+def contents(chosen: Chosen) -> Table:
+    """Return the tables of a paper as a table."""
+    rows = [["table", "cells", "with figures", "measured by", "shows"]]
+    for table in chosen.tables:
+        cells = [cell for row in table.cells for cell in row]
+        measured = dict.fromkeys(chosen.way(at) for *_, at in table.places())
+        count = sum(cell is not None for cell in cells)
+        rows.append([table.name, str(len(cells)), str(count), ", ".join(measured), table.title])
+    return Table(title=chosen.paper.title, rows=rows)
+
+
 # What comes of it.
+
+
+def exact_tables(chosen: Chosen) -> list[Table]:
+    """Return tables for which nothing is measured."""
+    words = {"model": "none", "drafter": "none", "dtype": "exact", "suite": "none"}
+    facts: dict[str, Any] = {**words, "question_ids": (), "hardware": "any machine"}
+    return [table_beside(chosen, table, {}, facts) for table in chosen.tables]
 
 
 def _overall(
@@ -262,10 +318,10 @@ def table_beside(
     chosen: Chosen, table: PaperTable, sums: Mapping[str, Sums], setup: Mapping[str, Any]
 ) -> Table:
     """Return a paper's table, in each cell ours with its interval and the paper's in brackets."""
-    ours_of = _rows_of_our_set(table, setup)
+    of_ours = _of_our_set(table, setup)
     rows: list[list[Cell]] = [[*map(str, row)] for row in table.rows]
     for i, j, at in table.places():
-        ours = _ours(chosen, at, sums.get(chosen.way(at), Sums(()))) if i in ours_of else None
+        ours = _ours(chosen, at, sums.get(chosen.way(at), Sums(()))) if (i, j) in of_ours else None
         paper_s = table.cells[i][j]
         rows[i].append(ours if paper_s is None else Beside(ours, str(paper_s)))
     heads = [" ".join(map(str, column)) for column in table.columns]
@@ -283,14 +339,18 @@ def table_beside(
     )
 
 
-def _rows_of_our_set(table: PaperTable, setup: Mapping[str, Any]) -> frozenset[int]:
-    """Return the rows beside which ours stand: those of our questions, or all if there are none."""
-    every = frozenset(range(len(table.rows)))
-    if "data" not in table.row_axes:
-        return every
-    place = table.row_axes.index("data")
-    suite = SETS.get(str(setup.get("suite")))
-    return frozenset(i for i in every if table.rows[i][place] == suite) or every
+def _of_our_set(table: PaperTable, setup: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Return the cells beside which ours stand: those of our questions, else all."""
+    names: set[str] = set()
+    for suite in (setup.get("suite"), *(setup.get("category") or "").split(",")):
+        names.update(SETS.get(str(suite), ()))
+    every = set()
+    ours = set()
+    for i, j, at in table.places():
+        every.add((i, j))
+        if at.get("data") in names:
+            ours.add((i, j))
+    return ours or every
 
 
 def _ours(chosen: Chosen, at: Coordinates, sums: Sums) -> Cell:
@@ -383,6 +443,7 @@ def _others(chosen: Chosen, way: str, sums: Sums, settings: Sequence[Setting]) -
     for setting in settings:
         if setting not in own and setting.plan.speculative and sums.total(setting.name, "steps"):
             rule = f"{setting.rule} {setting.plan.draft_sampling or ''}".rstrip()
+            rule += " (biased)" if setting.rule in BIASED else ""
             cells[_size(setting, way), rule] = sums.estimate(figure, setting.name)
     title = f"Besides the paper's, {way}: {METRICS[way]}"
     return [pivot(figure.name, cells, title)] if cells else []
@@ -580,15 +641,17 @@ GBV = Paper(
         DRAFTS: (
             *sweep(f"{{{_MULTI},global_resolution}} {{1,2,3,4}}x8", TEMPERATURES),
             *sweep(f"{{{_MULTI}}} {{1,2,3,4}}x{{16,24}}"),
-        )
+            *sweep("{traversal,gbv,otbv} {1,2,3,4}x1", TEMPERATURES),
+        ),
+        FLAT: sweep("{gbv,traversal,otbv} {1,2,3,4}x8"),
     },
     claims={DRAFTS: _OTBV},
     notes=(
         "The paper's block efficiency falls with K at T = 1 on Qwen3 and Llama-3, and rises on "
         "OPT. Observed: the code that its authors released sends trees without position ids, so "
         "that positions count along the flattened tree; OPT has no rotary positions. That this "
-        "explains Tables 3, 4 and 7 is a hypothesis, not shown here; positions here are those of "
-        "the depth.",
+        "explains Tables 3, 4 and 7 is a hypothesis. Positions here are those of the depth, but "
+        "for the counterfactual rows of flat positions, which are biased.",
     ),
 )
 
@@ -606,7 +669,7 @@ SPECTR_GBV = Paper(
     source=_LIN,
     setting=partial(_of_rules, _LIN_RULES),
     untimed=TIME,
-    also={TIME: sweep("otbv 3x{4,8,12,16,20,24}", (0.4,))},
+    also={TIME: sweep("{otbv,spectr_gbv_published} 3x{4,8,12,16,20,24}", (0.4,))},
     claims={
         TIME: tuple(AtLeast("otbv", "spectr_gbv", OURS, figure) for figure in (ACCEPTANCE, SPEED))
     },
@@ -616,6 +679,7 @@ SPECTR_GBV = Paper(
         "For that it follows the target that earlier steps modified by the draft distributions of "
         "those steps, which the drafter recalls row by row: its verification takes longer the "
         "longer the drafts, where the paper's takes less time than SpecTr's.",
+        "spectr_gbv_published is that rule, for comparison: it is biased, its texts are not p's.",
         "GBV is what the paper calls greedy block verification of one path.",
     ),
 )
@@ -725,7 +789,8 @@ MDSD = Paper(
     setting=_mdsd_setting,
     also={
         NODE: nodes(tuple(RULES), ((WIDTH, 3),), (0.2, 0.7, 1.2)),
-        DRAFTS: sweep("{otbv,global_resolution} widths {2x2x2x2,3x3x3} iid", (0.6,)),
+        DRAFTS: sweep("{otbv,global_resolution} widths {2x2x2x2,3x3x3} iid", (0.6,))
+        + sweep("otbv widths {2x2x2x2,3x3x3} greedy", (0.6,)),
     },
     claims={
         NODE: (
@@ -739,6 +804,8 @@ MDSD = Paper(
         "drawn rejections",
         "alpha* wo is the paper's quantity, of another law than drafts drawn one after another, "
         "whose optimum is 'optimum w/o'",
+        "greedy trees have the most likely tokens at every node, and one drawn from the rest, as "
+        "RheoSampling's (Hu et al., arXiv 2609.21827), whose best-first growth is not built",
     ),
 )
 

@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+import numpy as np
 from msgspec.structs import replace as replaced
 
 from eaglegbv.errors import InvalidArgument, NotInstalled
@@ -106,11 +108,7 @@ def plain_axes(axes: "Axes", grid: Literal["x", "y"]) -> None:
 
 def whiskers(figures: Sequence[Estimate]) -> list[list[float]]:
     """Return how far intervals extend below and above their values, in matplotlib's format."""
-    # A percentile interval need not contain the value itself, but whiskers cannot be negative.
-    return [
-        [max(0.0, figure.value - figure.low) for figure in figures],
-        [max(0.0, figure.high - figure.value) for figure in figures],
-    ]
+    return [[one.value - one.low for one in figures], [one.high - one.value for one in figures]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,6 @@ class Panel:
     title: str = ""
     ticks: Sequence[float] = ()  # matplotlib's own, if there are none
     doubling: bool = False  # whether x doubles from place to place
-    # It is named because matplotlib's search for the best place may take seconds, then warns.
-    legend: Literal["lower left", "lower right", "upper right"] = "lower right"
 
 
 def draw_panels(panels: Sequence[Panel], y: str, *, columns: int = PANELS_A_ROW) -> "Canvas":
@@ -177,7 +173,8 @@ def draw_panels(panels: Sequence[Panel], y: str, *, columns: int = PANELS_A_ROW)
             axes.set_xscale("log", base=2)
         if panel.ticks:
             axes.set_xticks(panel.ticks, [f"{place:g}" for place in panel.ticks])
-        axes.legend(frameon=False, fontsize=7, loc=panel.legend)
+        # Its place is named because matplotlib's search for the best one takes seconds, then warns.
+        axes.legend(frameon=False, fontsize=7, loc="lower right")
         plain_axes(axes, "y")
     return canvas
 
@@ -237,12 +234,6 @@ LINES_A_PANEL = 6
 Draw: TypeAlias = "Callable[[], Canvas]"
 
 
-def chunks(lines: Sequence[Line], size: int) -> Iterator[Sequence[Line]]:
-    """Yield the lines, at most so many at a time."""
-    for first in range(0, len(lines), size):
-        yield lines[first : first + size]
-
-
 def facets(
     sums: Sums,
     settings: Sequence[Setting],
@@ -258,6 +249,7 @@ def facets(
     measured = [own for own in settings if sums.has(own.name)]
     drawn = []
     for place, own in sorted(grouped(measured, lambda one: one.at(panels)).items()):
+        ticks = sorted({one.at(x) for one in own})
         lines = []
         for label, of_line in grouped(own, lambda one: _line(one, x, panels)).items():
             points = []
@@ -266,16 +258,18 @@ def facets(
                 value = plain if speed_up else sums.estimate(figure, one.name)
                 points += [] if value is None else [(one.at(x), value)]
             if points:
-                lines.append(Line.of(label, of_line[0].rule, points))
-        ticks = sorted({one.at(x) for one in own})
-        widest = [_held(line, ticks[-1]) for line in lines] if x == "paths" else lines
+                line = Line.of(label, of_line[0].rule, points)
+                lines.append(_held(line, ticks[-1]) if x == "paths" else line)
         title = f"{LABELS[panels]} = {place:g}"
         doubling = x in ("batch", "context")
-        drawn += [
-            Panel(title=title, lines=chunk, x=LABELS[x], ticks=ticks, doubling=doubling)
-            for chunk in chunks(widest, LINES_A_PANEL)
-        ]
+        drawn += _panels(lines, title=title, x=LABELS[x], ticks=ticks, doubling=doubling)
     return draw_panels(drawn, speed_up or ACCEPTANCE_LABEL)
+
+
+def _panels(lines: Sequence[Line], **how: Any) -> list[Panel]:  # noqa: ANN401  fields
+    """Return panels of a few lines each."""
+    starts = range(0, len(lines), LINES_A_PANEL)
+    return [Panel(lines=lines[first : first + LINES_A_PANEL], **how) for first in starts]
 
 
 def _line(setting: Setting, x: Axis, panels: Axis) -> str:
@@ -295,21 +289,16 @@ def _held(line: Line, widest: float) -> Line:
 
 def positions(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
     """Draw a panel for each temperature: the share of trees that accept a token, by position."""
-    drafted = [own for own in settings if sums.names("offered.", own.name)]
     panels = []
-    for temperature, own in sorted(grouped(drafted, lambda one: one.temperature).items()):
+    for temperature, own in sorted(grouped(settings, lambda one: one.temperature).items()):
         lines = []
         for one in own:
-            depth = len(sums.names("offered.", one.name))
-            points = [
-                (float(at), sums.estimate(figure, one.name))
-                for at, figure in enumerate(position_figures(depth), start=1)
-            ]
+            figures = enumerate(position_figures(len(sums.names("offered.", one.name))), start=1)
+            points = [(float(at), sums.estimate(figure, one.name)) for at, figure in figures]
             lines.append(Line.of(replaced(one, temperature=1.0).name, one.rule, points))
         ticks = range(1, 1 + max(len(line.points) for line in lines))
-        for chunk in chunks(lines, LINES_A_PANEL):
-            title = f"temperature T = {temperature:g}"
-            panels.append(Panel(title=title, lines=chunk, x="position of the token", ticks=ticks))
+        title = f"temperature T = {temperature:g}"
+        panels += _panels(lines, title=title, x="position of the token", ticks=ticks)
     canvas = draw_panels(panels, "share of trees that accept it")
     canvas.axes[0].set_ylim(0, 1)
     return canvas
@@ -317,42 +306,39 @@ def positions(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
 
 def rates(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
     """Draw a bar for each setting: tokens per second of decoding, with intervals."""
-    measured = [own for own in settings if sums.has(own.name)]
-    canvas, axes = _bars(measured)
-    figures = [sums.estimate(SPEED, own.name) for own in measured]
+    canvas, axes = _bars(settings, "tokens/s, prefill not counted (95% interval over questions)")
+    figures = [sums.estimate(SPEED, own.name) for own in settings]
     axes.barh(
-        range(len(measured)),
+        range(len(settings)),
         [figure.value for figure in figures],
         xerr=whiskers(figures),
-        color=[colour_of(own.rule) for own in measured],
+        color=[colour_of(own.rule) for own in settings],
         error_kw={"elinewidth": 0.8, "capsize": 2},
     )
-    axes.set_xlabel("tokens/s, prefill not counted (95% interval over questions)")
     return canvas
 
 
 def phases(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
     """Draw a bar for each setting: milliseconds per token by phase, including prefill."""
-    measured = [own for own in settings if sums.has(own.name)]
-    canvas, axes = _bars(measured)
-    starts = [0.0] * len(measured)
+    canvas, axes = _bars(settings, "milliseconds per token of the answers, prefill counted")
+    starts = np.zeros(len(settings))
     for figure in phase_figures(PHASE_COLOURS):
-        widths = [sums.value(figure, own.name) for own in measured]
+        widths = np.array([sums.value(figure, own.name) for own in settings])
         colour = PHASE_COLOURS[figure.name]
-        axes.barh(range(len(measured)), widths, left=starts, color=colour, label=figure.name)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    axes.set_xlabel("milliseconds per token of the answers, prefill counted")
+        axes.barh(range(len(settings)), widths, left=starts, color=colour, label=figure.name)
+        starts += widths
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     return canvas
 
 
-def _bars(settings: Sequence[Setting]) -> "tuple[Canvas, Axes]":
+def _bars(settings: Sequence[Setting], x: str) -> "tuple[Canvas, Axes]":
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7.5, 1.4 + 0.3 * len(settings)), layout="constrained")
     axes = canvas.subplots()
     axes.set_yticks(range(len(settings)), [one.name for one in settings])
     axes.invert_yaxis()
+    axes.set_xlabel(x)
     plain_axes(axes, "x")
     return canvas, axes
 
@@ -361,14 +347,18 @@ def of_conversations(sums: Sums, settings: Sequence[Setting]) -> dict[str, Draw]
     """Return the pictures that conversations in these settings allow, by name."""
     measured = [own for own in settings if sums.has(own.name)]
     drafted = [own for own in measured if own.plan.speculative]
-    drawn: dict[str, Draw] = {"tokens_per_second": lambda: rates(sums, measured)}
-    drawn["seconds_by_phase"] = lambda: phases(sums, measured)
-    if drafted:
-        drawn["acceptance_by_position"] = lambda: positions(sums, drafted)
-    if len({own.plan.paths for own in drafted}) > 1:
-        drawn["acceptance_by_paths"] = lambda: facets(sums, drafted, "paths", "temperature")
-    if len({own.temperature for own in drafted}) > 1:
-        drawn["acceptance_by_temperature"] = lambda: facets(sums, drafted, "temperature", "paths")
+    drawn: dict[str, Draw] = {
+        "tokens_per_second": lambda: rates(sums, measured),
+        "seconds_by_phase": lambda: phases(sums, measured),
+    }
+    with_positions = [own for own in drafted if sums.names("offered.", own.name)]
+    if with_positions:
+        drawn["acceptance_by_position"] = lambda: positions(sums, with_positions)
+    axes: dict[Axis, Axis] = {"paths": "temperature", "temperature": "paths"}
+    for x, panels in axes.items():
+        by_rule = grouped(drafted, lambda one: one.rule).values()
+        if any(len({one.at(x) for one in own}) > 1 for own in by_rule):
+            drawn[f"acceptance_by_{x}"] = partial(facets, sums, drafted, x, panels)
     return drawn
 
 

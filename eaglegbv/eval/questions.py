@@ -1,7 +1,6 @@
 """Questions of a benchmark, and the places they are read from."""
 
 import hashlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,24 +14,24 @@ from httpx import HTTPError
 
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.loading import ask_hub, hub_refusal
-from eaglegbv.utils import cache_folder, read_json_lines, require_integer, write_whole
+from eaglegbv.utils import cache_folder, read_json_lines, require_integer
 
 DATA_VARIABLE = "EAGLEGBV_DATA"
 """Environment variable with the path of a data folder, which has prompts in ``prompts/``."""
 
-_log = logging.getLogger(__name__)
 
-
-class Question(msgspec.Struct, frozen=True):
+class Question(msgspec.Struct, frozen=True, omit_defaults=True):
     """One conversation to hold, as the user's turns; the model's own answers go between them.
 
-    Its id is unique within its file, and its source is the collection it belongs to.
+    Its id is unique within its file, and its source is the collection it belongs to. A system
+    message of its own stands before it.
     """
 
     id: str
     category: str
     turns: tuple[str, ...]
     source: str
+    system: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ SUITES: Mapping[str, Suite] = {
         Suite("math-500", "math500.jsonl", hub=_MATH),
         Suite("mgsm", "mgsm.jsonl.gz"),
         Suite("mbpp", "mbpp_test.jsonl", "google-research/google-research: mbpp/mbpp.jsonl"),
+        Suite("dolly", "dolly_heldout80.jsonl"),
         Suite("eagle-gsm8k", "eagle_gsm8k.jsonl", f"{_EAGLE}/gsm8k/question.jsonl"),
         Suite("eagle-humaneval", "eagle_humaneval.jsonl", f"{_EAGLE}/humaneval/question.jsonl"),
     )
@@ -94,6 +94,19 @@ class QuestionSet:
         chosen = tuple(self.questions[place] for place in evenly(count, total))
         return QuestionSet(self.suite, self.origin, chosen)
 
+    def only(self, categories: Sequence[str]) -> "QuestionSet":
+        """Return the questions of categories.
+
+        Raises:
+            InvalidArgument: There is no question of one of them.
+        """
+        known = dict.fromkeys(question.category for question in self.questions)
+        for name in categories:
+            if name not in known:
+                raise InvalidArgument("category", name, one_of(list(known), name))
+        chosen = (question for question in self.questions if question.category in categories)
+        return QuestionSet(self.suite, self.origin, tuple(chosen))
+
     @property
     def sha256(self) -> str:
         """Hash of the questions: ids, categories and all turns, in order."""
@@ -110,7 +123,7 @@ def load_questions(suite_name: str, data: Path | None = None) -> QuestionSet:
 
     The first of these that exists is read: ``data``, a file or a folder that has the suite's file
     (directly or in ``prompts/``); the folder ``$EAGLEGBV_DATA``; the local cache; the Hugging Face
-    hub, whose file is then cached. A suite that the package contains is read from the package
+    hub, whose client caches its file. A suite that the package contains is read from the package
     unless ``data`` is given.
 
     Raises:
@@ -162,8 +175,9 @@ def _read(path: Path, name: str, origin: str | None = None) -> QuestionSet:
 def read_questions(path: Path, source: str, argument: str = "data") -> tuple[Question, ...]:
     """Read JSON lines, gzipped where the name ends in ``.gz``.
 
-    A row has ``turns``, or the name a suite's authors use for its single turn: ``prompt`` (a string
-    or a list of strings), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its
+    A row has ``turns``, or ``messages`` of a ``role`` and ``content``, whose answers are skipped,
+    or the name a suite's authors use for its single turn: ``prompt`` (a string or a list of
+    strings), ``question``, ``problem``, or MBPP's ``text`` with its ``test_list``. Its
     id is ``id``, ``question_id``, ``prompt_id``, ``task_id`` or ``unique_id``, otherwise its line
     number. Its category is ``category`` or ``subject``; it may be missing, as may ``source``.
     Messages call the file ``argument``.
@@ -181,6 +195,11 @@ def read_questions(path: Path, source: str, argument: str = "data") -> tuple[Que
     return questions
 
 
+class _Message(msgspec.Struct):
+    role: str
+    content: str | None = None
+
+
 class _Row(msgspec.Struct):
     """A row in the format of this project, FastChat, the hub or a suite's authors."""
 
@@ -191,7 +210,8 @@ class _Row(msgspec.Struct):
     unique_id: str | int | None = None
     category: str | None = None
     subject: str | None = None
-    turns: list[str] | None = None
+    turns: list[str | None] | None = None
+    messages: list[_Message] | None = None
     prompt: str | list[str] | None = None
     question: str | None = None
     problem: str | None = None
@@ -199,10 +219,16 @@ class _Row(msgspec.Struct):
     test_list: list[str] | None = None
     source: str | None = None
 
+    def of_role(self, role: str) -> list[str]:
+        """Return what a role's messages say."""
+        return [said.content or "" for said in self.messages or () if said.role == role]
+
     def user_turns(self) -> list[str]:
         """Return the user's messages; none if the row has no known field for them."""
         if self.turns is not None:
-            return self.turns
+            return [turn or "" for turn in self.turns]
+        if self.messages is not None:
+            return self.of_role("user")
         if isinstance(self.prompt, list):
             return self.prompt
         if self.text is not None and self.test_list is not None:
@@ -215,13 +241,15 @@ class _Row(msgspec.Struct):
 def _question(row: _Row, place: str, source: str, argument: str) -> Question:
     turns = row.user_turns()
     if not turns or not all(turn.strip() for turn in turns):
-        raise InvalidArgument(argument, place, "'turns': a list of non-empty strings")
+        expected = "'turns', a list of non-empty strings, or 'messages' of users with their text"
+        raise InvalidArgument(argument, place, expected)
     ids = (row.id, row.question_id, row.prompt_id, row.task_id, row.unique_id)
     return Question(
         id=str(next((i for i in ids if i is not None), place.rpartition(":")[2])),
         category=row.category or row.subject or "none",
         turns=tuple(turns),
         source=row.source or source,
+        system="\n\n".join(row.of_role("system")),
     )
 
 
@@ -249,20 +277,7 @@ def _from_hub(suite: Suite, cached: Path | None) -> QuestionSet:
         expected = f"its questions: {looked}; or the Hugging Face hub's {repository}"
         refusal = f"{expected} ({hub_refusal(error)})"
         raise InvalidArgument("questions-set", suite.name, refusal) from error
-    questions = read_questions(Path(held), suite.name)
-    if cached is not None:
-        _keep(questions, cached)
-    return QuestionSet(suite.name, f"hub: {repository}@{revision}", questions)
-
-
-def _keep(questions: Sequence[Question], path: Path) -> None:
-    """Write questions to the user's cache; if that is impossible, log it and continue."""
-    lines = [msgspec.json.encode(question) + b"\n" for question in questions]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, b"".join(lines))
-    except OSError as error:
-        _log.warning("questions are not kept: %s", error)
+    return _read(Path(held), suite.name, f"hub: {repository}@{revision}")
 
 
 # Prompts of given lengths for measurements.

@@ -6,7 +6,7 @@ temperature 0 all sampled paths coincide: a sampled tree is one path, whatever K
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -42,13 +42,9 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             shapes up to 64.
         beam: Nodes of a level of fixed trees that get children, and children of each.
         draft_width: Number of candidates a draft distribution keeps.
-        places: Places per text at which trees are drafted.
-        judgements: How many times each tree is judged.
         shapes: Trees to compare instead with paths and fixed trees of as many nodes, at the
             target's own temperature: widths such as 3x2x2x1 or 3x2x2x1 greedy, and eagle1;
             separated by commas.
-        max_tokens: Most tokens of a text.
-        seed: Seed of all random numbers.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
@@ -58,11 +54,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...] = ()
     beam: int = 8
     draft_width: int = DRAFT_WIDTH
-    places: int = 3
-    judgements: int = 3
     shapes: tuple[str, ...] = ()
-    max_tokens: int = 64
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if 1.0 not in self.draft_temperatures:
@@ -139,18 +131,12 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
                 draft_width=self.draft_width,
                 shape=EAGLE1_SHAPE,
             )
-        sizes, _, sampling = name.partition(" ")
-        widths = sizes.split("x")
-        known = sampling in ("", *DraftSampling)
-        if not known or not all(width.isdecimal() for width in widths):
+        try:
+            plan = Plan.parse(f"{SAMPLED} widths {name}")
+        except ValueError:
             expected = f"widths such as 3x2x2x1 or '3x2x2x1 greedy', or {EAGLE1}"
-            raise InvalidArgument("shapes", name, expected)
-        return Plan(
-            verifier=SAMPLED,
-            widths=tuple(map(int, widths)),
-            draft_sampling=DraftSampling(sampling) if sampling else None,
-            draft_width=self.draft_width,
-        )
+            raise InvalidArgument("shapes", name, expected) from None
+        return msgspec.structs.replace(plan, draft_width=self.draft_width)
 
 
 def study(settings: tuple[Setting, ...]) -> Sheet:
@@ -186,8 +172,8 @@ class _Trees:
     @property
     def ladder(self) -> list[str]:
         """The fixed trees by size."""
-        plain = (own for own in self.settings if own.plan.verifier == FIXED and not own.plan.shape)
-        return [own.name for own in plain if own.plan.beam != 1]
+        fixed = (own for own in self.settings if own.plan.verifier == FIXED and not own.plan.shape)
+        return [own.name for own in fixed if own.plan.beam != 1]
 
     @property
     def sampled(self) -> Mapping[int, list[Setting]]:
@@ -197,18 +183,17 @@ class _Trees:
         paths = [s for s in self.settings if s.plan.verifier == SAMPLED and not s.plan.widths]
         return dict(sorted(grouped(paths, lambda own: own.plan.paths).items()))
 
-    def nodes(self, name: str) -> float:
-        """Return the mean nodes of a tree."""
-        return self.sums.value(NODES, name)
+    def as_large(self, name: str, ladder: Sequence[str] = ()) -> str:
+        """Return the mixture, usually of fixed trees, of as many nodes as a tree has."""
+        return self.sums.mixture(ladder or self.ladder, self.sums.value(NODES, name))
 
     def over(self, name: str, ladder: Sequence[str] = ()) -> Estimate:
-        """Return the tokens of a tree over those of a mixture of as many nodes, usually fixed."""
-        mixture = self.sums.mixture(ladder or self.ladder, self.nodes(name))
-        return self.sums.over(ACCEPTANCE, name, mixture)
+        """Return the tokens of a tree over those of a mixture of as many nodes."""
+        return self.sums.over(ACCEPTANCE, name, self.as_large(name, ladder))
 
-    def by_tokens(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return settings, those with the most tokens first."""
-        return sorted(settings, key=lambda own: -self.sums.value(ACCEPTANCE, own.name))
+    def best(self, settings: Sequence[Setting]) -> Setting:
+        """Return the setting with the most tokens."""
+        return max(settings, key=lambda own: self.sums.value(ACCEPTANCE, own.name))
 
 
 def _trees(sums: Sums, settings: Sequence[Setting]) -> list[_Trees]:
@@ -222,108 +207,101 @@ def _equal(members: Sequence[Setting]) -> str:
     return next(own.name for own in members if own.plan.draft_temperature == 1)
 
 
-Ratios = dict[tuple[str, int, str], list[tuple[float, Estimate]]]
-"""Ratios by temperature, for each drafter, number of paths, and what is compared."""
+Seen: TypeAlias = dict[str, list[tuple[float, Estimate]]]
+"""Ratios by temperature, by what is compared."""
 
-SAMPLED_OVER_FIXED = "sampled at the target's own temperature against fixed, as many nodes: {}"
-TURNED = "sampled {}, at the best such multiple, against at the target's own temperature: {{}}"
-HOTTER = TURNED.format("hotter")
-COLDER = TURNED.format("colder")
+SAMPLED_OVER_FIXED = "sampled at the target's own temperature against fixed, as many nodes"
+TURNED = "sampled {}, at the best such multiple, against at the target's own temperature"
 
 
 def study_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return one row for each drafter, temperature and K, and where which tree wins."""
     rows: list[list[Cell]] = [["drafter", "T", "K", "nodes", "sampled", "fixed, as many nodes"]]
     rows[0] += ["ratio", "best draft T", "sampled so", "over 1x", "over fixed, as many nodes"]
-    ratios_of: Ratios = {}
-    best: dict[tuple[str, int], list[str]] = {}
+    of_trees: Seen = {}
+    of_multiples: dict[tuple[str, int], tuple[Seen, list[str]]] = {}
     for trees in _trees(sums, settings):
         for paths, members in trees.sampled.items():
-            row, top = _row(trees, paths, members)
-            rows.append(row)
-            if trees.temperature > 0:
-                times = f"{top.plan.draft_temperature:g} at T = {trees.temperature:g}"
-                best.setdefault((trees.drafter, paths), []).append(times)
-                for what, ratio in _ratios(trees, paths, members):
-                    key = trees.drafter, paths, what
-                    ratios_of.setdefault(key, []).append((trees.temperature, ratio))
-    of_trees = [
-        f"{who}, K = {paths}: {what.format(_by_side(ratios))}"
-        for (who, paths, what), ratios in sorted(ratios_of.items())
-        if what == SAMPLED_OVER_FIXED
-    ]
-    of_multiples = []
-    for (who, paths), multiples in best.items():
-        turned = {what: ratios_of.get((who, paths, what)) for what in (HOTTER, COLDER)}
-        words = [what.format(_by_side(ratios)) for what, ratios in turned.items() if ratios]
-        words.append(f"best of all multiples {', '.join(multiples)}")
-        of_multiples += [f"{who}, K = {paths}: {word}" for word in words]
-    return [Table(rows=rows), *_as_lines([*of_trees, *of_multiples])]
+            top = trees.best(members)
+            rows.append(_row(trees, paths, _equal(members), top))
+            if trees.temperature == 0:
+                continue
+            who = f"{trees.drafter}, K = {paths}"
+            if paths > 1:
+                ratio = trees.temperature, trees.over(_equal(members))
+                of_trees.setdefault(f"{who}: {SAMPLED_OVER_FIXED}", []).append(ratio)
+            turned, best = of_multiples.setdefault((trees.drafter, paths), ({}, []))
+            best.append(f"{top.plan.draft_temperature:g} at T = {trees.temperature:g}")
+            for word, side in (("hotter", 1), ("colder", -1)):
+                such = [own for own in members if side * (own.plan.draft_temperature - 1) > 0]
+                if such:
+                    over = sums.over(ACCEPTANCE, trees.best(such).name, _equal(members))
+                    what = f"{who}: {TURNED.format(word)}"
+                    turned.setdefault(what, []).append((trees.temperature, over))
+    lines = _lines(dict(sorted(of_trees.items())))
+    for (drafter, paths), (turned, best) in of_multiples.items():
+        lines += _lines(dict(sorted(turned.items(), reverse=True)))
+        lines.append(f"{drafter}, K = {paths}: best of all multiples {', '.join(best)}")
+    return [Table(rows=rows), *_as_table(lines)]
 
 
-def _row(trees: _Trees, paths: int, members: Sequence[Setting]) -> tuple[list[Cell], Setting]:
+def _row(trees: _Trees, paths: int, equal: str, top: Setting) -> list[Cell]:
     sums = trees.sums
-    equal = _equal(members)
-    top = trees.by_tokens(members)[0]
-    fixed = sums.mixture(trees.ladder, trees.nodes(equal))
-    names = (equal, fixed, top.name)
-    tokens = [Estimate.exactly(sums.value(TOKENS, name), RATIO_DIGITS) for name in names]
-    row: list[Cell] = [trees.drafter, f"{trees.temperature:g}"]
-    row += [str(paths) if trees.temperature > 0 else "any"]
-    row += [Estimate.exactly(trees.nodes(equal), 1), *tokens[:2], trees.over(equal)]
-    row += [f"{top.plan.draft_temperature:g}x", tokens[2], sums.over(ACCEPTANCE, top.name, equal)]
-    return [*row, trees.over(top.name)], top
+    names = (equal, trees.as_large(equal), top.name)
+    sampled, fixed, best = (Estimate.exactly(sums.value(TOKENS, n), RATIO_DIGITS) for n in names)
+    return [
+        trees.drafter,
+        f"{trees.temperature:g}",
+        str(paths) if trees.temperature > 0 else "any",
+        Estimate.exactly(sums.value(NODES, equal), 1),
+        sampled,
+        fixed,
+        trees.over(equal),
+        f"{top.plan.draft_temperature:g}x",
+        best,
+        sums.over(ACCEPTANCE, top.name, equal),
+        trees.over(top.name),
+    ]
 
 
-def _ratios(
-    trees: _Trees, paths: int, members: Sequence[Setting]
-) -> Iterator[tuple[str, Estimate]]:
-    """Yield which ratios tell whether sampled trees win, and which draft temperatures pay."""
-    equal = _equal(members)
-    if paths > 1:
-        yield SAMPLED_OVER_FIXED, trees.over(equal)
-    for what, side in ((HOTTER, 1), (COLDER, -1)):
-        turned = [own for own in members if side * (own.plan.draft_temperature - 1) > 0]
-        for top in trees.by_tokens(turned)[:1]:
-            yield what, trees.sums.over(ACCEPTANCE, top.name, equal)
+def _lines(seen: Seen) -> list[str]:
+    """Return a sentence on each comparison: at which temperatures it comes out how."""
+    lines = []
+    for what, ratios in seen.items():
+        by_words = grouped(ratios, lambda one: one[1].told(*WORDS))
+        listed = [
+            f"{words} at T = {', '.join(f'{at:g}' for at, _ in by_words[words])}"
+            for words in WORDS
+            if words in by_words
+        ]
+        lines.append(f"{what}: {'; '.join(listed)}")
+    return lines
 
 
-def _as_lines(sentences: Sequence[str]) -> list[Table]:
-    rows = [["seen"], *([sentence] for sentence in sentences)]
-    return [Table(rows=rows)] if sentences else []
-
-
-def _by_side(ratios: Sequence[tuple[float, Estimate]]) -> str:
-    by_words = grouped(ratios, lambda one: one[1].told(*WORDS))
-    parts = ((words, by_words.get(words, ())) for words in WORDS)
-    listed = ((words, ", ".join(f"{at:g}" for at, _ in own)) for words, own in parts if own)
-    return "; ".join(f"{words} at T = {at}" for words, at in listed)
+def _as_table(lines: Sequence[str]) -> list[Table]:
+    return [Table(rows=[["seen"], *([line] for line in lines)])] if lines else []
 
 
 def shape_tables(sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return one row for each drafter, temperature and shape, and which win over what."""
-    against = {"paths": "over paths, as many nodes", "fixed": "over fixed, as many nodes"}
-    rows: list[list[Cell]] = [["drafter", "T", "tree", "nodes", TOKENS.name, *against.values()]]
-    ratios_of: dict[tuple[str, str, str], list[tuple[float, Estimate]]] = {}
+    rows: list[list[Cell]] = [["drafter", "T", "tree", "nodes", TOKENS.name]]
+    rows[0] += ["over paths, as many nodes", "over fixed, as many nodes"]
+    seen: Seen = {}
     for trees in _trees(sums, settings):
         paths = [own.name for of_paths in trees.sampled.values() for own in of_paths]
-        most = max(map(trees.nodes, paths))
+        most = max(sums.value(NODES, name) for name in paths)
         for own in filter(_shape, trees.settings):
-            nodes = trees.nodes(own.name)
+            nodes = sums.value(NODES, own.name)
             over = {"fixed": trees.over(own.name)}
             if nodes <= most:
                 over["paths"] = trees.over(own.name, paths)
             for word, ratio in over.items():
-                key = trees.drafter, _shape(own), word
-                ratios_of.setdefault(key, []).append((trees.temperature, ratio))
-            facts: list[Cell] = [trees.drafter, f"{trees.temperature:g}", _shape(own)]
-            facts += [Estimate.exactly(nodes, 1), sums.estimate(TOKENS, own.name)]
-            rows.append([*facts, *(over.get(word, "none as large") for word in against)])
-    sentences = [
-        f"{who}, {tree}: against {word}, as many nodes: {_by_side(own)}"
-        for (who, tree, word), own in ratios_of.items()
-    ]
-    return [Table(rows=rows), *_as_lines(sentences)]
+                what = f"{trees.drafter}, {_shape(own)}: against {word}, as many nodes"
+                seen.setdefault(what, []).append((trees.temperature, ratio))
+            row: list[Cell] = [trees.drafter, f"{trees.temperature:g}", _shape(own)]
+            row += [Estimate.exactly(nodes, 1), sums.estimate(TOKENS, own.name)]
+            rows.append([*row, over.get("paths", "none as large"), over["fixed"]])
+    return [Table(rows=rows), *_as_table(_lines(seen))]
 
 
 def canvas(sums: Sums, settings: Sequence[Setting]) -> "Canvas":
@@ -344,14 +322,13 @@ def _by_temperature(of_drafter: Sequence[_Trees]) -> list[pictures.Line]:
     points: dict[str, list[tuple[float, Estimate]]] = {}
     for trees in of_drafter:
         members = trees.sampled[max(trees.sampled)]
-        sums = trees.sums
         names = {
             "sampled (otbv)": _equal(members),
-            "sampled, best draft temperature": trees.by_tokens(members)[0].name,
-            "fixed, as many nodes": sums.mixture(trees.ladder, trees.nodes(_equal(members))),
+            "sampled, best draft temperature": trees.best(members).name,
+            "fixed, as many nodes": trees.as_large(_equal(members)),
         }
         for label, name in names.items():
-            point = trees.temperature, sums.estimate(ACCEPTANCE, name)
+            point = trees.temperature, trees.sums.estimate(ACCEPTANCE, name)
             points.setdefault(label, []).append(point)
     colours = [pictures.colour_of(rule) for rule in (SAMPLED, SAMPLED, FIXED)]
     lines = zip(points.items(), colours, ("", ":", ""), strict=True)
@@ -359,16 +336,13 @@ def _by_temperature(of_drafter: Sequence[_Trees]) -> list[pictures.Line]:
 
 
 def _by_draft_temperature(of_drafter: Sequence[_Trees]) -> list[pictures.Line]:
-    from matplotlib import colormaps
-
-    warm = [trees for trees in of_drafter if trees.temperature > 0]
     lines = []
-    for number, trees in enumerate(warm):
-        members = trees.sampled[max(trees.sampled)]
-        points = sorted(
-            (own.plan.draft_temperature, trees.sums.estimate(ACCEPTANCE, own.name))
-            for own in members
-        )
-        colour = colormaps["viridis"](number / len(warm))
-        lines.append(pictures.Line(f"T = {trees.temperature:g}", points, colour))
+    for trees in of_drafter:
+        if trees.temperature > 0:
+            members = trees.sampled[max(trees.sampled)]
+            points = [
+                (own.plan.draft_temperature, trees.sums.estimate(ACCEPTANCE, own.name))
+                for own in sorted(members, key=lambda own: own.plan.draft_temperature)
+            ]
+            lines.append(pictures.Line(f"T = {trees.temperature:g}", points))
     return lines

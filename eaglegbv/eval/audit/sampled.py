@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -21,34 +20,64 @@ from eaglegbv.eval.audit.problems import Sizes
 from eaglegbv.tree import DraftTree, WarpedLogits
 from eaglegbv.verifiers.base import Verdict, Verifier, VerifyUniforms
 from eaglegbv.verifiers.proof.chooser import Prefix, ProbsAt
-from eaglegbv.verifiers.proof.enumeration import Problem, drafted_trees, target_joint
-from eaglegbv.verifiers.proof.tree import ReferenceTree
-from eaglegbv.verifiers.stateful import Layers, SparseProbs, StatefulUniforms, StatefulVerifier
+from eaglegbv.verifiers.proof.enumeration import Problem, Shape, target_joint
+from eaglegbv.verifiers.stateful import (
+    Layers,
+    SparseProbs,
+    StatefulUniforms,
+    StatefulVerdict,
+    StatefulVerifier,
+)
 
 
 def draw_trees(
     size: int,
-    paths: int,
-    length: int,
+    shape: Shape,
     probs_after: Callable[[Tensor], Tensor],
     generator: torch.Generator,
+    draft_sampling: DraftSampling = DraftSampling.IID,
 ) -> DraftTree:
-    """Draw ``size`` trees of ``paths`` independent paths of ``length`` tokens; roots are token 0.
+    """Draw ``size`` trees of a shape, as an engine draws them; roots are token 0.
 
-    ``probs_after`` maps the tokens drafted so far by every row, ``[size, rows, depth]`` int64, to
-    the distributions of the next, ``[size, rows, vocab]`` float64; the root is the only row at
-    depth 0, paths are the rows below, and the first of those at one node decides.
+    ``probs_after`` maps the tokens down to every row of a level, ``[size, rows, depth]`` int64, to
+    the distributions of the next, ``[size, rows, vocab]`` float64. The root is the only row at
+    depth 0; of rows at one node the first decides.
     """
-    plan = Plan(paths=paths, depth=length)
-    numbers = torch.rand((size, paths, length), generator=generator, dtype=torch.float64)
+    fixed = draft_sampling is DraftSampling.FIXED
+    plan = _plan(shape, draft_sampling)
     roots = torch.zeros(size, dtype=torch.int64)
-    growth = TreeGrowth(level_table(plan, DraftSampling.IID, roots.device), roots, numbers)
+    table = level_table(plan, draft_sampling, roots.device, width=shape.vocab)
+    most = max(level.children for level in table.levels)
+    numbers = torch.rand((size, most, plan.depth), generator=generator, dtype=torch.float64)
+    growth = TreeGrowth(table, roots, None if fixed else numbers)
     tokens = roots.new_zeros((size, 1, 0))
-    for _ in range(length):
+    for _ in table.levels:
         probs = probs_after(tokens).flatten(0, 1)
-        drawn = growth.grow(DraftProbs(torch.arange(probs.shape[1]).expand_as(probs), probs))
-        tokens = torch.cat((tokens.expand(-1, paths, -1), drawn.token_ids.unsqueeze(2)), dim=2)
+        ids = torch.arange(probs.shape[1]).expand_as(probs)
+        if fixed:
+            values, ids = probs.sort(dim=1, descending=True, stable=True)
+            probs = values.log()
+        drawn = growth.grow(DraftProbs(ids, probs))
+        if drawn.parents is None:
+            above = tokens.expand(-1, drawn.token_ids.shape[1], -1)
+        else:
+            above = tokens.gather(1, drawn.parents.unsqueeze(2).expand(-1, -1, tokens.shape[2]))
+        tokens = torch.cat((above, drawn.token_ids.unsqueeze(2)), dim=2)
     return growth.finish()
+
+
+def _plan(shape: Shape, draft_sampling: DraftSampling) -> Plan:
+    """Return the plan of such trees: but for K paths, all nodes have as many children."""
+    widths = shape.widths_of(draft_sampling)
+    if draft_sampling is DraftSampling.FIXED:
+        ranks = [range(min(width, shape.vocab)) for width in widths]
+        nodes = (node for depth in range(shape.length) for node in product(*ranks[: depth + 1]))
+        return Plan(shape=tuple(nodes), depth=shape.length)
+    if draft_sampling is DraftSampling.HUB:
+        return Plan(paths=2**shape.length, depth=shape.length)
+    if draft_sampling is DraftSampling.IID and not shape.widths:
+        return Plan(paths=shape.paths, depth=shape.length)
+    return Plan(widths=widths)
 
 
 def random_uniforms(tree: DraftTree, generator: torch.Generator) -> VerifyUniforms:
@@ -68,14 +97,12 @@ Written: TypeAlias = tuple[Tensor, int]
 """Texts that a verifier wrote, ``[samples]`` int64, each as a number in base ``vocab``; and the
 tokens committed by all first steps together."""
 
-Writer: TypeAlias = Callable[[Sequence[Problem], int, torch.Generator], Written]
-"""Writes so many texts of L + 1 tokens with a batched verifier; their steps follow the problems."""
 
-
-# Texts written by a batched stateful verifier, step after step, on tiny problems.
+# Texts written by a batched verifier, step after step, on tiny problems.
 #
-# An earlier step modifies the target of later ones, so only whole runs can be judged. Many requests
-# run side by side. Each has its own layers of the modified target, and every layer keeps the draft
+# It takes given uniforms, so its distribution cannot be enumerated. But it can be sampled, with
+# many requests side by side. An earlier step may modify the target of later ones, so whole runs are
+# judged: each request has its own layers of the modified target, and every layer keeps the draft
 # distribution of its step.
 
 
@@ -104,7 +131,7 @@ class RunTexts:
 
 
 def write_runs(
-    verifier: StatefulVerifier,
+    verifier: Verifier | StatefulVerifier,
     problems: Sequence[Problem],
     samples: int,
     generator: torch.Generator,
@@ -112,7 +139,7 @@ def write_runs(
     """Take one step for each of ``problems``, then steps without drafts.
 
     Texts end after L + 1 tokens, within which every layer of a first step ends. A step without
-    drafts commits a token of the modified target.
+    drafts commits a token of the (modified) target.
     """
     vocab = problems[0].shape.vocab
     total = problems[0].shape.length + 1
@@ -144,7 +171,7 @@ def prefix_of(code: int, vocab: int) -> Prefix:
 
 
 def _step(
-    verifier: StatefulVerifier,
+    verifier: Verifier | StatefulVerifier,
     texts: RunTexts,
     problem: Problem,
     generator: torch.Generator,
@@ -161,8 +188,7 @@ def _step(
         return _probs_after(problem.draft_probs, codes, vocab)
 
     if drafting:
-        shape = problem.shape
-        tree = draw_trees(size, shape.paths, shape.length, probs_after, generator)
+        tree = draw_trees(size, problem.shape, probs_after, generator, problem.draft_sampling)
         codes = _node_codes(tree, texts.codes, vocab)
     else:
         tree = DraftTree.roots([0] * size)
@@ -170,12 +196,18 @@ def _step(
     p = _probs_after(problem.target_probs, codes, vocab).flatten(0, 1)
     rows = torch.arange(codes.numel()).view_as(codes)
     target = WarpedLogits(p.log(), p.new_zeros(len(p)), rows)
-    uniforms = _uniforms(tree, texts.layers.count, generator)
-    result = verifier.verify(tree, target, uniforms, texts.layers, _OwnProbs(texts, vocab))
+    verdict: Verdict | StatefulVerdict
+    layers = texts.layers
+    if isinstance(verifier, Verifier):
+        verdict = verifier.verify(tree, target, random_uniforms(tree, generator))
+    else:
+        uniforms = _uniforms(tree, layers.count, generator)
+        verdict = verifier.verify(tree, target, uniforms, layers, _OwnProbs(texts, vocab))
+        layers = verdict.layers
     return RunTexts(
-        codes=_extended(texts.codes, tree, result, vocab),
-        lengths=texts.lengths + result.accepted + 1,
-        layers=result.layers,
+        codes=_extended(texts.codes, tree, verdict, vocab),
+        lengths=texts.lengths + verdict.accepted + 1,
+        layers=layers,
         draft_probs_at=(*texts.draft_probs_at, problem.draft_probs),
     )
 
@@ -231,94 +263,6 @@ def _uniforms(tree: DraftTree, layers: int, generator: torch.Generator) -> State
     )
 
 
-# Texts whose first step is taken by a stateless batched verifier, and the rest by the target.
-#
-# Such a verifier keeps nothing between steps, so one step shows its distribution. Every draft tree
-# of a tiny problem is listed once, and the verifier judges trees sampled from their exact
-# distribution.
-
-
-CHUNK = 4096  # number of trees judged in one call
-
-
-def write_steps(
-    verifier: Verifier, problems: Sequence[Problem], samples: int, generator: torch.Generator
-) -> Written:
-    """Let the verifier take one step of the first problem; p completes the texts."""
-    trees, target, masses = batch_of(problems[0])
-    p = problems[0].target_probs
-    vocab = problems[0].shape.vocab
-    length = problems[0].shape.length
-    cells = []
-    committed = 0
-    for first in range(0, samples, CHUNK):
-        size = min(CHUNK, samples - first)
-        index = torch.multinomial(masses, size, replacement=True, generator=generator)
-        tree = trees.mapped(itemgetter(index))
-        target_rows = replace(target, rows=target.rows[index])
-        verdict = verifier.verify(tree, target_rows, random_uniforms(tree, generator))
-        committed += int((verdict.accepted + 1).sum())
-        codes = _extended(torch.ones(size, dtype=torch.int64), tree, verdict, vocab)
-        for tokens in range(1, length + 1):  # those of so many get one more
-            drawn = torch.multinomial(_probs_after(p, codes, vocab), 1, generator=generator)
-            codes = torch.where(verdict.accepted < tokens, codes * vocab + drawn[:, 0], codes)
-        cells.append(codes - int(vocab ** (length + 1)))
-    return torch.cat(cells), committed
-
-
-def batch_of(problem: Problem) -> tuple[DraftTree, WarpedLogits, Tensor]:
-    """Return all draft trees of a problem, the target's distributions, and masses ``[batch]``.
-
-    The rows of the target distributions belong to prefixes, and all trees share them.
-    """
-    drafted = drafted_trees(problem)
-    vocab = problem.shape.vocab
-    length = problem.shape.length
-    prefixes = [c for d in range(length + 1) for c in product(range(vocab), repeat=d)]
-    row_of = {prefix: row for row, prefix in enumerate(prefixes)}
-    trees = [
-        ReferenceTree(problem.draft_sampling, draws, problem.target_probs, problem.draft_probs)
-        for draws in drafted
-    ]
-    numbers = [{(): 0} | tree.nodes() for tree in trees]
-    size = len(trees)
-    nodes = max(map(len, numbers))
-    token_ids = np.zeros((size, nodes), dtype=np.int64)
-    parents = token_ids.copy()
-    depth = token_ids.copy()
-    rows = token_ids.copy()
-    most = max(tree.most_draws for tree in trees)
-    children = np.zeros((size, length, most), dtype=np.int64)
-    for b, (tree, number) in enumerate(zip(trees, numbers, strict=True)):
-        for prefix, node in number.items():
-            rows[b, node], depth[b, node] = row_of[prefix], len(prefix)
-            if prefix:
-                token_ids[b, node], parents[b, node] = prefix[-1], number[prefix[:-1]]
-        for d, level in enumerate(tree.draws):
-            children[b, d, : len(level)] = [0 if c is None else number[c] for c in level]
-    draft = torch.tensor([problem.draft_probs(c) for c in prefixes], dtype=torch.float64)
-    shared = torch.from_numpy(rows)
-    batch = DraftTree(
-        draft_sampling=problem.draft_sampling,
-        token_ids=torch.from_numpy(token_ids),
-        parents=torch.from_numpy(parents),
-        depth=torch.from_numpy(depth),
-        num_nodes=torch.tensor([len(number) for number in numbers]),
-        draws=torch.from_numpy(children),
-        draft_ids=torch.arange(vocab).expand(size, nodes, vocab),
-        draft_probs=draft[shared],
-        columns=problem.shape.in_columns(problem.draft_sampling),
-    )
-    probs = torch.tensor([problem.target_probs(c) for c in prefixes], dtype=torch.float64)
-    target = WarpedLogits(probs.log(), probs.new_zeros(len(prefixes)), shared)
-    masses = torch.tensor([float(mass) for mass in drafted.values()], dtype=torch.float64)
-    return batch, target, masses
-
-
-# A batched verifier takes given uniforms, so its distribution cannot be enumerated. But it can be
-# sampled, with many trees in one call.
-
-
 class SampledResult(Result, frozen=True, kw_only=True):
     """Result of a sampled audit."""
 
@@ -338,7 +282,7 @@ class SampledResult(Result, frozen=True, kw_only=True):
 
 @torch.inference_mode()
 def _sample(
-    write: Writer,
+    verifier: Verifier | StatefulVerifier,
     samples: int,
     problems: Iterator[Sequence[Problem]],
     sizes: Sizes,
@@ -351,7 +295,7 @@ def _sample(
     committed = 0
     level = LEVEL / sizes.instances
     for steps in problems:
-        cells, tokens = write(steps, samples, generator)
+        cells, tokens = write_runs(verifier, steps, samples, generator)
         joint = target_joint(steps[0].target_probs, sizes.depth + 1)
         test = g_test(cells.numpy(), np.array([float(mass) for mass in joint.values()]))
         smallest = min(smallest, test.p_value)
@@ -377,9 +321,4 @@ def sampled_subject(verifier: Verifier | StatefulVerifier, samples: int) -> Subj
     """
     if samples < 1:
         raise InvalidArgument("samples", samples, "an integer of at least 1")
-    write: Writer = (
-        partial(write_runs, verifier)
-        if isinstance(verifier, StatefulVerifier)
-        else partial(write_steps, verifier)
-    )
-    return Subject(rule=verifier, run=partial(_sample, write, samples))
+    return Subject(rule=verifier, run=partial(_sample, verifier, samples))

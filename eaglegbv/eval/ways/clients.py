@@ -1,9 +1,8 @@
 """A server with OpenAI's endpoints under load: time to the first token and tokens a second."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, cycle
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -14,7 +13,6 @@ import numpy as np
 
 from eaglegbv.errors import InvalidArgument, StepFailed
 from eaglegbv.eval.endpoint import asked, connected
-from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.figures import ACCEPTANCE, WALL_SPEED, Estimate, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.settings import Setting
@@ -66,18 +64,14 @@ class Clients:
     key: str
     messages: Sequence[Sequence[Mapping[str, str]]]
     load: Load
-    on_answer: Callable[[], object] = lambda: None
 
-    def __call__(self, settings: Sequence[Setting]) -> Iterator[Part]:
-        """Yield a part for each number of clients.
+    def measure(self, setting: Setting) -> list[Observation]:
+        """Measure a number of clients.
 
-        Measuring one raises InvalidArgument where nothing answers or a request is refused, and
-        StepFailed where an answer broke off.
+        Raises:
+            InvalidArgument: Nothing answers, or a request is refused.
+            StepFailed: An answer broke off.
         """
-        for setting in settings:
-            yield Part(setting.name, 1, partial(self._measure, setting))
-
-    def _measure(self, setting: Setting) -> list[Observation]:
         try:
             answers, seconds = asyncio.run(self._level(setting.batch))
         except httpx.HTTPError as error:
@@ -115,7 +109,6 @@ class Clients:
                     seeded = {} if load.seed is None else {"seed": load.seed + number}
                     body = {**shared, "messages": messages, **seeded}
                     answers.append(await _answer(client, body))
-                    self.on_answer()
                 return answers
 
             await asyncio.gather(*(ask(1) for _ in range(clients)))

@@ -20,6 +20,7 @@ from eaglegbv.metrics import Phase, RequestMetrics
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
+from eaglegbv.utils import require_integers
 
 SHEET = "conversations"
 WARM_UP_TOKENS = 16
@@ -27,6 +28,28 @@ AT_ONCE_PARTS = 4  # conversations of a part, over those that are held at a time
 
 Generate: TypeAlias = Callable[..., Completion]
 """Answers chat messages as :meth:`eaglegbv.llm.LLM.generate` does: prompts, params, ``plan=``."""
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """How conversations are held.
+
+    Attributes:
+        max_tokens: Most tokens of an answer.
+        seed: Seed of all random numbers.
+        repeats: How many times to run everything.
+        system: System message before every conversation.
+        at_once: Number of conversations at a time; where none is given, settings take turns.
+    """
+
+    max_tokens: int = 128
+    seed: int = 0
+    repeats: int = 1
+    system: str | None = None
+    at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        require_integers(self, ("at_once",), repeats=(1, None), at_once=(1, 1024))
+        SamplingParams(max_tokens=self.max_tokens, seed=self.seed)  # refuses what is out of range
 
 
 class Turn(msgspec.Struct):
@@ -104,11 +127,7 @@ class Conversations:
 
     sittings: Sequence[Sitting]
     questions: Sequence[Question]
-    max_tokens: int
-    seed: int
-    repeats: int = 1
-    system: str | None = None
-    at_once: int | None = None
+    how: Holding
     _stack: ExitStack = field(default_factory=ExitStack)
     _opened: tuple[Sitting, Generate] | None = None
     _warm: set[Setting] = field(default_factory=set)
@@ -120,8 +139,8 @@ class Conversations:
             own = [setting for setting in sitting.settings if setting in wanted]
             yield from (
                 self._in_turns(sitting, own)
-                if self.at_once is None
-                else self._together(sitting, own, self.at_once)
+                if self.how.at_once is None
+                else self._together(sitting, own, AT_ONCE_PARTS * self.how.at_once)
             )
 
     def __enter__(self) -> Self:
@@ -133,19 +152,16 @@ class Conversations:
         self._stack.close()
 
     def _in_turns(self, sitting: Sitting, settings: Sequence[Setting]) -> Iterator[Part]:
-        for repeat in range(self.repeats):
+        for repeat in range(self.how.repeats):
             for number, question in enumerate(self.questions):
                 for position in range(len(settings)):
                     setting = settings[(repeat + number + position) % len(settings)]
                     hold = partial(self._one, sitting, setting, repeat, number)
                     yield Part(f"{setting.name} {question.id} {repeat}", 1, hold)
 
-    def _together(
-        self, sitting: Sitting, settings: Sequence[Setting], at_once: int
-    ) -> Iterator[Part]:
-        size = AT_ONCE_PARTS * at_once
+    def _together(self, sitting: Sitting, settings: Sequence[Setting], size: int) -> Iterator[Part]:
         for setting in settings:
-            for repeat in range(self.repeats):
+            for repeat in range(self.how.repeats):
                 for first in range(0, len(self.questions), size):
                     numbers = range(first, min(first + size, len(self.questions)))
                     hold = partial(self._many, sitting, setting, repeat, numbers)
@@ -163,23 +179,23 @@ class Conversations:
         generate = self._answering(sitting, setting)
         if setting not in self._warm:
             self._warm.add(setting)
-            first = self.questions[0].turns[0]
-            self._turns(generate, setting, [first], 0, WARM_UP_TOKENS)
+            first = msgspec.structs.replace(self.questions[0], turns=self.questions[0].turns[:1])
+            self._turns(generate, setting, first, 0, WARM_UP_TOKENS)
         return [self._converse(generate, setting, repeat, number)]
 
     def _many(
         self, sitting: Sitting, setting: Setting, repeat: int, numbers: Sequence[int]
     ) -> list[Observation]:
         hold = partial(self._converse, self._answering(sitting, setting), setting, repeat)
-        with ThreadPoolExecutor(self.at_once) as pool:
+        with ThreadPoolExecutor(self.how.at_once) as pool:
             return list(pool.map(hold, numbers))
 
     def _converse(
         self, generate: Generate, setting: Setting, repeat: int, number: int
     ) -> Observation:
         question = self.questions[number]
-        seed = request_seed(self.seed, repeat * len(self.questions) + number)
-        turns, error = self._turns(generate, setting, question.turns, seed, self.max_tokens)
+        seed = request_seed(self.how.seed, repeat * len(self.questions) + number)
+        turns, error = self._turns(generate, setting, question, seed, self.how.max_tokens)
         return Observation(
             setting=setting.name,
             unit=question.id,
@@ -191,12 +207,13 @@ class Conversations:
         )
 
     def _turns(
-        self, generate: Generate, setting: Setting, asked: Sequence[str], seed: int, tokens: int
+        self, generate: Generate, setting: Setting, question: Question, seed: int, tokens: int
     ) -> tuple[list[Turn], str | None]:
         """Hold a conversation; return its turns, and why it broke off if it did."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+        system = question.system or self.how.system
+        messages = [{"role": "system", "content": system}] if system else []
         turns: list[Turn] = []
-        for number, text in enumerate(asked):
+        for number, text in enumerate(question.turns):
             messages = [*messages, {"role": "user", "content": text}]
             params = SamplingParams(
                 temperature=setting.temperature,

@@ -7,6 +7,7 @@ is weak. Verifiers that keep state from step to step are measured in the engine 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,10 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import qmc
+from torch import Tensor
 
+from eaglegbv.attention.base import Segment
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.engine import Engine, GivenSequence
 from eaglegbv.errors import EagleGBVError, InvalidArgument, SamplingMismatch
@@ -26,10 +30,10 @@ from eaglegbv.eval.questions import Question
 from eaglegbv.eval.settings import Setting
 from eaglegbv.llm import LLM
 from eaglegbv.loading import Pair
+from eaglegbv.models.target import TargetOutput
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.rng import request_seed
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Completion
 from eaglegbv.tree import DraftSampling, DraftTree, WarpedLogits
 from eaglegbv.utils import grouped, require_integers, write_whole
 from eaglegbv.verification import check_plan, sampling_of, verifier_name
@@ -103,15 +107,24 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sizes of the sample."""
+class Sampling(msgspec.Struct, frozen=True):
+    """Sizes of the sample.
 
-    # Places of each text, drawn without replacement; all of them if a text has fewer.
+    Attributes:
+        places: Places of a text at which all verifiers judge the same drafts, drawn without
+            replacement; all of them if a text has fewer.
+        judgements: How many times each verifier judges each tree, each time with other random
+            numbers.
+        batch: Number of texts that are written, and read, together.
+        max_tokens: Most tokens of a text.
+        seed: Seed of texts, drafts and judgements.
+    """
+
     places: int = 5
-    # How often each verifier judges each tree, each time with other random numbers.
     judgements: int = 4
-    batch: int = 16  # number of texts read together
+    batch: int = 16
+    max_tokens: int = 128
+    seed: int = 0
 
     def __post_init__(self) -> None:
         require_integers(self, places=(1, None), judgements=(1, None), batch=(1, None))
@@ -126,39 +139,24 @@ def collect(
         EagleGBVError: A question cannot be answered, for example because it is too long.
     """
     seeds = [request_seed(seed, number) for number in range(len(questions))]
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    answers = first_answers(llm, questions, params, seeds, PLAIN)
-    return [
+    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    usual = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    params = [msgspec.structs.replace(usual, seed=own) for own in seeds]
+    texts = []
+    for question, own, answer in zip(
+        questions, seeds, llm.generate(prompts, params, plan=PLAIN), strict=True
+    ):
+        if answer.finish_reason is FinishReason.ERROR:
+            raise EagleGBVError(f"question {question.id}: {answer.error}")
         # Drafts and judgements must not share random numbers with the text they are about.
-        Text(
+        text = Text(
             name=question.id,
             seed=request_seed(own, 0),
             prompt_ids=tuple(answer.prompt_token_ids),
             token_ids=tuple(answer.token_ids),
         )
-        for question, own, answer in zip(questions, seeds, answers, strict=True)
-    ]
-
-
-def first_answers(
-    llm: LLM,
-    questions: Sequence[Question],
-    params: SamplingParams,
-    seeds: Sequence[int],
-    plan: Plan,
-) -> list[Completion]:
-    """Answer the first turns of questions together, each with its own seed.
-
-    Raises:
-        EagleGBVError: A question is not answered.
-    """
-    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    seeded = [msgspec.structs.replace(params, seed=seed) for seed in seeds]
-    answers = llm.generate(prompts, seeded, plan=plan)
-    for question, answer in zip(questions, answers, strict=True):
-        if answer.finish_reason is FinishReason.ERROR:
-            raise EagleGBVError(f"question {question.id}: {answer.error}")
-    return answers
+        texts.append(text)
+    return texts
 
 
 @torch.inference_mode()
@@ -209,6 +207,31 @@ def same_drafts(
     return observed(settings, texts, sums)
 
 
+def flat_drafts(
+    pair: Pair, texts: Sequence[Text], settings: Sequence[Setting], sampling: Sampling
+) -> list[Observation]:
+    """Judge the same drafts, scored at positions that count along the flattened tree.
+
+    That is a counterfactual, of code that sends trees without their position ids: verdicts are
+    biased. A single path has its own positions. Errors are those of :func:`same_drafts`.
+    """
+    target = copy(pair.target)
+    scored = pair.target.forward
+
+    def forward(segments: Sequence[Segment], *, logit_rows: Tensor | None = None) -> TargetOutput:
+        return scored([_flattened(one) for one in segments], logit_rows=logit_rows)
+
+    target.forward = forward  # type: ignore[method-assign]
+    return same_drafts(Pair(target, pair.drafter), texts, settings, sampling)
+
+
+def _flattened(segment: Segment) -> Segment:
+    columns = (segment.positions, segment.tree_positions)
+    positions, pending = (torch.arange(len(column)) + column[0].cpu() for column in columns)
+    device = segment.positions.device
+    return replace(segment, positions=positions.to(device), tree_positions=pending.to(device))
+
+
 def observed(
     settings: Sequence[Setting], texts: Sequence[Text], sums: Mapping[str, NDArray[np.float64]]
 ) -> list[Observation]:
@@ -236,12 +259,9 @@ def latin_hypercube(
     has less noise. Every request has a seed.
     """
     parts = [2 * drafts * length, drafts * length, 1]
-    order = np.tile(np.arange(count), (sum(parts), 1))
-    drawn = [
-        rng.permuted(order, axis=1).T + rng.random((count, sum(parts)))
-        for rng in map(np.random.default_rng, seeds)
-    ]
-    numbers = torch.from_numpy((np.stack(drawn, axis=1) / count).clip(max=_BELOW_ONE))
+    rngs = map(np.random.default_rng, seeds)
+    drawn = [qmc.LatinHypercube(sum(parts), rng=rng).random(count) for rng in rngs]
+    numbers = torch.from_numpy(np.stack(drawn, axis=1).clip(max=_BELOW_ONE))
     each = (own.split_with_sizes(parts, dim=1) for own in numbers)
     return [VerifyUniforms(s.view(-1, length, drafts, 2), a, c.squeeze(1)) for s, a, c in each]
 
@@ -354,52 +374,51 @@ class Bench:
 # The way of papers and of studies.
 
 
-CHUNK = 16  # questions of a part
 Judge: TypeAlias = Callable[[Pair, Sequence[Text], Sequence[Setting], Sampling], list[Observation]]
 """Measures settings of one temperature and pair at places of texts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AtPlaces:
     """Settings on texts that the target wrote plainly at their temperature, part by part."""
 
     llms: Mapping[str, LLM]  # by what settings are called besides their plans; they share a target
     questions: Sequence[Question]
     judge: Judge
-    max_tokens: int = 128
-    seed: int = 0
-    places: int = 5
-    judgements: int = 4
+    sampling: Sampling  # a part has as many questions as are read together
     folder: Path | None = None  # where texts are kept, for other judges
 
     def __call__(self, settings: Sequence[Setting]) -> Iterator[Part]:
         """Yield a part for each temperature, drafter and chunk of the questions."""
         groups = grouped(settings, lambda setting: (setting.temperature, setting.who))
-        total = len(self.questions)
-        for first in range(0, total, CHUNK):
+        for first in range(0, len(self.questions), self.sampling.batch):
+            questions = self.questions[first : first + self.sampling.batch]
             for (temperature, who), own in groups.items():
-                key = f"{who} T{temperature:g} {first}".lstrip()
-                measure = partial(self._measure, temperature, first, own)
-                yield Part(key, min(CHUNK, total - first), measure)
+                measure = partial(self._measure, temperature, first, questions, own)
+                yield Part(f"{who} T{temperature:g} {first}".lstrip(), len(questions), measure)
 
     def _measure(
-        self, temperature: float, first: int, settings: Sequence[Setting]
+        self,
+        temperature: float,
+        first: int,
+        questions: Sequence[Question],
+        settings: Sequence[Setting],
     ) -> list[Observation]:
-        texts = self._texts(temperature, first)
-        sampling = Sampling(places=self.places, judgements=self.judgements, batch=CHUNK)
-        return self.judge(self.llms[settings[0].who].pair, texts, settings, sampling)
+        llm = self.llms[settings[0].who]
+        texts = self._texts(temperature, first, questions)
+        return self.judge(llm.pair, texts, settings, self.sampling)
 
-    def _texts(self, temperature: float, first: int) -> list[Text]:
-        """Return the answers to the questions from ``first`` on, decoded once for all judges."""
+    def _texts(self, temperature: float, first: int, questions: Sequence[Question]) -> list[Text]:
+        """Return the answers to questions, those from ``first`` on, decoded once for all judges."""
         kept = None if self.folder is None else self.folder / f"texts-T{temperature:g}-{first}.json"
         if kept is not None and kept.is_file():
             return read_json(kept, list[Text], argument="out", expected="texts of a run")
         texts = collect(
             next(iter(self.llms.values())),
-            self.questions[first : first + CHUNK],
+            questions,
             temperature=temperature,
-            max_tokens=self.max_tokens,
-            seed=request_seed(self.seed, first),
+            max_tokens=self.sampling.max_tokens,
+            seed=request_seed(self.sampling.seed, first),
         )
         if kept is not None:
             write_whole(kept, msgspec.json.encode(texts))

@@ -32,6 +32,7 @@ from math import comb, inf
 from time import process_time
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -41,7 +42,6 @@ from scipy.sparse.csgraph import maximum_flow
 from scipy.special import softmax
 
 from eaglegbv.config import Plan
-from eaglegbv.eval.experiment import Part
 from eaglegbv.eval.figures import Estimate, Figure, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.settings import Setting
@@ -49,7 +49,7 @@ from eaglegbv.eval.tables import Cell, Column, counted, valued
 from eaglegbv.eval.ways.nodes import NodeProbs, harvest, optimum_iid
 from eaglegbv.eval.ways.places import Sampling, Text
 from eaglegbv.loading import Pair
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import require_integer, require_integers, require_number
 from eaglegbv.verifiers.proof.chooser import Probs
 from eaglegbv.verifiers.proof.lp import DraftSets, draft_sets_iid, transport_plan
 from eaglegbv.verifiers.spectr import k_seq
@@ -431,24 +431,29 @@ def timed_solvers(
     return observations
 
 
-@dataclass(frozen=True, slots=True)
-class RandomNodes:
-    """Solvers on random nodes of each size; the vocabulary is the setting's context."""
+class RandomNodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Random nodes of each size for solvers; the vocabulary is the setting's context.
 
-    instances: int
-    seed: int
-    time_limit: float  # seconds after which a node counts as not solved; nothing is interrupted
+    Attributes:
+        instances: Number of random nodes of each size.
+        time_limit: Milliseconds after which a solver fails; nothing is interrupted.
+        seed: Seed of all random numbers.
+    """
 
-    def __call__(self, settings: Sequence[Setting]) -> Iterator[Part]:
-        """Yield a part for each setting."""
-        for setting in settings:
-            yield Part(setting.name, 1, partial(self._measure, setting))
+    instances: int = 10
+    time_limit: float = 1000.0
+    seed: int = 0
 
-    def _measure(self, setting: Setting) -> list[Observation]:
+    def __post_init__(self) -> None:
+        require_integers(self, instances=(1, None))
+        require_number("time_limit", self.time_limit, 0, inf, open_low=True)
+
+    def measure(self, setting: Setting) -> list[Observation]:
+        """Give a setting's solver its nodes."""
         plan = setting.plan
         vocab = setting.context
         given = random_nodes(vocab, plan.paths, plan.draft_width, self.instances, self.seed)
-        return solved(setting, list(given), "node", self.time_limit)
+        return solved(setting, list(given), "node", self.time_limit / 1e3)
 
 
 def solved(

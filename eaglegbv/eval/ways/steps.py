@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ from eaglegbv.drafters.draft_model import StandaloneDrafter
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Eagle1Head
 from eaglegbv.engine import Engine
-from eaglegbv.eval.experiment import Part
+from eaglegbv.eval.experiment import Way, one_by_one
 from eaglegbv.eval.figures import ACCEPTANCE, Estimate, Sums
 from eaglegbv.eval.observations import Observation
 from eaglegbv.eval.random_models import barrier_of, random_prompts
@@ -282,27 +281,19 @@ def _eager(pair: Pair) -> Counter[str]:
 # Steps as a way: all facts of a setting are the sums of one observation.
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The phases of a pair's steps in every setting; one that fails is reported as it is."""
+def steps(pair: Pair, floors: Floors, count: int) -> Way:
+    """Return the way that times a pair's steps; a setting that fails is reported as it is."""
 
-    pair: Pair
-    floors: Floors
-    steps: int = 30
-
-    def __call__(self, settings: Sequence[Setting]) -> Iterator[Part]:
-        """Yield a part for each setting."""
-        for setting in settings:
-            yield Part(setting.name, 1, partial(self._measure, setting))
-
-    def _measure(self, setting: Setting) -> list[Observation]:
+    def measure(setting: Setting) -> list[Observation]:
         try:
-            sums = time_steps(self.pair, setting, self.steps, self.floors)
+            sums = time_steps(pair, setting, count, floors)
             error = None
         except Exception as failure:  # noqa: BLE001  whatever it is, other settings are timed
             sums = {}
             error = f"{type(failure).__name__}: {failure}"
         return [Observation(setting=setting.name, unit="medians", sums=sums, error=error)]
+
+    return one_by_one(measure)
 
 
 def _milliseconds(name: str) -> Column:

@@ -18,6 +18,7 @@ from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.ways.places import Offer
 from eaglegbv.tree import WarpedLogits
 from eaglegbv.utils import grouped, require_integers
+from eaglegbv.verifiers.proof.enumeration import Shape
 from eaglegbv.verifiers.registry import make_verifier
 
 CHUNK = 500  # number of trees drawn together
@@ -109,7 +110,7 @@ def draw_batch(
         first = 1 + (tokens.shape[2] - 1) * paths
         return q[:, first : first + paths] if tokens.shape[2] else q[:, :1]
 
-    tree = draw_trees(size, paths, settings.depth, probs_after, generator)
+    tree = draw_trees(size, Shape(settings.vocab, settings.depth, paths), probs_after, generator)
     # A node has the distributions of the first path through it.
     nodes = 1 + torch.arange(count).expand(size, -1)
     places = torch.zeros_like(tree.token_ids)

@@ -4,6 +4,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from support.fake_llm import FakeLLM, answer
 from support.runs import ENVIRONMENT, NONE, OTBV, QUESTIONS
 from support.table_pairs import counted
@@ -17,7 +18,13 @@ from eaglegbv.eval.observations import Observation, Run
 from eaglegbv.eval.questions import Question
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.tables import by_setting
-from eaglegbv.eval.ways.conversations import SHEET, WARM_UP_TOKENS, Conversations, Sitting
+from eaglegbv.eval.ways.conversations import (
+    SHEET,
+    WARM_UP_TOKENS,
+    Conversations,
+    Holding,
+    Sitting,
+)
 from eaglegbv.metrics import RequestMetrics
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.text import Completion
@@ -30,7 +37,7 @@ def way(llm, settings=(NONE, OTBV), questions=QUESTIONS, **options) -> Conversat
 
     sitting = Sitting(tuple(settings), opened)
     options = {"max_tokens": 8, "seed": 0, "repeats": 2} | options
-    return Conversations([sitting], questions, **options)
+    return Conversations([sitting], questions, Holding(**options))
 
 
 def held(conversations: Conversations, settings=(NONE, OTBV)) -> list[Observation]:
@@ -47,6 +54,14 @@ def test_each_conversation_feeds_back_its_own_answer() -> None:
         assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
         said = ["Be brief.", "One?", f"{plan.verifier} answers", "Two?"]
         assert [m["content"] for m in messages] == said
+
+
+def test_a_question_s_own_system_message_stands_before_it() -> None:
+    llm = FakeLLM()
+    kind = msgspec.structs.replace(QUESTIONS[0], system="Be kind.")
+    held(way(llm, (NONE,), (kind, QUESTIONS[1]), system="Be brief.", repeats=1), (NONE,))
+    said = [messages[0]["content"] for messages, *_ in llm.calls]
+    assert said == ["Be kind."] * 3 + ["Be brief."] * 2  # the first is the warm-up
 
 
 def test_settings_take_turns_after_a_warm_up_that_is_not_recorded() -> None:
@@ -85,7 +100,7 @@ def test_a_sitting_is_opened_when_it_is_first_asked_and_one_at_a_time() -> None:
 
         return Sitting((setting,), opened)
 
-    both = Conversations([sitting(NONE), sitting(OTBV)], QUESTIONS, 8, 0)
+    both = Conversations([sitting(NONE), sitting(OTBV)], QUESTIONS, Holding(max_tokens=8))
     with both:
         parts = list(both((NONE, OTBV)))
         assert log == []

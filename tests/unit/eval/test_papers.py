@@ -21,7 +21,7 @@ from eaglegbv.eval.papers import PAPERS, choose, number, paper, paper_tables, to
 from eaglegbv.eval.settings import Setting, nodes
 from eaglegbv.eval.ways import solvers
 from eaglegbv.eval.ways.nodes import RULES, node_acceptance
-from eaglegbv.eval.ways.places import AtPlaces
+from eaglegbv.eval.ways.places import AtPlaces, Sampling
 from eaglegbv.eval.ways.solvers import Solver, timed_solvers
 
 NUMBERS = Path(__file__).parents[4] / "shared" / "data" / "paper_numbers.json"
@@ -231,7 +231,7 @@ def measured(
         llms={"": Fake()},
         questions=question_set(6).questions,
         judge=judge,
-        places=4,
+        sampling=Sampling(places=4),
         folder=tmp_path,
     )
     sheet = Sheet(name="s", settings=settings, tables=lambda *_: [])

@@ -178,6 +178,8 @@ def test_rows_of_the_hub_are_mapped_and_stay(name, isolated, monkeypatch) -> Non
     download = Mock(return_value=str(write(isolated / "hub.jsonl", suite["row"])))
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    held = Mock(side_effect=[None, download.return_value])
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", held)
     first, again = load_questions(name), load_questions(name)
     assert first.origin.startswith(f"hub: {where[0]}@")
     assert again.questions == first.questions
@@ -188,9 +190,7 @@ def test_rows_of_the_hub_are_mapped_and_stay(name, isolated, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("cache", ["closed", "none"])
-def test_rows_of_the_hub_are_read_where_nothing_can_be_kept(
-    cache, isolated, monkeypatch, caplog
-) -> None:
+def test_rows_of_the_hub_are_read_where_nothing_can_be_kept(cache, isolated, monkeypatch) -> None:
     suite = PUBLISHED["mt-bench"]
     download = Mock(return_value=str(write(isolated / "hub.jsonl", suite["row"])))
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
@@ -203,7 +203,6 @@ def test_rows_of_the_hub_are_read_where_nothing_can_be_kept(
         monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
     [question] = load_questions("mt-bench").questions
     assert question.turns == tuple(suite["turns"])
-    assert ("questions are not kept" in caplog.text) == (cache == "closed")
 
 
 def test_any_file_of_prompts_is_a_set(isolated: Path) -> None:
@@ -216,6 +215,29 @@ def test_any_file_of_prompts_is_a_set(isolated: Path) -> None:
     path.write_text("[")
     with pytest.raises(InvalidArgument, match=r"^questions-set='.*mine.v2.jsonl:1'"):
         load_questions(str(path))
+
+
+def test_chats_are_questions_and_rows_without_their_text_are_refused(isolated: Path) -> None:
+    said = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Two?"},
+    ]
+    [question] = load_questions(str(write(isolated / "chats.jsonl", {"messages": said}))).questions
+    assert (question.turns, question.system) == (("One?", "Two?"), "Be brief.")
+    for broken in ({"messages": said[:1]}, {"turns": [None]}, {"messages": [{"role": "user"}]}):
+        path = write(isolated / "broken.jsonl", {"messages": said}, broken)
+        with pytest.raises(InvalidArgument, match=r"broken.jsonl:2'.*'turns', a list of non-empty"):
+            load_questions(str(path))
+
+
+def test_categories_are_chosen_by_name(isolated: Path) -> None:
+    rows = [{**row(str(n)), "category": "abc"[n % 3]} for n in range(6)]
+    found = load_questions(str(write(isolated / "a.jsonl", *rows)))
+    assert [q.id for q in found.only(["a", "c"]).questions] == ["0", "2", "3", "5"]
+    with pytest.raises(InvalidArgument, match="category='d'"):
+        found.only(["a", "d"])
 
 
 def test_the_hash_tells_questions_apart(isolated: Path) -> None:

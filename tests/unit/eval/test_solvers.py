@@ -24,8 +24,8 @@ SIZES = [size for size in STANDARD if size[0] <= 1000][::3]
 def row(solver: Solver, vocab: int, drafts: int, time_limit: float = 60) -> dict[str, str]:
     """The table's row of a solver on random nodes."""
     [setting] = random_settings([solver], [(vocab, drafts)], [64])
-    parts = RandomNodes(3, 0, time_limit)([setting])
-    sums = Sums(one for part in parts for one in part.measure())
+    nodes = RandomNodes(instances=3, time_limit=1e3 * time_limit)
+    sums = Sums(nodes.measure(setting))
     return dict(zip(*by_setting(sums, [setting], SOLVER_COLUMNS).texts, strict=True))
 
 

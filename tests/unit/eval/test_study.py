@@ -17,9 +17,8 @@ SMALL = StudySettings(
     paths=(1, 2),
     depth=2,
     sizes=(1, 2, 4),
-    places=4,
-    judgements=40,
 )
+SAMPLING = Sampling(places=4, judgements=40)
 
 
 def judged(settings: StudySettings) -> tuple[Sums, list[Table]]:
@@ -29,8 +28,7 @@ def judged(settings: StudySettings) -> tuple[Sums, list[Table]]:
     observed: list[Observation] = []
     for temperature in settings.temperatures:
         own = [tree for tree in trees if tree.temperature == temperature]
-        sampling = Sampling(settings.places, settings.judgements)
-        observed += same_drafts(pair, texts, own, sampling)
+        observed += same_drafts(pair, texts, own, SAMPLING)
     return Sums(observed), study(trees).tables(Sums(observed), trees)
 
 
@@ -64,8 +62,6 @@ def test_shapes_are_compared_with_as_many_nodes() -> None:
         paths=(1, 2, 4),
         depth=2,
         sizes=(1, 2, 4, 8, 16, 25),
-        places=4,
-        judgements=40,
     )
     _, (table, seen) = judged(settings)
     rows = {row[2]: row for row in table.texts[1:]}
