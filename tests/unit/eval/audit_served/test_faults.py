@@ -1,6 +1,8 @@
 """The engine on the tiny pair with planted faults: each is found, and the honest engine passes."""
 
 import asyncio
+import statistics
+import sys
 from contextlib import contextmanager
 
 import httpx
@@ -68,10 +70,11 @@ def engine(fault, dtype="float32"):
         yield app
 
 
-def audited(app, plan, settings=None):
+def audited(app, plan, settings=None, model=None):
     server = Server(url="http://local", settings=settings or Settings())
     client = Client(server=server, transport=httpx.ASGITransport(app), timeout=600)
-    return asyncio.run(Audit(client, plan, Store(), lambda text: None).run())
+    audit = Audit(client, plan, Store(), lambda text: None, model=model)
+    return asyncio.run(audit.run())
 
 
 def plan_of(tokens, level=1e-3):
@@ -92,14 +95,29 @@ def test_the_honest_engine_passes_and_tells_as_many_tokens_as_it_counts():
     assert set(verdicts) > {"sampling", "n", "seeds", "temperature 0", "counts", "laws"}
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("fault", "verdict"), [("none", "passes"), ("wrong-row", "fails")])
+def test_laws_are_compared_with_those_of_a_model_by_transformers(fault, verdict):
+    with engine(fault) as app:
+        plan = Plan(long=200, copies=0, seeds=0, greedy=0, compared=200)
+        report = audited(app, plan, model="tiny")
+    verdicts = {feature.name: feature.verdict for feature in report.features}
+    assert verdicts["laws"] == verdict, report.lines()
+
+
 @pytest.mark.hours
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
-def test_every_planted_fault_is_found(fault):
+def test_every_planted_fault_is_found(fault, capsys):
+    """Prints a row of the table in docs/study/served_audit.md."""
     with engine(fault) as app:
-        reports = [audited(app, plan_of(TOKENS[fault]), SETTINGS.get(fault)) for _ in range(10)]
-    told = [(report.verdict, report.tokens) for report in reports]
-    assert sum(verdict is Verdict.FAILS for verdict, _ in told) >= 9, told
+        plan, settings = plan_of(TOKENS[fault]), SETTINGS.get(fault)
+        reports = [audited(app, plan, settings) for _ in range(10)]
+    failing = [report.tokens for report in reports if report.verdict is Verdict.FAILS]
+    needed = f"{statistics.median(failing):,.0f}" if failing else "-"
+    with capsys.disabled():
+        sys.stdout.write(f"| `{fault}` | {TOKENS[fault]:,} | {len(failing)} of 10 | {needed} |\n")
+    assert len(failing) >= 9, [report.lines() for report in reports]
 
 
 @pytest.mark.hours

@@ -114,6 +114,31 @@ def test_troubles_lose_nothing_that_came(trouble):
     assert len(read(answers, K, Rule(Settings()))[0]) == sum(sizes)
 
 
+def test_a_server_that_stalls_loses_nothing_that_came():
+    body = {"prompt": "a", "max_tokens": 10, "logprobs": K}
+    events = b"".join(FakeServer().events(body, "cut", chat=False))  # of three tokens
+    store = Store()
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+        writer.write(head + events)
+        await reader.read()  # until the client leaves
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            server = Server(url=f"http://127.0.0.1:{port}", top=K)
+            ask = Ask(number=0, part="long", prompt="a", tokens=10)
+            await Client(server=server, timeout=2.0).collect([ask], store)
+
+    asyncio.run(run())
+    (kept,) = store.answers
+    assert len(kept.rows) == 3
+    assert "ReadTimeout" in kept.error
+
+
 def test_tokens_are_rounds_and_accepted_drafts():
     report = report_of(FakeServer(accepted=9))
     assert verdicts(report)["counts"] is Verdict.FAILS
