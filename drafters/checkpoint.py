@@ -106,6 +106,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             file, tensor or key.
     """
     stored = read_json(folder / CONFIG)
+    _refuse_other_kinds(folder, stored)
     weights = read_weights(folder)
     if is_parallel(weights.tensors):
         if (folder / MASK_EMBEDDING).exists():
@@ -114,7 +115,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         named = name_parallel(weights.tensors, name)
         settings = read_parallel_settings(stored, name, named)
     else:
-        _refuse_other_kinds(folder, stored)
         named = name_tensors(weights.tensors, weights.files[0])
         kind = detect_format(stored, named)
         name = kind.name
@@ -141,9 +141,10 @@ def _refuse_other_kinds(folder: Path, stored: Mapping[str, Any]) -> None:
     expected = ""
     if any(word in str(name).lower() for name in kinds for word in ("mtp", "nextn")):
         expected = "an EAGLE head, not an MTP head"
-    elif kind not in (None, "eagle3"):
+    elif kind not in (None, "eagle3", "dflash", "dspark"):
         named = "EAGLE-1" if kind == "eagle" else repr(kind)
-        expected = f"an EAGLE-3 head where it is in speculators' format, not {named}"
+        expected = "an EAGLE-3 head or a DFlash or DSpark one where it is in speculators' format"
+        expected += f", not {named}"
     if expected:
         raise DrafterMismatch("drafter", str(folder), expected)
 
@@ -363,6 +364,15 @@ def _log(checkpoint: Checkpoint, fitted: Fit) -> None:
     for remark in fitted.remarks:
         if remark.kind is RemarkKind.ASSUMED:
             logger.warning("%s: %s", checkpoint.folder, remark.text)
+
+
+def is_block_head(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether ``folder``, with this config.json, holds a block drafter's head.
+
+    Errors are those of :func:`is_head`.
+    """
+    _refuse_other_kinds(folder, config)
+    return is_parallel(read_weights(folder).tensors)
 
 
 def is_head(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -32,10 +32,9 @@ from eaglegbv.attention.static import StaticBatch
 from eaglegbv.cuda_graphs import MAX_ROWS, Bucket, NotRecordable
 from eaglegbv.devices import send
 from eaglegbv.drafters.base import ReplayingDrafter, own_snapshots
+from eaglegbv.drafters.checkpoint import is_block_head
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
-from eaglegbv.drafters.features import FeatureDrafter, HeadFiles
-from eaglegbv.drafters.formats.parallel import is_parallel
-from eaglegbv.drafters.formats.read import read_weights
+from eaglegbv.drafters.eagle import FeatureDrafter, HeadFiles
 from eaglegbv.drafters.host_drafting import DraftCall, NewRows, draft_trees
 from eaglegbv.drafters.parallel_model import Levels, ParallelHead
 from eaglegbv.drafters.tree_growth import Frontier, LevelTable
@@ -311,6 +310,6 @@ class ParallelFiles(HeadFiles):
     drafter = ParallelDrafter
 
     @classmethod
-    def recognise(cls, folder: Path, config: Mapping[str, Any]) -> bool:  # noqa: ARG003
-        """Return whether the tensors are a block drafter's; see :func:`is_parallel`."""
-        return is_parallel(read_weights(folder).tensors)
+    def recognise(cls, folder: Path, config: Mapping[str, Any]) -> bool:
+        """Return whether the tensors are a block drafter's; see :func:`is_block_head`."""
+        return is_block_head(folder, config)

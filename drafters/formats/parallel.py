@@ -126,9 +126,6 @@ def is_parallel(tensors: Iterable[str]) -> bool:
 def detect_parallel(stored: Mapping[str, Any]) -> FormatName:
     """Tell the format of a block drafter's config.json; DrafterMismatch names what is unknown."""
     if LAYER_SECTION in stored:
-        kind = stored.get("speculators_model_type")
-        if kind not in ("dflash", "dspark"):
-            raise key_mismatch("speculators_model_type", kind, "'dflash' or 'dspark'")
         return FormatName.SPECULATORS
     named = stored.get("architectures") or ["none"]
     if str(named[0]) not in _ARCHITECTURES:

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import GraphMode
-from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle import EagleDrafter, head_drafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle3Head, EagleHead, EagleHeadConfig
-from eaglegbv.drafters.features import head_drafter
 from eaglegbv.drafters.training.heads import head_config_of
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget

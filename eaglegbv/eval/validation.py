@@ -10,9 +10,8 @@ import torch
 from eaglegbv.config import PLAIN, EngineConfig, Plan
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
 from eaglegbv.drafters.checkpoint import load_head, save_head
-from eaglegbv.drafters.eagle import EagleDrafter
+from eaglegbv.drafters.eagle import EagleDrafter, FeatureDrafter, head_drafter
 from eaglegbv.drafters.eagle_model import Head
-from eaglegbv.drafters.features import FeatureDrafter, head_drafter
 from eaglegbv.drafters.parallel import ParallelDrafter
 from eaglegbv.drafters.parallel_model import ParallelHead
 from eaglegbv.engine import Engine

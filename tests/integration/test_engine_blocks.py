@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan
 from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
-from eaglegbv.drafters.features import head_drafter
+from eaglegbv.drafters.eagle import head_drafter
 from eaglegbv.drafters.parallel import ParallelDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument

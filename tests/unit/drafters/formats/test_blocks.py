@@ -137,7 +137,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"dflash_config.mask_token_id": None}, "mask_token_id"),
     ("dflash", {"block_size": 1}, "block_size=1"),
     ("dflash2", {"dflash_config.conv_group_size": 5}, "conv_group_size=5"),
-    ("speculators dflash", {"speculators_model_type": "peagle"}, "speculators_model_type='peagle'"),
+    (
+        "speculators dflash",
+        {"speculators_model_type": "peagle"},
+        "DFlash or DSpark one.* not 'peagle'",
+    ),
     ("speculators dflash", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None"),
     ("speculators dspark", {"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
 ]
