@@ -158,6 +158,36 @@ def test_recorded_drafts_are_those_of_the_host(name, tmp_path) -> None:
             torch.testing.assert_close(part, getattr(expected, field), atol=3e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["dflash2", "dspark"])
+def test_levels_are_drawn_by_the_kernels_of_recorded_drafts(name, tmp_path, monkeypatch) -> None:
+    """Interpreted on a CPU: two launches a level, and the trees of the host."""
+    pytest.importorskip("triton", reason="Triton, which runs the kernels, is not installed")
+    from support.launches import launches
+
+    from eaglegbv import draft_kernels
+
+    # Lists in the order of a device: the most likely first.
+    best = "eaglegbv.drafters.draft_probs._most_likely"
+    monkeypatch.setattr(best, lambda logits, count: logits.topk(count, dim=1).indices)
+    monkeypatch.setattr("eaglegbv.drafters.draft_probs.rows.takes", lambda *_: False)
+    plan = Plan(paths=3, depth=4, draft_width=5)
+    host, recorded = opened(name, tmp_path), opened(name, tmp_path, graphs=Recorder())
+    expected = host.draft(starts(host, plan), DraftSampling.IID)
+    for module in ("sampling", "drafters.drawn_paths"):
+        monkeypatch.setattr(f"eaglegbv.{module}.runs_kernels", lambda _: True)
+    requests = starts(recorded, plan)
+    kernels = ("draw_children", "number_children")
+    with np.errstate(all="ignore"), launches({draft_kernels: kernels}) as names:
+        found = recorded.draft(requests, DraftSampling.IID)
+    assert [names.count(kernel) % plan.depth for kernel in kernels] == [0, 0]
+    assert all(names.count(kernel) for kernel in kernels)
+    assert torch.equal(found.num_nodes, expected.num_nodes)
+    assert torch.equal(found.draws, expected.draws)
+    for field in ("token_ids", "parents", "depth", "draft_ids", "draft_probs"):
+        part = getattr(found, field)[:, : expected.nodes]
+        torch.testing.assert_close(part, getattr(expected, field), atol=3e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
 def test_a_draft_is_one_forward_and_as_many_operations_a_level_whatever_the_paths(
     name, tmp_path, monkeypatch
