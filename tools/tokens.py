@@ -41,7 +41,7 @@ CEILINGS = {
     "eaglegbv/cli": Ceiling(21_250, 8.4),
     "eaglegbv/native": Ceiling(3_000, 9.5),  # slack
     "eaglegbv/eval": Ceiling(56_900, 9.8),  # to come down to 44,000
-    "eaglegbv/eval/audit/served": Ceiling(12_650, 10.3),  # to come down to 8,000
+    "eaglegbv/eval/audit/served": Ceiling(12_450, 10.3),  # to come down to 8,000
     "drafters": Ceiling(31_700, 10.1),  # to come down to 23,500
     "drafters/formats": Ceiling(7_400, 8.5),
     "drafters/training": Ceiling(13_000, 10.0),  # to come down to 11,500

@@ -9,10 +9,10 @@ outcome. Lumping tokens of a law yields a law: nothing is approximated.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -75,30 +75,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **dict.fromkeys(LIMITS)) != Settings()
 
 
-class Grid(NamedTuple):
-    """Which numbers a server writes: all float32, or rounded to bfloat16 or to some decimals."""
+def rounding(logprobs: Array) -> Array:
+    """Return how far each of a server's numbers may be from the one that was rounded.
 
-    bits: int | None = None
-    decimals: int | None = None
-
-    @classmethod
-    def of(cls, logprobs: Iterable[float]) -> Self:
-        """Recognise the grid of log-probabilities."""
-        values = np.array([value for value in logprobs if value > NONE])
-        if not len(values):
-            return cls()
-        mantissa = np.frexp(values)[0] * 2**BFLOAT16_BITS
-        if (mantissa == np.rint(mantissa)).all():
-            return cls(bits=BFLOAT16_BITS)
-        exact = (d for d in range(FINEST) if np.abs(values - values.round(d)).max() < 1e-9)
-        return cls(decimals=next(exact, None))
-
-    def error(self, values: Array) -> Array:
-        """Return how far each may be from the number that was rounded: half a unit."""
-        if self.bits is not None:
-            return np.exp2(np.frexp(values)[1] - self.bits - 1.0)
-        unit = 0.0 if self.decimals is None else 10.0**-self.decimals
-        return np.full(values.shape, unit / 2)
+    It is half a unit of the grid that all lie on: bfloat16's, or that of some decimals; else 0.
+    """
+    values = logprobs[logprobs > NONE]
+    if (np.frexp(values)[0] * 2**BFLOAT16_BITS % 1 == 0).all():
+        return np.exp2(np.frexp(logprobs)[1] - BFLOAT16_BITS - 1.0)
+    exact = (d for d in range(FINEST) if np.abs(values - values.round(d)).max() < 1e-9)
+    decimals = next(exact, math.inf)
+    return np.full(logprobs.shape, 0.5 * 10.0**-decimals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +248,7 @@ def _moved(places: Places, settings: Settings) -> Array:
 
     That of the rest is one that none of its tokens reaches.
     """
-    logits = np.log(places.probs.clip(TINY))
+    logits: Array = np.log(places.probs.clip(TINY))
     listed, biases = logits[:, :-1], settings.logit_bias or {}
     presence, frequency = settings.presence_penalty or 0.0, settings.frequency_penalty or 0.0
     last = np.where(places.tokens == NOTHING, 0, listed).min(axis=1) - TIE
@@ -284,7 +271,7 @@ def _ahead(weights: Array) -> Array:
 class Notes:
     """What was met while answers were read."""
 
-    grid: Grid
+    rounding: float = 0.0  # of log-probabilities, at most
     unusable: int = 0  # places without a whole list of log-probabilities of different tokens
     without_end: int = 0  # answers that ended by a token that has no row
     impossible: int = 0  # tokens drawn although they cannot be
@@ -296,7 +283,7 @@ def read(answers: Sequence[Answer], k: int, rule: Rule) -> tuple[Places, Notes]:
 
     A row is left out by what the k - 1 most likely tokens show, never by the token drawn.
     """
-    notes = Notes(grid_of(answers))
+    notes = Notes()
     lists, where = [], []
     contexts: dict[Any, int] = {}
     for number, answer in enumerate(answers):
@@ -324,12 +311,6 @@ def read(answers: Sequence[Answer], k: int, rule: Rule) -> tuple[Places, Notes]:
     return places, notes
 
 
-def grid_of(answers: Iterable[Answer]) -> Grid:
-    """Return which numbers a server writes in its lists."""
-    rows = (row for answer in answers for row in answer.rows)
-    return Grid.of(logprob for row in rows for _, logprob in row.listed or ())
-
-
 def _reported(lists: Array, where: Array, notes: Notes) -> Places:
     """Return the laws that are reported, each cut at the last strict gap of its list.
 
@@ -346,8 +327,9 @@ def _reported(lists: Array, where: Array, notes: Notes) -> Places:
     other = np.abs(logprobs - own[:, None]) >= ALIKE
     is_drawn = kept & (tokens == drawn[:, None]) & ~other
     is_drawn[:, -1] = ~is_drawn.any(axis=1)
-    probs, errors = np.exp(logprobs), notes.grid.error(logprobs)
+    probs, errors = np.exp(logprobs), rounding(logprobs)
     excess = (probs * (2 - np.exp(errors))).sum(axis=1) - 1
+    notes.rounding = (errors * kept).max(initial=0)
     notes.over_one += int((excess > 10 * SLACK).sum())
     # Where the rest begins with what cannot be drawn, all of it cannot.
     begins = np.take_along_axis(logprobs, kept.sum(axis=1)[:, None], axis=1)

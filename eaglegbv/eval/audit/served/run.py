@@ -15,18 +15,16 @@ from eaglegbv.eval.audit.served.again import FAR, far_apart, reasked, rescored, 
 from eaglegbv.eval.audit.served.client import NEUTRAL, OPENAI, Client, Stopped, Store
 from eaglegbv.eval.audit.served.laws import (
     ALIKE,
-    Array,
-    Grid,
     Notes,
     Places,
     Reported,
     Rule,
     Settings,
-    grid_of,
     read,
+    rounding,
 )
 from eaglegbv.eval.audit.served.report import EQUAL, Feature, Report, Verdict
-from eaglegbv.eval.audit.served.rows import NONE, Answer, Ask, Row
+from eaglegbv.eval.audit.served.rows import NONE, Answer, Ask
 from eaglegbv.eval.audit.served.statistics import Finding, copies, findings, surprises
 from eaglegbv.eval.endpoint import Refused
 from eaglegbv.utils import require_integer
@@ -193,22 +191,24 @@ class Audit:
     async def _probe(self, prompt: str) -> None:
         """Find out by the law after a prompt whether it is reported before or after settings."""
         limits, neutral = self.client.server.settings.limits, self.client.server.without_settings
-        narrow = {name: PROBES[name] for name in limits}
-        probes: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.5}, narrow)
-        base, cold, limited = [await self._first(prompt, neutral | changed) for changed in probes]
+        probes: tuple[dict[str, Any], ...] = (
+            {},
+            {"temperature": 0.5},
+            {name: PROBES[name] for name in limits},
+        )
+        asks = requests("probe", [prompt], len(probes), 1)
+        pairs, store = zip(asks, probes, strict=True), Store()
+        await self.client.collect((replaced(a, changed=neutral | c) for a, c in pairs), store)
+        rows = [row.listed for answer in store.of("probe") for row in answer.rows if row.listed]
+        laws = [np.array([value for _, value in row if value > NONE]) for row in rows]
+        if len(laws) < len(probes):
+            return
+        base, cold, limited = laws
         # Half a temperature doubles all differences.
         if cold.max() - np.median(cold) > 1.5 * (base.max() - np.median(base)):
             self.reported = Reported.WARPED
         if limits and (len(limited) < len(base) or limited.max() > base.max() + SURE):
             self.reported = Reported.ALL
-
-    async def _first(self, prompt: str, changed: dict[str, Any]) -> Array:
-        """Return the log-probabilities that are listed of an answer's first token."""
-        store = Store()
-        (ask,) = requests("probe", [prompt], 1, 1)
-        await self.client.collect([replaced(ask, changed=changed)], store)
-        rows = [row for answer in store.answers for row in answer.rows]
-        return _drawable(*rows[:1])
 
     async def _looks(self, prompts: Sequence[str]) -> Look:
         """Ask for a share of every part, and look, until the plan is done or something fails."""
@@ -271,8 +271,8 @@ class Audit:
         remarks = [f"{count} answers broke off: {why}" for why, count in broken.items()]
         if notes.unusable:
             remarks.append(f"{notes.unusable} places without a whole list of log-probabilities")
-        if notes.grid != Grid():
-            remarks.append(f"the server's numbers are rounded: {notes.grid}")
+        if notes.rounding:
+            remarks.append(f"log-probabilities are rounded, by up to {notes.rounding:.1g}")
         if "top_p" not in server.neutral:
             remarks.append("the server takes no neutral settings: its own defaults may apply")
         if self.stopped:
@@ -326,10 +326,15 @@ class Audit:
         pairs = zip(answers[::2], answers[1::2], strict=False)
         differ = [one.tokens != other.tokens for one, other in pairs if one.rows and other.rows]
         yield EQUAL, differ, "pairs of answers differ"
-        greedy = self.store.of("greedy")
-        grid = grid_of(greedy)
-        behind = [_is_behind(row, grid) for answer in greedy for row in answer.rows if row.listed]
-        yield "temperature 0", behind, "tokens are not the most likely"
+        likely = [
+            (dict(row.listed).get(row.token, NONE), max(logprob for _, logprob in row.listed))
+            for answer in self.store.of("greedy")
+            for row in answer.rows
+            if row.listed
+        ]
+        own, most = np.array(likely).reshape(-1, 2).T
+        behind = own < most - 2 * rounding(most) - ALIKE
+        yield "temperature 0", behind.tolist(), "tokens are not the most likely"
         # The first token comes from the prompt's forward; a last round may be cut short.
         off = []
         for answer in self.store.answers:
@@ -368,16 +373,3 @@ def information(places: Places) -> float:
     """Return the variance of the surprise over all places, in nats^2."""
     surprise = surprises(places)
     return float(places.mean((surprise - places.mean(surprise)) ** 2).sum())
-
-
-def _drawable(*rows: Row) -> Array:
-    """Return the log-probabilities that rows list, without what cannot be drawn; 0 for none."""
-    listed = (entry for row in rows for entry in row.listed or ())
-    return np.array([logprob for _, logprob in listed if logprob > NONE] or [0.0])
-
-
-def _is_behind(row: Row, grid: Grid) -> bool:
-    """Whether a token is less likely than another, whatever the rounding."""
-    most = _drawable(row).max()
-    own = dict(row.listed or ()).get(row.token, NONE)
-    return bool(own < most - 2 * grid.error(most) - ALIKE)
