@@ -11,9 +11,8 @@
 ``help(eaglegbv.LLM)``, and of ``SamplingParams``, ``Plan`` and ``AutoPlan``, say more.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+# Nothing is imported here, so that Ctrl-C finds the command's own code at work as soon as possible.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from eaglegbv.config import AutoPlan, EngineConfig, Plan
     from eaglegbv.errors import EagleGBVError, InvalidArgument
@@ -57,4 +56,6 @@ def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it."""
     if name not in _MODULES:
         raise AttributeError(f"module 'eaglegbv' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"eaglegbv.{_MODULES[name]}"), name)

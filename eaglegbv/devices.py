@@ -188,6 +188,12 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def machine_facts(device: torch.device) -> tuple[object, ...]:
+    """Return what decides how a device computes: a folder may be shared by machines."""
+    names = {"cuda": torch.cuda.get_device_name, "cpu": lambda _: processor_name()}
+    return torch.__version__, torch.get_num_threads(), names.get(device.type, str)(device)
+
+
 _STAGED_BY_CUDA = 1 << 16  # most bytes of pageable memory for which CUDA stages a copy by itself
 
 

@@ -32,7 +32,7 @@ from eaglegbv.config import (
     Planning,
     named_planning,
 )
-from eaglegbv.cost_cache import CostCache, shape_of
+from eaglegbv.cost_cache import cost_cache, shape_of
 from eaglegbv.devices import AUTO_DTYPE, end_idle_workers, place_of
 from eaglegbv.engine import Engine, check_priority
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of
@@ -635,7 +635,7 @@ class LLM(TextGenerator):
         """Return what chooses plans, with what earlier runs learned of the costs of steps."""
         if not isinstance(self.plan, AutoPlan):
             return Planner()
-        cache = CostCache.of(
+        cache = cost_cache(
             shape_of(self.model_name),
             shape_of(self.drafter_name),
             AutoPlan(**msgspec.structs.asdict(self.plan)),  # whoever named it, or nobody

@@ -177,6 +177,7 @@ def load_pair(
         graphs=graphs,
         max_context=max_context,
         compile_backend=compile_backend,
+        files=None if trust_remote_code else _model_folder(model),
     )
     if drafter is None:
         return Pair(target, None)
@@ -230,6 +231,7 @@ class LanguageModelFiles(DrafterFiles):
             max_slots=target.max_slots,
             must_pass=opening.self_check,
             native=opening.native,
+            files=None if opening.trust_remote_code else self._folder,
         )
         return StandaloneDrafter(model, vocab_size=target.vocab_size)
 
@@ -315,6 +317,14 @@ def model_revision(model: str | Path, revision: str) -> Path:
     except (OSError, HTTPError, ValueError) as error:
         expected = f"a revision of {model} ({hub_refusal(error)})"
         raise InvalidArgument("revision", revision, expected) from error
+
+
+def _model_folder(model: str | Path) -> Path | None:
+    """Return the folder of a model that was loaded, from disk or the hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    cached = try_to_load_from_cache(str(model), "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def check_model(model: str | Path, argument: str = "model") -> None:

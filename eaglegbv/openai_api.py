@@ -3,10 +3,11 @@
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,7 +26,7 @@ from eaglegbv.text import (
     TokenTexts,
     is_one,
 )
-from eaglegbv.tool_calls import CallParser, ForcedParser, Found, Parser, call_schema, name_of
+from eaglegbv.tool_calls import ArgumentsParser, CallParser, Found, Parser, call_schema, name_of
 
 Kind = TypeVar("Kind")
 
@@ -47,6 +48,11 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 """Fields of what is not offered, and the values of each that ask for nothing."""
+
+OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
+"""What vLLM tells of a prompt: in each choice, and in chats beside them too."""
+
+NOTHING = Found("", [])
 
 LEAST_LOGPROB = -9999.0
 """What stands for the logarithm of 0, which JSON has no number for."""
@@ -139,9 +145,8 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
         """The prompts, as :meth:`eaglegbv.llm.LLM.generate` takes them."""
         return self.prompt
 
-    def said(self, found: Found, *, streamed: bool = False) -> dict[str, Any]:
-        """Return the part of a choice, or of one in a stream, with its text and calls."""
-        del streamed
+    def said(self, found: Found, **_: str) -> dict[str, Any]:
+        """Return the part of a choice with its text and calls; chats may say whose they are."""
         return {"text": found.content}
 
     def logprobs(self, places: Sequence[Place], start: int) -> dict[str, list[Any]]:
@@ -233,17 +238,15 @@ class ChatRequest(Request, frozen=True, kw_only=True):
 
     def parser(self) -> Parser:
         """See :meth:`Request.parser`."""
-        if self.forced:
-            return ForcedParser(self.names, self.called)
-        return CallParser(self.names) if self.tools and self.tool_choice == "auto" else Parser()
+        if self.called is not None:
+            return ArgumentsParser(self.called)
+        return CallParser(self.names) if self.tools and self.tool_choice != "none" else Parser()
 
-    def said(self, found: Found, *, streamed: bool = False) -> dict[str, Any]:
+    def said(self, found: Found, **role: str) -> dict[str, Any]:
         """See :meth:`CompletionRequest.said`."""
-        content = None if found.calls and not found.content else found.content
         calls = {"tool_calls": found.calls} if found.calls else {}
-        if streamed:
-            return {"delta": {"content": content, **calls}}
-        return {"message": {"role": "assistant", "content": content, **calls}}
+        content = None if found.calls and not found.content else found.content
+        return {"delta" if self.stream else "message": {**role, "content": content, **calls}}
 
     def logprobs(self, places: Sequence[Place], start: int) -> dict[str, list[Any]]:
         """See :meth:`CompletionRequest.logprobs`."""
@@ -293,7 +296,7 @@ def read_request(kind: type[AnyRequest], body: bytes, defaults: SamplingParams) 
     settings = kind.settings(fields)
     for name in fields.keys() & {*SamplingParams.__struct_fields__} - known:
         settings[name] = fields.pop(name)
-    request = convert({name: fields[name] for name in fields.keys() & known}, kind)
+    request = convert(fields, kind)
     if request.schema is not None:
         settings["json_schema"] = request.schema
     scored = settings["max_tokens"] == 0 and (given.get("echo") or "prompt_logprobs" in given)
@@ -335,11 +338,11 @@ def convert(fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
         if isinstance(error.__cause__, InvalidArgument):
             raise error.__cause__ from None
         said, _, place = str(error).partition(" - at `$.")
-        if not place:  # "Object missing required field `messages`"
-            raise InvalidArgument(said.split("`")[-2], None, "a value") from error
-        name = re.split(r"[\[.`]", place)[0]
-        expected = f"{said.removeprefix('Expected ')} at {place.rstrip('`')}"
-        raise InvalidArgument(name, fields[name], expected) from error
+        # A missing one: "Object missing required field `messages`".
+        name = re.split(r"[\[.`]", place)[0] or said.split("`")[-2]
+        told = f"{said.removeprefix('Expected ')} at {place.rstrip('`')}"
+        expected = told if place else "a value"
+        raise InvalidArgument(name, fields.get(name), expected) from error
 
 
 def _whole(value: object) -> object:
@@ -348,8 +351,10 @@ def _whole(value: object) -> object:
 
 
 def _warning(name: str, kind: type[AnyRequest]) -> str:
-    known = {*kind.__struct_fields__, *SamplingParams.__struct_fields__}
-    return f"{name} is not known and was ignored: {ELSEWHERE.get(name) or one_of(known, name)}"
+    known = (*kind.__struct_fields__, *SamplingParams.__struct_fields__)
+    close = [f"{field}, perhaps" for field in get_close_matches(name, known, n=1)]
+    meant = [ELSEWHERE[name]] if name in ELSEWHERE else close
+    return ": ".join([f"{name} is not known and was ignored", *meant])
 
 
 def _schema_of(form: Mapping[str, Any] | None) -> object:
@@ -368,87 +373,93 @@ def _schema_of(form: Mapping[str, Any] | None) -> object:
 
 
 # Answers.
-class Answers(NamedTuple):
-    """What writes the answers to a request."""
+Part: TypeAlias = dict[str, Any]
+"""Something of a choice: its beginning, some text, or its end. Joined, the parts are the choice."""
 
-    request: AnyRequest
-    texts: TokenTexts
-    head: Mapping[str, Any]  # what answers begin with
-    each: int  # choices of a prompt
-    spec_metrics: str | None = None  # as vLLM's --per-request-spec-decode-metrics, or None
 
-    @classmethod
-    def new(cls, asked: Asked, texts: TokenTexts, spec_metrics: str | None, **more: object) -> Self:
-        """Begin the answer under a new id, and with ``more``."""
-        request = asked.request
+class Answers:
+    """The answers to a request, as they are written."""
+
+    def __init__(
+        self, asked: Asked, texts: TokenTexts, spec_metrics: str | None, **more: object
+    ) -> None:
+        """Begin under a new id, and with ``more``.
+
+        ``spec_metrics`` is as vLLM's ``--per-request-spec-decode-metrics``, or None.
+        """
+        self.request = request = asked.request
+        self._texts, self._spec_metrics = texts, spec_metrics
+        self._each = asked.sampling.n  # choices of a prompt
         kind = request.CHUNK if request.stream else request.KIND
         name = f"{request.ID}-{uuid.uuid4().hex}"
-        head = {"id": name, "object": kind, "created": int(time.time()), **more}
-        return cls(request, texts, head, asked.sampling.n, spec_metrics)
+        self._head = {"id": name, "object": kind, "created": int(time.time()), **more}
+        self._choices: dict[int, Choice] = {}
+        self._ended: dict[int, Completion] = {}
 
-    def whole(self, choices: Sequence[Completion]) -> dict[str, Any]:
+    def parts(self, piece: Delta) -> Iterator[Part]:
+        """Yield what a piece adds to its choice."""
+        index = piece.index
+        if index not in self._choices:
+            self._choices[index] = Choice(self, index)
+        if piece.completion is not None:
+            self._ended[index] = piece.completion
+        for part in self._choices[index].parts(piece):
+            yield {"index": index, "logprobs": None, "finish_reason": None, **part}
+
+    def chunk(self, part: Part) -> dict[str, Any]:
+        """Return a part as a chunk of a stream."""
+        return {**self._head, "choices": [part]}
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the chunk of a stream that says what was used."""
+        return {**self._head, "choices": [], **self._counts()}
+
+    def whole(self, parts: Iterable[Part]) -> dict[str, Any]:
         """Return an answer that is not streamed."""
-        written = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        more = self.of_prompt(choices[0]) if isinstance(self.request, ChatRequest) else {}
-        return {**self.head, "choices": written, **more, **self.counts(choices)}
+        choices: dict[int, Part] = {}
+        for part in parts:
+            _join(choices.setdefault(part["index"], {}), part)
+        written = [choices[index] for index in sorted(choices)]
+        for message in (choice.get("message", {}) for choice in written):
+            if "tool_calls" in message:
+                message["content"] = message["content"] or None
+        first = written[0] if isinstance(self.request, ChatRequest) else {}
+        told = {name: first[name] for name in OF_PROMPT if name in first}
+        return {**self._head, "choices": written, **told, **self._counts()}
 
-    def _choice(self, index: int, choice: Completion) -> dict[str, Any]:
-        echo = self.echo(index, choice)
-        found = self.request.parser().read(choice.text)
-        logprobs = self.logprobs(choice, len(echo.get("text", "")))
-        written = {
-            "index": index,
-            **self.request.said(found),
-            "logprobs": logprobs,
-            **ended(choice, calls=bool(found.calls)),
-            **self.of_prompt(choice),
-        }
-        if self.request.return_token_ids:
-            written["token_ids"] = choice.token_ids
-        if echo:
-            written["text"] = echo["text"] + choice.text
-            before = echo["logprobs"]
-            written["logprobs"] = logprobs and {
-                name: before[name] + logprobs[name] for name in before
-            }
-        return written
-
-    def echo(self, index: int, answer: Completion | Delta) -> dict[str, Any]:
+    def echo(self, index: int, piece: Delta) -> dict[str, Any]:
         """Return the text and log-probabilities of an answer's prompt, where they are asked for."""
         if not isinstance(self.request, CompletionRequest) or not self.request.echo:
             return {}
         prompts: Any = self.request.prompt
-        prompt = prompts if is_one(prompts) else prompts[index // self.each]
-        text = prompt if isinstance(prompt, str) else str(self.texts.tokenizer.decode(prompt))
-        if answer.prompt_logprobs is None or answer.logprobs is None:
+        prompt = prompts if is_one(prompts) else prompts[index // self._each]
+        text = prompt if isinstance(prompt, str) else str(self._texts.tokenizer.decode(prompt))
+        if piece.prompt_logprobs is None or piece.logprobs is None:
             return {"text": text, "logprobs": None}
-        first, *_ = answer.prompt_token_ids
-        beginning = TextDecoder(self.texts.tokenizer).add(first) or self.texts.of(first)
+        first, *_ = piece.prompt_token_ids
+        beginning = TextDecoder(self._texts.tokenizer).add(first) or self._texts.of(first)
         alone = {first: Logprob(logprob=0.0, rank=1, decoded_token=beginning)}
-        places = [place or alone for place in answer.prompt_logprobs]
-        logprobs = self.request.logprobs(self._places(text, answer.prompt_token_ids, places), 0)
+        places = [place or alone for place in piece.prompt_logprobs]
+        logprobs = self.request.logprobs(self._places(text, piece.prompt_token_ids, places), 0)
         logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
         return {"text": text, "logprobs": logprobs}
 
-    def of_prompt(self, answer: Completion | Delta) -> dict[str, Any]:
+    def of_prompt(self, piece: Delta) -> Part:
         """Return what is told of an answer's prompt, as vLLM writes it."""
-        written: dict[str, Any] = {"prompt_logprobs": None}
-        if answer.prompt_logprobs is not None:
-            written["prompt_logprobs"] = [
-                place and _finite(place) for place in answer.prompt_logprobs
-            ]
+        places = piece.prompt_logprobs
+        told: Part = {"prompt_logprobs": places and [place and _finite(place) for place in places]}
         if self.request.return_token_ids:
-            written["prompt_token_ids"] = answer.prompt_token_ids
-        return written
+            told |= {"prompt_token_ids": piece.prompt_token_ids, "token_ids": []}
+        return told
 
-    def logprobs(self, answer: Completion | Delta, start: int = 0) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's or a piece's tokens, where asked for.
+    def logprobs(self, piece: Delta, start: int) -> dict[str, Any] | None:
+        """Return the log-probabilities of a piece's tokens, where they are asked for.
 
-        A piece begins at the character ``start`` of its answer.
+        The piece begins at the character ``start`` of its answer.
         """
-        if answer.logprobs is None:
+        if piece.logprobs is None:
             return None
-        places = self._places(answer.text, answer.token_ids, answer.logprobs)
+        places = self._places(piece.text, piece.token_ids, piece.logprobs)
         return self.request.logprobs(places, start)
 
     def _places(
@@ -466,18 +477,19 @@ class Answers(NamedTuple):
     def _token(self, token: int, known: Logprob, *, chosen: int) -> Token:
         """Return a token by its text, or by the bytes of a part of a character."""
         name = text = known.decoded_token or ""
-        spelled = self.texts.bytes_of(token, text)
+        spelled = self._texts.bytes_of(token, text)
         if self.request.return_tokens_as_token_ids:
             name = f"token_id:{token}"
         elif token != chosen and REPLACEMENT in text:
             name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
         return Token(token, name, known.logprob, list(spelled))
 
-    def counts(self, choices: Sequence[Completion]) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
         """Return the counts of answers, and records of speculation where they are asked for."""
-        counts: dict[str, Any] = {"usage": _usage(choices, self.each)}
-        if self.spec_metrics is not None and len(choices) == 1:
-            record = vllm_record(choices[0].metrics, steps=self.spec_metrics == "detailed")
+        choices = [self._ended[index] for index in sorted(self._ended)]
+        counts: dict[str, Any] = {"usage": _usage(choices, self._each)}
+        if self._spec_metrics is not None and len(choices) == 1:
+            record = vllm_record(choices[0].metrics, steps=self._spec_metrics == "detailed")
             counts["metrics"] = {"speculative_decoding": record}
         if self.request.return_spec_tokens_details:
             details = [sglang_record(choice.metrics) for choice in choices]
@@ -485,47 +497,53 @@ class Answers(NamedTuple):
         return counts
 
 
-class StreamedChoice:
-    """One of the answers of a stream, chunk by chunk."""
+class Choice:
+    """One of the answers, part by part."""
 
     def __init__(self, answers: Answers, index: int) -> None:
         self._answers, self._index = answers, index
         self._parser = answers.request.parser()
         self._at = self._calls = 0
 
-    def chunks(self, piece: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a piece; the one with the finish reason is the last, and has no text.
+    def parts(self, piece: Delta) -> Iterator[Part]:
+        """Yield the parts of a piece; the one with the finish reason is the last, and has no text.
 
         What may be a call of a tool comes when it is certain.
         """
+        request, answers = self._answers.request, self._answers
         if piece.prompt_token_ids:
-            yield self._first(piece)
+            echo = answers.echo(self._index, piece)
+            self._at = len(echo.get("text", ""))
+            yield request.said(NOTHING, role="assistant") | answers.of_prompt(piece) | echo
         found = self._parser.feed(piece.text)
         if piece.token_ids or found.content:
-            ids = {"token_ids": piece.token_ids} if self._answers.request.return_token_ids else {}
-            yield self._chunk(found, logprobs=self._answers.logprobs(piece, self._at), **ids)
+            ids = {"token_ids": piece.token_ids} if request.return_token_ids else {}
+            yield {**self._said(found), "logprobs": answers.logprobs(piece, self._at), **ids}
         self._at += len(piece.text)
         if piece.completion is not None:
             rest = self._parser.end()
             if rest.content or rest.calls:
-                yield self._chunk(rest)
-            yield self._chunk(Found("", []), **ended(piece.completion, calls=self._calls > 0))
+                yield self._said(rest)
+            yield request.said(NOTHING) | ended(piece.completion, calls=self._calls > 0)
 
-    def _first(self, piece: Delta) -> dict[str, Any]:
-        """Return the chunk before the answer: who speaks, or the prompt where it is echoed."""
-        echo = self._answers.echo(self._index, piece)
-        self._at = len(echo.get("text", ""))
-        chunk = self._chunk(Found("", []), **self._answers.of_prompt(piece), **echo)
-        for choice in chunk["choices"]:
-            choice.get("delta", {})["role"] = "assistant"
-        return chunk
-
-    def _chunk(self, found: Found, **more: object) -> dict[str, Any]:
-        calls = [{"index": at, **call} for at, call in enumerate(found.calls, self._calls)]
+    def _said(self, found: Found) -> Part:
+        calls = found.calls
+        if self._answers.request.stream:
+            calls = [{"index": at, **call} for at, call in enumerate(calls, self._calls)]
         self._calls += len(calls)
-        said = self._answers.request.said(Found(found.content, calls), streamed=True)
-        choice = {"index": self._index, **said, "logprobs": None, "finish_reason": None, **more}
-        return {**self._answers.head, "choices": [choice]}
+        return self._answers.request.said(Found(found.content, calls))
+
+
+def _join(whole: Part, part: Part) -> None:
+    """Add a part to those before it: texts and lists go on, and what was not told yet is set."""
+    for name, value in part.items():
+        before = whole.get(name)
+        if before is None:
+            whole[name] = value
+        elif isinstance(value, dict):
+            _join(before, value)
+        elif isinstance(value, str | list):
+            whole[name] = before + value
 
 
 def ended(choice: Completion, *, calls: bool) -> dict[str, Any]:

@@ -34,7 +34,10 @@ except ImportError as missing:
 Value = TypeVar("Value")
 
 WARNING = "X-Eaglegbv-Warning"
-"""Header of a response that says what of a request was not heeded."""
+"""Header of a response that says what of a request was not heeded, in ASCII."""
+
+LONGEST_WARNING = 4000
+"""Characters of that header; some clients refuse more than 8,190. The log has the rest."""
 
 ENDPOINTS: Mapping[tuple[str, str], str] = {
     ("POST", "/v1/completions"): "complete",
@@ -179,9 +182,7 @@ class Server:
         self._check_key(http)
         fields = api.read_json(await http.body())
         self._check_model(fields.get("model"))
-        return api.convert(
-            {name: value for name, value in fields.items() if value is not None}, kind
-        )
+        return api.convert(fields, kind)
 
     async def version(self, _: Request) -> Response:
         """Give this package's version."""
@@ -203,11 +204,12 @@ class Server:
         self._check_key(http)
         asked = api.read_request(kind, await http.body(), self.llm.sampling_defaults)
         self._check_model(asked.request.model)
-        headers = {WARNING: "; ".join(asked.warnings)} if asked.warnings else None
-        if headers is not None:
-            _log.warning("%s", headers[WARNING])
+        warning, headers = ascii("; ".join(asked.warnings))[1:-1], None
+        if warning:
+            _log.warning("%s", warning)
+            headers = {WARNING: warning[:LONGEST_WARNING]}
         names = {"model": self.name, "system_fingerprint": f"eaglegbv-{__version__}"}
-        answers = api.Answers.new(asked, self.texts, self.spec_metrics, **names)
+        answers = api.Answers(asked, self.texts, self.spec_metrics, **names)
         if not asked.request.stream:
             whole = await _unless_gone(http, self._whole(asked, answers))
             return JSON(whole, headers=headers)
@@ -220,8 +222,8 @@ class Server:
 
     async def _whole(self, asked: api.Asked, answers: api.Answers) -> Mapping[str, Any]:
         async with aclosing(self._pieces(asked)) as pieces:
-            last = {piece.index: piece.completion async for piece in pieces}
-        return answers.whole(_in_order(last))
+            parts = [part async for piece in pieces for part in answers.parts(piece)]
+        return answers.whole(parts)
 
     async def _pieces(self, asked: api.Asked) -> AsyncGenerator[Delta, None]:
         """Yield pieces of all answers, counted and timed; raise if one has not ended well."""
@@ -238,25 +240,22 @@ class Server:
 
     async def _events(self, asked: api.Asked, answers: api.Answers) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed answer; one that breaks off ends by an error event."""
-        choices: dict[int, api.StreamedChoice] = {}
-        last: dict[int, Completion | None] = {}
+        begun = False
         try:
             async with aclosing(self._pieces(asked)) as pieces:
                 async for piece in pieces:
-                    index = piece.index
-                    last[index] = piece.completion
-                    choice = choices.setdefault(index, api.StreamedChoice(answers, index))
-                    for chunk in choice.chunks(piece):
-                        yield _event(chunk)
+                    for part in answers.parts(piece):
+                        yield _event(answers.chunk(part))
+                        begun = True
         except Exception as error:
-            if not choices:
+            if not begun:
                 raise
             if not isinstance(error, EagleGBVError | HTTPException):
                 _log.exception("an answer broke off")
             yield b"event: error\n" + _event(_error(error)[1])
             return
         if asked.request.usage_streamed:
-            yield _event({**answers.head, "choices": [], **answers.counts(_in_order(last))})
+            yield _event(answers.last_chunk())
         yield b"data: [DONE]\n\n"
 
     @contextmanager
@@ -319,12 +318,6 @@ def _check_end(completion: Completion | None) -> None:
     """Raise if an answer has ended that a client may not take for whole."""
     if completion and completion.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise HTTPException(503, f"the answer was {completion.finish_reason}")
-
-
-def _in_order(last: Mapping[int, Completion | None]) -> list[Completion]:
-    """Return answers by their index, each of the last piece."""
-    choices = [last[index] for index in sorted(last)]
-    return [choice for choice in choices if choice is not None]
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

@@ -51,11 +51,6 @@ class Parser:
         """Return the rest: nothing more will come."""
         return Found("", [])
 
-    def read(self, text: str) -> Found:
-        """Return what a whole text comes to."""
-        first, last = self.feed(text), self.end()
-        return Found(first.content + last.content, first.calls + last.calls)
-
 
 class CallParser(Parser):
     """Finds calls where the model writes them; what may be one is held back."""
@@ -90,12 +85,12 @@ class CallParser(Parser):
         return Found(content, calls)
 
 
-class ForcedParser(Parser):
-    """Reads an answer that a grammar makes a call: all is held back."""
+class ArgumentsParser(Parser):
+    """Reads an answer that a grammar makes the arguments of a tool: all is held back."""
 
-    def __init__(self, names: Collection[str], name: str | None) -> None:
-        """Take the names of the tools, and the one that must be called, or None for any."""
-        self._names, self._name, self._text = names, name, ""
+    def __init__(self, name: str) -> None:
+        """Take the name of the tool that must be called."""
+        self._name, self._text = name, ""
 
     def feed(self, text: str) -> Found:
         """See :meth:`Parser.feed`."""
@@ -104,10 +99,7 @@ class ForcedParser(Parser):
 
     def end(self) -> Found:
         """See :meth:`Parser.end`."""
-        if self._name is not None:
-            return Found("", [_call(self._name, self._text)])
-        calls = read_calls(self._text, self._names)
-        return Found("" if calls else self._text, calls)
+        return Found("", [_call(self._name, self._text)])
 
 
 _MARKS = re.compile(r"\A\s*(\[TOOL_CALLS\]|<\|python_tag\|>)?\s*")

@@ -1,15 +1,17 @@
 """Small things that many modules need: checks of a user's values, and whole files."""
 
 import gzip
+import hashlib
 import logging
 import os
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, Self, TypeVar
 
 import msgspec
 
@@ -17,6 +19,8 @@ from eaglegbv.errors import InvalidArgument
 
 Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound=Hashable)
+
+_log = logging.getLogger(__name__)
 
 
 def require_integer(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -137,6 +141,45 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "eaglegbv"
     except RuntimeError as error:
         raise FileNotFoundError(f"no home directory; {CACHE_FOLDER} names a cache") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFile(Generic[Content]):
+    """A file of the cache: what a run has found out, and the next one need not."""
+
+    name: str
+    kind: type[Content]
+
+    @classmethod
+    def of(cls, name: str, kind: type[Content], *facts: object) -> Self:
+        """Return the file of a ``name`` for such facts: where one differs, it is another file."""
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return cls(f"{name}-{digest}.json", kind)
+
+    @property
+    def path(self) -> Path:
+        """Where it is; FileNotFoundError if the user has no cache."""
+        return cache_folder() / self.name
+
+    def read(self) -> Content | None:
+        """Return what was kept, or None; a file that cannot be read is logged and ignored."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=self.kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            _log.warning("what %s kept is found out anew: %s", self.name, error)
+            return None
+
+    def write(self, content: Content) -> None:
+        """Keep ``content``; if that is impossible, log it and continue."""
+        try:
+            part = self.path.with_suffix(f".{os.getpid()}.part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(content))
+            part.replace(self.path)
+        except OSError as error:
+            _log.warning("%s is not kept: %s", self.name, error)
 
 
 @contextmanager

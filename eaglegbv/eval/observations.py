@@ -251,7 +251,7 @@ def project_version() -> str:
 
     A copy of a checkout has no history; there, ``EAGLEGBV_COMMIT`` may name the commit.
     """
-    root = Path(eaglegbv.__file__).parents[1]
+    root = Path(eaglegbv.__file__).resolve().parents[1]  # an installation may be links
     commit = os.environ.get("EAGLEGBV_COMMIT", "")
     if not commit and (root / ".git").exists() and which("git"):
         describe = ("git", "describe", "--always", "--dirty", "--exclude", "*")

@@ -63,11 +63,13 @@ from eaglegbv.models.self_check import (
     TOLERANCE,
     LayerCall,
     Probe,
+    Verdict,
     check_forward,
     check_layers,
     foreign_code,
     heeds_window,
     in_float32,
+    kept_verdict,
     plain_outputs,
     worst_error,
 )
@@ -75,7 +77,7 @@ from eaglegbv.models.target import FINAL, Target, TargetOutput
 from eaglegbv.native.model import NativeModel, drop_weights
 from eaglegbv.output_layer import OutputLayer
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.utils import require_integer
+from eaglegbv.utils import CacheFile, require_integer
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class HFTarget(Target):
         must_pass: bool = True,
         max_context: int | None = None,
         native: bool = True,
+        files: Path | None = None,
     ) -> None:
         """Take over ``model``, on its device and in its dtype, and check that it can serve.
 
@@ -122,6 +125,8 @@ class HFTarget(Target):
             max_context: Most positions of a text; None for the model's context.
             native: Whether forwards run in the native library, if it knows the model, attention is
                 the usual one, and nothing is compiled, padded or recorded.
+            files: The folder that the model is of, unchanged: on a CPU the check's verdict is kept
+                for its files, unless something is compiled, padded or recorded.
 
         Raises:
             ModelNotSupported: The model does not honour the attention function.
@@ -156,18 +161,29 @@ class HFTarget(Target):
         name, probe = type(model).__name__, Probe()
         self._compiled = False
         with foreign_code(name):
-            outputs = plain_outputs(model, self.features)
             named = getattr(config, "sliding_window", None) is not None
             windowed = named and heeds_window(model)
             model.set_attn_implementation(PLAIN)
             self._probe(probe)
         check_layers(name, probe.calls, config, self.max_context, windowed=windowed)
-        self._allowed = self._rounding(outputs, probe.calls[0], attention)
         compiled = None if compile_backend is None else model.base_model
         # Where forwards are padded, the padding writes to a slot of the pool without an owner.
         spare = spare_slots(graphs, cuda=self.device.type == "cuda")
-        if native and compiled is None and not spare and attention is paged_attention:
-            self._run_natively(outputs, probe.calls, attention)
+        usual = compiled is None and not spare and attention is paged_attention
+        candidate = native_target(model, probe.calls, self.features) if native and usual else None
+        kept: CacheFile[Verdict] | None = None
+        if files is not None and usual and self.device.type == "cpu":
+            facts = str(self.dtype), self.features, candidate is not None
+            kept = kept_verdict(files, self.device, *facts)
+        verdict = None if kept is None else kept.read()
+        outputs: Sequence[TargetOutput] = ()  # those to compare with
+        if verdict is None:
+            with foreign_code(name):
+                outputs = self._plain_outputs()
+            self._allowed = self._rounding(outputs, probe.calls[0], attention)
+        if candidate is not None and (verdict is None or verdict.native):
+            self._make_trial(probe.calls[0], attention, self.dtype)
+            self._run_natively(candidate, outputs)
         if self._native is None:
             prepare(model, lambda: self._probe(Probe()), compiled=compiled)
         self.forward_counts = self._forwards = Counter({self.runs_by: 0})
@@ -184,7 +200,10 @@ class HFTarget(Target):
         with making_graphs(compile_backend, dtype=self.dtype, device=self.device):
             if compile_backend is not None:
                 self._compile(compile_backend)
-            self._prove(outputs, self._allowed)
+            if verdict is None:
+                self._prove(outputs, self._allowed)
+        if kept is not None and verdict is None and self.self_check is None:
+            kept.write(Verdict(native=self._native is not None))
         recordable = self.attention.recordable
         self.recorder = make_recorder(
             graphs, cuda=self.device.type == "cuda", recordable=recordable
@@ -196,19 +215,15 @@ class HFTarget(Target):
             self._static.counts.clear()
             self.graph_counts = self._static.counts
 
-    def _run_natively(
-        self,
-        expected: Sequence[TargetOutput],
-        calls: Sequence[LayerCall],
-        attention: Callable[[KVPool], PagedAttention],
-    ) -> None:
-        """Have forwards run in the native library, if it knows the model and computes the same."""
-        self._native = native_target(self.model, calls, self.features)
-        if self._native is None:
-            return
-        self._make_trial(calls[0], attention, self.dtype)
+    def _run_natively(self, candidate: NativeModel, expected: Sequence[TargetOutput]) -> None:
+        """Have forwards run in the native library, if it computes what is expected.
+
+        Nothing is, where the model is known to have passed.
+        """
+        self._native = candidate
         try:
-            check_forward(type(self.model).__name__, self, expected, self._allowed)
+            if expected:
+                check_forward(type(self.model).__name__, self, expected, self._allowed)
         except ModelNotSupported as error:
             _log.warning("native forwards differ, so transformers runs them: %s", error)
             self._native = None
@@ -251,14 +266,19 @@ class HFTarget(Target):
         if error <= HALF_TOLERANCE / 2:
             return HALF_TOLERANCE
         with in_float32(self.model):
-            self.model.set_attn_implementation("eager")
-            plain = plain_outputs(self.model, self.features)
-            self.model.set_attn_implementation(PLAIN)
+            plain = self._plain_outputs()
             self._make_trial(layer, attention, torch.float32)
             self._prove(plain, TOLERANCE)
         self._make_trial(layer, attention, self.dtype)
         errors = [worst_error(name, self, expected, text)[0] for text in range(len(expected))]
         return max(HALF_TOLERANCE, 2 * max(errors))
+
+    def _plain_outputs(self) -> list[TargetOutput]:
+        """Return the outputs of the model as it is without the engine's attention."""
+        self.model.set_attn_implementation("eager")
+        outputs = plain_outputs(self.model, self.features)
+        self.model.set_attn_implementation(PLAIN)
+        return outputs
 
     def _make_trial(
         self, layer: LayerCall, attention: Callable[[KVPool], PagedAttention], dtype: torch.dtype

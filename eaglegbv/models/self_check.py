@@ -5,9 +5,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
@@ -15,8 +18,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from eaglegbv.attention.base import AttentionCall, Segment, attend_for_layer, attend_opaque
 from eaglegbv.config import MIN_SLOTS
+from eaglegbv.devices import machine_facts
 from eaglegbv.errors import EagleGBVError, ModelNotSupported, first_line
 from eaglegbv.models.target import Target, TargetOutput
+from eaglegbv.utils import CacheFile
 
 PLAIN = "eaglegbv_paged"  # name of the attention function of an uncompiled model
 COMPILED = "eaglegbv_paged_opaque"  # name of the attention function of a compiled model
@@ -38,6 +43,8 @@ AttentionInterface.register(COMPILED, partial(attend_for_layer, eaglegbv_attend=
 # picks the other one. So trees of several texts are tried, and one that agrees is enough: a model
 # that attends in another way agrees on none, as its nodes see their siblings. In half precision a
 # deep mixture of experts may agree on none either. Such a model is checked once more in float32.
+#
+# That takes seconds on a CPU, so the verdict on a model that passed is kept.
 
 
 TOLERANCE = 1e-4
@@ -46,6 +53,25 @@ HALF_TOLERANCE = 5e-2
 float16. A model that attends in another way misses them by far."""
 HALVES = (torch.bfloat16, torch.float16)
 _TEXTS = 4  # texts that are tried
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What was found of a model that passed."""
+
+    native: bool  # whether the native library computes the same
+
+
+def kept_verdict(folder: Path, device: torch.device, *facts: object) -> CacheFile[Verdict]:
+    """Return where the verdict on a model's files is kept, and on other ``facts`` of its forwards.
+
+    A changed file of the model or of this package is checked anew, and so is another version of
+    PyTorch or transformers.
+    """
+    package = Path(__file__).parents[1]
+    paths = [*folder.iterdir(), *package.rglob("*.py"), *package.glob("native/*.[hc]*")]
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(paths)]
+    versions = transformers.__version__, *machine_facts(device)
+    return CacheFile.of("checked", Verdict, files, versions, *facts)
 
 
 @dataclass(frozen=True, slots=True)

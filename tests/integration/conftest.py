@@ -1,6 +1,7 @@
 """What several files of engine tests share."""
 
 import gc
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +35,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     monkeypatch.setattr("eaglegbv.devices._wait_for", lambda device: None)
     with PretendDevice() as mode:
         yield mode
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+    return port

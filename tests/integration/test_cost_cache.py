@@ -11,28 +11,32 @@ import msgspec
 import pytest
 import torch
 
-from eaglegbv import LLM, SamplingParams, cost_cache
+from eaglegbv import LLM, SamplingParams, devices
 from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, Plan
-from eaglegbv.cost_cache import CostCache, shape_of
+from eaglegbv.cost_cache import cost_cache, shape_of
 from eaglegbv.metrics import STEPS
 from eaglegbv.scheduler.costs import KnownCosts, Measured, StepShape
-from eaglegbv.utils import CACHE_FOLDER
+from eaglegbv.utils import CACHE_FOLDER, CacheFile
 
 KNOWN = tuple(Measured(StepShape.of([plan], 1, 100), 0.01) for plan in (PLAIN, Plan()))
 LIMITS, SIZES = AutoPlan(max_paths=2, max_depth=2), EngineConfig(kv_slots=4096, max_batch=1)
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
 
 
-def cache_of(*facts: object, dtype: torch.dtype = torch.float32) -> CostCache:
-    return CostCache.of(*facts, device=torch.device("cpu"), dtype=dtype)
+def cache_of(*facts: object, dtype: torch.dtype = torch.float32) -> CacheFile[KnownCosts]:
+    return cost_cache(*facts, device=torch.device("cpu"), dtype=dtype)
+
+
+def costs_in(cache: Path) -> list[Path]:
+    return [*cache.glob("costs-*")]
 
 
 def test_nothing_runs_first_and_what_was_learned_is_kept_at_close(cache, caplog):
     with LLM("tiny", plan=LIMITS, engine=SIZES) as llm:
-        assert not cache.exists()
+        assert not costs_in(cache)
         assert llm.metrics.value(STEPS) == 0
         llm.generate("Hello", PARAMS)
-    [kept] = cache.iterdir()
+    [kept] = costs_in(cache)
     known = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
     assert not known.greedy
     assert {step.shape.levels > 0 for step in known.sampled} == {True, False}
@@ -40,21 +44,21 @@ def test_nothing_runs_first_and_what_was_learned_is_kept_at_close(cache, caplog)
         kept.write_bytes(damaged)
         with caplog.at_level(logging.WARNING):
             llm = LLM("tiny", plan=LIMITS, engine=SIZES)
-        assert "learned anew" in caplog.text
+        assert "found out anew" in caplog.text
         caplog.clear()
     kept.unlink()
     llm = LLM("tiny", plan=LIMITS, engine=SIZES)
     llm.generate("Hello", PARAMS)
     del llm
     gc.collect()
-    assert [path.name for path in cache.iterdir()] == [kept.name]
+    assert costs_in(cache) == [kept]
     assert msgspec.json.decode(kept.read_bytes(), type=KnownCosts).sampled
 
 
 def test_kept_costs_that_the_first_steps_refute_are_scaled(cache):
     with LLM("tiny", plan=LIMITS, engine=SIZES) as llm:
         llm.generate("Hello", PARAMS)
-    [kept] = cache.iterdir()
+    [kept] = costs_in(cache)
     known = msgspec.json.decode(kept.read_bytes(), type=KnownCosts)
     wrong = tuple(Measured(step.shape, 1e3 * step.seconds) for step in known.sampled)
     kept.write_bytes(msgspec.json.encode(KnownCosts(sampled=wrong)))
@@ -68,7 +72,7 @@ def test_fixed_plans_and_unused_engines_keep_nothing(cache):
     with LLM("tiny", plan=Plan(), engine=SIZES) as llm:
         llm.generate("Hello", PARAMS)
     LLM("tiny", plan=LIMITS, engine=SIZES).close()
-    assert not cache.exists()
+    assert not costs_in(cache)
 
 
 def test_what_is_measured_first_can_no_longer_be_asked():
@@ -85,7 +89,7 @@ def test_without_a_home_costs_are_learned_and_not_kept(monkeypatch, caplog):
         assert len(answer.token_ids) == 2
     assert cache_of("a").read() is None
     cache_of("a").write(KnownCosts())
-    assert "costs of steps are not kept: no home directory" in caplog.text
+    assert "is not kept: no home directory" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch, caplog):
@@ -94,7 +98,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         cache_of("a").write(KnownCosts(greedy=KNOWN, sampled=KNOWN))
         assert cache_of("a").read() is None
-    assert "not kept" in caplog.text
+    assert "is not kept" in caplog.text
 
 
 def test_other_settings_and_processors_have_other_files(monkeypatch):
@@ -102,7 +106,7 @@ def test_other_settings_and_processors_have_other_files(monkeypatch):
     assert len({cache.path for cache in caches}) == 3
     assert cache_of("a", "b") == caches[0]
     # The home folder of a cluster: as many threads, and other processors.
-    monkeypatch.setattr(cost_cache, "processor_name", lambda: "another")
+    monkeypatch.setattr(devices, "processor_name", lambda: "another")
     assert cache_of("a", "b") != caches[0]
 
 

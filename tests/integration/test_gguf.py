@@ -204,6 +204,12 @@ def test_smollm2_is_found_in_the_hubs_cache_or_the_package(file, cache, tmp_path
     assert isinstance(found, Path)
     assert found.parent == cache / "models"
     assert found.name.startswith("SmolLM2-")
+    for missing in ("tokenizer.json", "model.safetensors"):  # a download was interrupted
+        partly = {missing: None}
+        monkeypatch.setattr(
+            converting, "try_to_load_from_cache", lambda _, name, p=partly: p.get(name, "somewhere")
+        )
+        assert find_model("smollm2") == found
     monkeypatch.setattr(converting, "try_to_load_from_cache", lambda *_: "somewhere")
     assert find_model("smollm2") == converting.SMOLLM2_HUB
 
@@ -242,6 +248,23 @@ def test_a_killed_conversion_s_remains_go_and_a_running_one_s_stay(file, cache):
     left = {path.name for path in folder.parent.iterdir()}
     assert left == {folder.name, f"{begin}-{os.getpid()}-x"}
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+
+
+def test_of_two_processes_the_slower_uses_what_the_other_wrote(file, cache, monkeypatch):
+    write = converting._write
+
+    def slower(*arguments: object) -> None:
+        write(*arguments)
+        with monkeypatch.context() as faster:
+            faster.setattr(converting, "_write", write)
+            others.append(find_model(file))
+
+    others: list[Path | str] = []
+    monkeypatch.setattr(converting, "_write", slower)
+    folder = find_model(file)
+    assert others == [folder]
+    assert [path.name for path in (cache / "models").iterdir()] == [folder.name]
+    assert (folder / "model.safetensors").is_file()
 
 
 def test_a_full_disk_is_no_fault_of_the_model(file, cache, monkeypatch):

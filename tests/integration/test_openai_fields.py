@@ -13,9 +13,9 @@ from eaglegbv.cli.serve_local import Endpoint
 from eaglegbv.config import AUTO, DefaultPlan
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import REASONS
-from eaglegbv.openai_api import IGNORED, REFUSED
+from eaglegbv.openai_api import IGNORED, REFUSED, ChatRequest
 from eaglegbv.request import PlanReason
-from eaglegbv.server import Server
+from eaglegbv.server import WARNING, Server
 
 CHAT = [{"role": "user", "content": "Weather in Oslo?"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -66,14 +66,29 @@ VALUES = {
     "regex": "a+",
     "grammar": 'start: "a"',
     "logprobs_mode": "processed_logprobs",
+    "logprobs": True,
+    "add_generation_prompt": True,
+    "max_completion_tokens": 3,
+    "model": "tiny",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_object"},
+    "tools": [WEATHER],
 }
+OF_CHATS = ChatRequest(messages=CHAT)
+SETTINGS = SamplingParams()
+FIELDS = {*SETTINGS.__struct_fields__, *OF_CHATS.__struct_fields__, "max_completion_tokens"}
 
 
-@pytest.mark.parametrize("name", [n for n in SamplingParams.__struct_fields__ if n != "logprobs"])
-def test_every_setting_of_the_sampling_is_taken(http, name):
-    value = VALUES.get(name, getattr(SamplingParams(), name))
-    answer = ask(http, **{name: 1 if value is None else value})
-    assert answer.status_code == 200, answer.text
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_every_documented_field_is_taken(client, name):
+    home = OF_CHATS if name in OF_CHATS.__struct_fields__ else SETTINGS
+    value = VALUES[name] if name in VALUES else getattr(home, name)
+    asked = {"model": "tiny", "messages": CHAT, "max_tokens": 4, "temperature": 1, "seed": 3}
+    more = {name: 1 if value is None else value}
+    answer = client.chat.completions.with_raw_response.create(**asked, extra_body=more)
+    assert answer.status_code == 200
+    assert WARNING not in answer.headers
 
 
 @pytest.mark.parametrize("name", [*IGNORED, *REFUSED])

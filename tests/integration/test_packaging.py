@@ -52,13 +52,19 @@ def test_wheel_holds_every_module_and_asset_once(wheel):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a source distribution and the wheel built from it."""
-    source = tmp_path_factory.mktemp("source")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout that is called like the package."""
+    source = tmp_path_factory.mktemp("source") / "eaglegbv"
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=NOT_SHIPPED)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution and the wheel built from it."""
     out = tmp_path_factory.mktemp("dist")
     process(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
     return out
@@ -97,6 +103,33 @@ def test_source_distribution_holds_the_top_level_packages(built):
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"{package}/__init__.py" for package in PACKAGES} <= names
+
+
+EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.whl')"
+IMPORTED = """
+import importlib.util, site, sys
+site.addsitedir(sys.argv[1])
+import eaglegbv
+print(eaglegbv.__version__)
+for name in ("eaglegbv.drafters.base", "verifiers", "drafters", "scheduler"):
+    spec = importlib.util.find_spec(name)
+    print(spec and spec.origin)
+"""
+
+
+@pytest.mark.thorough
+def test_an_editable_install_is_imported_from_the_checkout_s_parent_folder(source, tmp_path):
+    """There, the checkout is a folder of the package's name, and no package."""
+    process(sys.executable, "-c", EDITABLE, cwd=source)
+    [path] = (source / ".whl").glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(tmp_path)
+    # Without what is installed here: this package would be found there.
+    command = (sys.executable, "-S", "-c", IMPORTED, tmp_path)
+    version, module, *others = process(*command, cwd=source.parent).stdout.split()
+    assert version == eaglegbv.__version__
+    assert Path(module).resolve() == source / "drafters" / "base.py"
+    assert others == ["None"] * 3
 
 
 def test_top_level_packages_are_linked_into_the_import_package():
@@ -140,16 +173,30 @@ def test_passes(command):
     process(*command, cwd=ROOT)
 
 
-def test_torch_waits_until_a_command_needs_it():
+WITHOUT_TORCH = [
+    "--help",
+    "generate --help",
+    "chat --help",
+    "inspect --help",
+    "export --help",
+    "convert --help",
+    "serve --help",
+    "serve tiny --backend local --help",
+    "audit served --help",
+]
+
+
+@pytest.mark.parametrize("words", WITHOUT_TORCH)
+def test_torch_waits_until_a_command_needs_it(words):
     code = """
 import sys
 from eaglegbv.cli.main import main
 try:
-    main(["generate", "--help"])
+    main(sys.argv[1:])
 finally:
     print("with", *{"torch", "transformers"} & {*sys.modules})
 """
-    assert process(sys.executable, "-c", code).stdout.splitlines()[-1] == "with"
+    assert process(sys.executable, "-c", code, *words.split()).stdout.splitlines()[-1] == "with"
 
 
 # What the documents import exists, and what they call can be called: without SGLang or a GPU too.

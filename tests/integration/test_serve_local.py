@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,9 +17,9 @@ from unittest.mock import Mock
 import httpx
 import openai
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 from support.cli import documented, documented_commands, process, run
+from support.http_server import serving, wait_for
 from support.requests import idle
 from support.soak import soak
 
@@ -47,17 +46,8 @@ def llm(saved_pair: tuple[Path, Path]) -> LLM:
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[AddressedServer]:
     server = AddressedServer(llm, "pair", "secret", limit=40)
-    config = uvicorn.Config(server.app(), host="127.0.0.1", port=0, log_level="error")
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run)
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    [socket] = running.servers[0].sockets
-    server.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-    yield server
-    running.should_exit = True
-    thread.join()
+    with serving(server.app()) as server.url:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +168,8 @@ def test_bad_requests_are_named(served, asked, parameter, message, stream):
         ({"max_new_tokens": 5}, "SamplingParams(max_tokens=...)"),
         ({"temprature": 1}, "temperature, perhaps"),
         ({"sampling": {}}, "sampling is not known and was ignored"),
+        ({"größe\r\nX-Other: 1": 1}, r"gr\xf6\xdfe\r\nX-Other: 1 is not known and was ignored"),
+        ({f"{number} {'x' * 90}": 1 for number in range(99)}, "0 xxx"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -187,6 +179,7 @@ def test_unknown_fields_are_ignored_and_named(served, asked, warning, stream, ca
     answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200
     assert warning in answer.headers[WARNING]
+    assert len(answer.headers[WARNING]) < 8190
     assert warning in caplog.text
 
 
@@ -432,24 +425,3 @@ def test_the_page_s_commands_run(capsys, free_port):
         finally:
             process_.send_signal(signal.SIGINT)
     assert process_.returncode == 130  # as a shell says of Ctrl-C
-
-
-def wait_for(url: str, server: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            httpx.get(url).raise_for_status()
-        except httpx.HTTPError:
-            assert server.poll() is None, server.stderr
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        else:
-            return
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-    return port

@@ -1,3 +1,5 @@
+import asyncio
+import logging
 import time
 from dataclasses import replace
 
@@ -5,6 +7,7 @@ import pytest
 from support.tree_traces import step
 
 from eaglegbv import metrics as measures
+from eaglegbv import server_metrics
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.metrics import FORWARDS, KV_USED, EngineMetrics, Phase, RequestMetrics, Span
 from eaglegbv.openai_api import sglang_record, vllm_record
@@ -113,3 +116,38 @@ def test_exposition_is_prometheus_text():
     assert "# TYPE eaglegbv_kv_slots_used gauge" in lines
     assert "eaglegbv_kv_slots_used 40" in lines
     assert 'eaglegbv_phase_seconds_total{phase="draft"} 0.125' in lines
+
+
+def test_a_line_tells_operators_what_is_done_while_there_is_work(monkeypatch, caplog):
+    monkeypatch.setattr(server_metrics, "LOG_SECONDS", 0.05)
+    engine = EngineMetrics()
+    served = server_metrics.ServerMetrics("tiny", engine)
+    lines = []
+
+    async def watch() -> None:
+        reporting = asyncio.create_task(served.report())
+        for busy in (False, True, False):
+            if busy:
+                counts = {measures.STEPS: 3, measures.COMMITTED: 10}
+                for metric, count in counts.items():
+                    engine.add(metric, count)
+                engine.add(FORWARDS, 3, "none")
+                engine.add(FORWARDS, 1, "gbv 2x4")
+                for metric, value in (
+                    (measures.RUNNING, 4),
+                    (measures.WAITING, 2),
+                    (KV_USED, 30),
+                    (measures.KV_SLOTS, 120),
+                ):
+                    engine.set(metric, value)
+            await asyncio.sleep(0.12)
+            lines.append(list(caplog.messages))
+        reporting.cancel()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(watch())
+    assert lines[0] == []
+    assert lines[1] == lines[2]  # nothing is told where nothing was done
+    assert lines[1] == [
+        "running 4, waiting 2, KV 25.0%, 200.0 tokens/s, 2.50 tokens a verification"
+    ]

@@ -5,7 +5,7 @@ import json
 import pytest
 from llguidance import LLMatcher
 
-from eaglegbv.tool_calls import CallParser, ForcedParser, call_schema, read_calls
+from eaglegbv.tool_calls import ArgumentsParser, CallParser, call_schema, read_calls
 
 NAMES = ["weather", "add"]
 ONE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
@@ -39,7 +39,7 @@ ANSWERS = {
 }
 
 
-def read(parser: CallParser | ForcedParser, text: str, size: int) -> tuple[str, list[object]]:
+def read(parser: CallParser | ArgumentsParser, text: str, size: int) -> tuple[str, list[object]]:
     found = [parser.feed(text[at : at + size]) for at in range(0, len(text), size)]
     found.append(parser.end())
     calls = [call for part in found for call in part.calls]
@@ -63,9 +63,9 @@ def test_words_are_not_held_back():
 
 
 def test_an_answer_that_must_be_a_call_is_one():
-    assert read(ForcedParser(NAMES, "weather"), '{"city": "Oslo"}', 4) == ("", [WEATHER])
-    assert read(ForcedParser(NAMES, None), f"[{ONE},{OTHER}]", 4) == ("", [WEATHER, ADD])
-    assert read(ForcedParser(NAMES, None), '[{"name": "we', 4) == ('[{"name": "we', [])
+    assert read(ArgumentsParser("weather"), '{"city": "Oslo"}', 4) == ("", [WEATHER])
+    assert read(CallParser(NAMES), f"[{ONE},{OTHER}]", 4) == ("", [WEATHER, ADD])
+    assert read(CallParser(NAMES), '[{"name": "we', 4) == ('[{"name": "we', [])
 
 
 def tool(name: str, parameters: object) -> dict[str, object]:

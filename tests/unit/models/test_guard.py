@@ -1,11 +1,15 @@
 """The guard refuses every way of honouring the attention function only in part."""
 
+import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from support.tiny_models import CONFIGS, LAYERS, random_llama, tiny_model
 from torch import Tensor
 from transformers import (
@@ -21,9 +25,11 @@ from eaglegbv.attention.base import AttentionCall, PackedBatch, Segment, pack
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import PLAIN
 from eaglegbv.errors import ModelNotSupported
+from eaglegbv.models import hf
 from eaglegbv.models.hf import HFTarget
 from eaglegbv.models.self_check import LayerCall, check_layers, heeds_window, in_float32
 from eaglegbv.sampling import SamplingParams
+from eaglegbv.utils import CACHE_FOLDER
 
 MAX_CONTEXT = 128
 
@@ -195,3 +201,63 @@ def test_a_user_may_go_on_with_what_the_check_found(saved_pair, monkeypatch, cap
     llm = LLM(saved_pair[0], plan=PLAIN, engine=EngineConfig(self_check=False))
     assert "the self-check failed, and is ignored" in caplog.text
     assert len(llm.generate("hello", SamplingParams(max_tokens=3)).token_ids) == 3
+
+
+@pytest.fixture
+def model_folder(saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch) -> Path:
+    """A model that nothing is known of."""
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    return Path(shutil.copytree(saved_pair[0], tmp_path / "model"))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_model_that_passed_is_checked_once(model_folder, monkeypatch, native) -> None:
+    expected = Mock(wraps=hf.plain_outputs)
+    compared = Mock(wraps=hf.check_forward)
+    monkeypatch.setattr(hf, "plain_outputs", expected)
+    monkeypatch.setattr(hf, "check_forward", compared)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+    def started(**how: object) -> tuple[int, str, list[int]]:
+        expected.reset_mock()
+        compared.reset_mock()
+        with LLM(model_folder, plan=PLAIN, engine=EngineConfig(native=native), **how) as llm:
+            ids = llm.generate("hello", params).token_ids
+            return expected.call_count, llm.pair.target.runs_by, ids
+
+    checks, runs_by, ids = started()
+    assert checks == 1
+    assert started() == (0, runs_by, ids)
+    assert not compared.called
+    assert started(dtype="bfloat16")[0] == 1
+    os.utime(model_folder / "model.safetensors")
+    assert started() == (1, runs_by, ids)
+    monkeypatch.setattr(transformers, "__version__", "another")
+    assert started() == (1, runs_by, ids)
+
+
+def test_a_model_that_did_not_pass_is_checked_again(model_folder, monkeypatch) -> None:
+    def differs(*_: object) -> NoReturn:
+        raise ModelNotSupported("model", "any", "the outputs of the plain model")
+
+    unchecked = EngineConfig(self_check=False)
+    monkeypatch.setattr(hf, "check_forward", differs)
+    for _ in range(2):
+        with pytest.raises(ModelNotSupported, match="outputs of the plain model"):
+            LLM(model_folder, plan=PLAIN)
+        with LLM(model_folder, plan=PLAIN, engine=unchecked) as llm:
+            assert llm.pair.target.self_check is not None
+
+
+def test_native_forwards_that_differ_are_remembered(model_folder, monkeypatch) -> None:
+    right = hf.check_forward
+
+    def differs(name: str, target: HFTarget, *rest: object) -> None:
+        if target._native is not None:
+            raise ModelNotSupported("model", name, "the outputs of the plain model")
+        right(name, target, *rest)
+
+    monkeypatch.setattr(hf, "check_forward", differs)
+    for _ in range(2):
+        with LLM(model_folder, plan=PLAIN) as llm:
+            assert llm.pair.target.runs_by == "transformers"
