@@ -191,23 +191,23 @@ def test_an_experts_flip_is_told_from_a_wrong_mask(kind: str) -> None:
         HFTarget(mixture(kind), max_slots=64, attention=SeesSiblings)
 
 
-def test_a_user_may_go_on_with_what_the_check_found(saved_pair, monkeypatch, caplog) -> None:
-    def differs(*_: object) -> NoReturn:
-        raise ModelNotSupported("model", "any", "the outputs of the plain model")
-
-    monkeypatch.setattr("eaglegbv.models.hf.check_forward", differs)
-    with pytest.raises(ModelNotSupported, match="outputs of the plain model"):
-        LLM(saved_pair[0], plan=PLAIN)
-    llm = LLM(saved_pair[0], plan=PLAIN, engine=EngineConfig(self_check=False))
-    assert "the self-check failed, and is ignored" in caplog.text
-    assert len(llm.generate("hello", SamplingParams(max_tokens=3)).token_ids) == 3
-
-
 @pytest.fixture
 def model_folder(saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch) -> Path:
     """A model that nothing is known of."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     return Path(shutil.copytree(saved_pair[0], tmp_path / "model"))
+
+
+def test_a_user_may_go_on_with_what_the_check_found(model_folder, monkeypatch, caplog) -> None:
+    def differs(*_: object) -> NoReturn:
+        raise ModelNotSupported("model", "any", "the outputs of the plain model")
+
+    monkeypatch.setattr("eaglegbv.models.hf.check_forward", differs)
+    with pytest.raises(ModelNotSupported, match="outputs of the plain model"):
+        LLM(model_folder, plan=PLAIN)
+    llm = LLM(model_folder, plan=PLAIN, engine=EngineConfig(self_check=False))
+    assert "the self-check failed, and is ignored" in caplog.text
+    assert len(llm.generate("hello", SamplingParams(max_tokens=3)).token_ids) == 3
 
 
 @pytest.mark.parametrize("native", [True, False])
