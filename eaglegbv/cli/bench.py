@@ -964,6 +964,9 @@ def results(
         list[str] | None,
         opt("NAME=PATH: first keep a run in the folder, without texts; may be repeated."),
     ] = None,
+    fill: Annotated[
+        Path | None, opt("Page whose blocks of runs are written anew instead.", shown="none")
+    ] = None,
 ) -> None:
     """Write a page of results from runs: tables, pictures, and what to use when.
 
@@ -976,4 +979,7 @@ def results(
         if not equals:
             raise InvalidArgument("add", entry, "NAME=PATH")
         opts.print_wrote(page.keep(folder, name, Path(path)))
+    if fill is not None:
+        opts.print_wrote(page.fill(fill, folder))
+        return
     opts.print_wrote(*page.write(folder, to or folder.with_name(f"{folder.name}.md")))

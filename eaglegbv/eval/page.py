@@ -1,6 +1,7 @@
 """Runs as Markdown: one in its folder, and the page of results of all that are kept."""
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,34 @@ def write(folder: Path, to: Path) -> list[Path]:
         written.append(path)
     to.write_text(page(runs, folder.name), encoding="utf-8")
     return [*written, to]
+
+
+def fill(path: Path, folder: Path) -> Path:
+    """Write the blocks of a page anew: what stands from ``<!-- run NAME -->`` to ``<!-- end -->``.
+
+    There come the tables of the folder's run of that name, and what was run; other text stays, and
+    so do blocks of which the folder has no run.
+
+    Raises:
+        InvalidArgument: There is no such page.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        source = folder / f"{match[1]}.json"
+        if not source.is_file():
+            return match[0]
+        one = Kept.of(match[1], Run.read(source, "fill"))
+        parts = [_lines(_facts(one.run))]
+        for table in one.report.tables:
+            parts += [f"**{table.title}**", table.markdown, *table.notes]
+        return "\n\n".join([f"<!-- run {one.name} -->", *parts, "<!-- end -->"])
+
+    if not path.is_file():
+        raise InvalidArgument("fill", str(path), "a page of Markdown")
+    text = path.read_text(encoding="utf-8")
+    filled = re.sub(r"<!-- run (\S+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    path.write_text(filled, encoding="utf-8")
+    return path
 
 
 def caption(run: Run) -> str:

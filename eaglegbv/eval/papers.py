@@ -23,11 +23,30 @@ from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument, one_of
 from eaglegbv.eval.claims import AtLeast, Claim, Finding, Rises, Within
 from eaglegbv.eval.experiment import Experiment, Part, Sheet, Way
-from eaglegbv.eval.figures import ACCEPTANCE, NODE_SPEED, NODES, SPEED, Estimate, Figure, Sums
+from eaglegbv.eval.figures import (
+    ACCEPTANCE,
+    NODE_SPEED,
+    NODES,
+    SPEED,
+    Estimate,
+    Figure,
+    Sums,
+    phase_figures,
+)
 from eaglegbv.eval.published import BIASED, register_published
 from eaglegbv.eval.questions import QuestionSet
 from eaglegbv.eval.settings import Setting, fitting, nodes, sweep
-from eaglegbv.eval.tables import Beside, Cell, Table, pivot
+from eaglegbv.eval.tables import (
+    Beside,
+    Cell,
+    Column,
+    Table,
+    by_setting,
+    figured,
+    named,
+    pivot,
+    valued,
+)
 from eaglegbv.eval.ways.conversations import Conversations, Holding, Sitting
 from eaglegbv.eval.ways.nodes import RULES, node_acceptance
 from eaglegbv.eval.ways.places import AtPlaces, Sampling, flat_drafts, same_drafts
@@ -209,7 +228,7 @@ class Chosen:
                     wanted.setdefault(self.way(at), {})[setting] = None
         for way, settings in self.paper.also.items() if also else ():
             own = ENGINE if way == DRAFTS and self.engine else way
-            if own in wanted or own == FLAT:
+            if own in wanted or own == FLAT or not self.tables:
                 wanted.setdefault(own, {}).update(dict.fromkeys(settings))
         return {way: tuple(settings) for way, settings in wanted.items() if settings}
 
@@ -232,7 +251,7 @@ def choose(name: str, tables: Sequence[str] | None = None, *, engine: bool = Fal
     if name not in PAPERS:
         raise InvalidArgument("name", name, one_of(sorted(PAPERS), name))
     paper = PAPERS[name]
-    known = {table.name: table for table in paper_tables()[paper.name]}
+    known = {table.name: table for table in paper_tables().get(paper.name, ())}
     wanted = tables or ALIASES.get(name, tuple(known))
     for table in wanted:
         if table not in known:
@@ -435,8 +454,22 @@ def _nodes_line(chosen: Chosen, table: PaperTable, sums: Mapping[str, Sums]) -> 
     return f"nodes: {listed}" if listed else ""
 
 
+TIMED: Mapping[str, Column] = {
+    "setting": named,
+    "total": figured(TOKEN_SECONDS),
+    **{figure.name: valued(figure) for figure in phase_figures()},
+    NODES.name: valued(NODES),
+    ACCEPTANCE.name: figured(ACCEPTANCE),
+}
+"""What a table shows of timed settings."""
+
+
 def _others(chosen: Chosen, way: str, sums: Sums, settings: Sequence[Setting]) -> list[Table]:
     """Return the table of settings that are in no table of the paper."""
+    beside = "Besides the paper's, " if chosen.tables else ""
+    title = f"{beside}{way}: {METRICS[way]}"
+    if way == TIME:
+        return [by_setting(sums, settings, TIMED, f"{title}; milliseconds a token")]
     figure = NODE_ALPHA if way in (NODE, SOLVE) else ACCEPTANCE
     own = chosen.settings(also=False).get(way, ())
     cells: dict[tuple[str, str], Cell] = {}
@@ -445,7 +478,6 @@ def _others(chosen: Chosen, way: str, sums: Sums, settings: Sequence[Setting]) -
             rule = f"{setting.rule} {setting.plan.draft_sampling or ''}".rstrip()
             rule += " (biased)" if setting.rule in BIASED else ""
             cells[_size(setting, way), rule] = sums.estimate(figure, setting.name)
-    title = f"Besides the paper's, {way}: {METRICS[way]}"
     return [pivot(figure.name, cells, title)] if cells else []
 
 
@@ -655,6 +687,21 @@ GBV = Paper(
     ),
 )
 
+GBV_QUESTIONS = Paper(
+    name="gbv-questions",
+    title="What readers of greedy multi-path block verification ask",
+    source=_THOMAS,
+    setting=lambda _: None,
+    also={
+        DRAFTS: (
+            *sweep("{block,gbv,traversal,otbv} {1,3}x8", TEMPERATURES),
+            *sweep("{gbv,traversal,otbv} {1,2,3,4}x1"),
+        ),
+        FLAT: sweep("{gbv,traversal,otbv} {1,2,3,4}x8"),
+        TIME: (Setting(), *sweep("gbv {1,2,3,4}x8")),
+    },
+)
+
 _LIN = "Lin et al., arXiv 2604.25925"
 _LIN_RULES = {
     "AR": "none",
@@ -810,7 +857,7 @@ MDSD = Paper(
 )
 
 PAPERS: Mapping[str, Paper] = MappingProxyType(
-    {paper.name: paper for paper in (BV, GBV, GR, MDSD, SPECTR_GBV)}
+    {paper.name: paper for paper in (BV, GBV, GBV_QUESTIONS, GR, MDSD, SPECTR_GBV)}
     | {"gr-solvers": GR, "gr-steps": GR}
 )
 """Every comparison that ``eaglegbv bench paper`` makes."""

@@ -213,7 +213,8 @@ def flat_drafts(
     """Judge the same drafts, scored at positions that count along the flattened tree.
 
     That is a counterfactual, of code that sends trees without their position ids: verdicts are
-    biased. A single path has its own positions. Errors are those of :func:`same_drafts`.
+    biased. Only trees of one size are the same here, as part of a tree would be scored at positions
+    of the whole. A single path has its own positions. Errors are those of :func:`same_drafts`.
     """
     target = copy(pair.target)
     scored = pair.target.forward
@@ -222,7 +223,9 @@ def flat_drafts(
         return scored([_flattened(one) for one in segments], logit_rows=logit_rows)
 
     target.forward = forward  # type: ignore[method-assign]
-    return same_drafts(Pair(target, pair.drafter), texts, settings, sampling)
+    flat = Pair(target, pair.drafter)
+    by_size = grouped(settings, lambda one: (one.plan.paths, one.plan.depth)).values()
+    return [one for own in by_size for one in same_drafts(flat, texts, own, sampling)]
 
 
 def _flattened(segment: Segment) -> Segment:

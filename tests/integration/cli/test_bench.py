@@ -58,6 +58,20 @@ def test_a_run_is_reported_drawn_and_compared(cli, pair, tmp_path):
     assert "](kept/mt-bench_tokens_per_second.svg)" in page
     assert (tmp_path / "kept" / "mt-bench_tokens_per_second.svg").is_file()
 
+    filled = tmp_path / "page.md"
+    filled.write_text(
+        "Above\n\n<!-- run mt-bench -->\nold\n<!-- end -->\n\nbelow\n", encoding="utf-8"
+    )
+    for _ in range(2):
+        cli("bench", "results", str(tmp_path / "kept"), "--fill", str(filled))
+    text = filled.read_text(encoding="utf-8")
+    assert "| otbv 2x2 |" in text
+    assert "old" not in text
+    assert text.startswith("Above\n\n<!-- run mt-bench -->\n\n- Models: ")
+    assert text.endswith("\n\n<!-- end -->\n\nbelow\n")
+    missing = cli("bench", "results", "--fill", str(tmp_path / "none.md"), status=2)
+    assert "--fill" in missing.err
+
     both = cli("bench", "compare", str(out), str(out), "--out", str(tmp_path / "c.json"))
     assert "A: otbv 2x2   B: otbv 2x2   questions: 2" in both.out
     assert "two sittings" in both.out

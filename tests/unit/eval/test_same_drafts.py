@@ -266,12 +266,16 @@ def test_the_tiny_pair_reads_texts_as_its_engine_does() -> None:
     assert ((steps >= 1) & (steps <= 4)).all()
     llm.generate("again", SamplingParams(max_tokens=2), plan=PLAIN)
     # Flat positions are a single path's own, and others of a tree that forks.
-    one, three = sweep("otbv {1,3}x4")
-    usual = places.same_drafts(llm.pair, [text], (one, three), Sampling())
-    flat = places.flat_drafts(llm.pair, [text], (one, three), Sampling())
-    assert flat[0].sums == pytest.approx(usual[0].sums)
-    assert flat[1].sums["tokens"] != pytest.approx(usual[1].sums["tokens"], abs=1e-6)
-    assert flat[1].sums["nodes"] == usual[1].sums["nodes"]
+    for paths, same in ((1, True), (3, False)):
+        settings = sweep(f"{{otbv,traversal}} {paths}x4")
+        usual = places.same_drafts(llm.pair, [text], settings, Sampling())
+        flat = places.flat_drafts(llm.pair, [text], settings, Sampling())
+        assert [one.sums["nodes"] for one in flat] == [one.sums["nodes"] for one in usual]
+        tokens = [[one.sums["tokens"] for one in observed] for observed in (usual, flat)]
+        assert (tokens[0] == pytest.approx(tokens[1], abs=1e-6)) is same
+    one, three = sweep("otbv {1,3}x4")  # sizes do not share a tree
+    [alone] = places.flat_drafts(llm.pair, [text], [one], Sampling())
+    assert places.flat_drafts(llm.pair, [text], [one, three], Sampling())[0] == alone
 
 
 # --- numbers of several judgements lie in different parts, and each judgement's alone are uniform
