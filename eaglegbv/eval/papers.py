@@ -43,7 +43,6 @@ from eaglegbv.eval.tables import (
     Table,
     by_setting,
     figured,
-    named,
     pivot,
     valued,
 )
@@ -455,13 +454,18 @@ def _nodes_line(chosen: Chosen, table: PaperTable, sums: Mapping[str, Sums]) -> 
 
 
 TIMED: Mapping[str, Column] = {
-    "setting": named,
+    "setting": lambda _, setting: _marked(setting, setting.name),
     "total": figured(TOKEN_SECONDS),
     **{figure.name: valued(figure) for figure in phase_figures()},
     NODES.name: valued(NODES),
     ACCEPTANCE.name: figured(ACCEPTANCE),
 }
 """What a table shows of timed settings."""
+
+
+def _marked(setting: Setting, name: str) -> str:
+    """Return a name that says so if its rule is biased."""
+    return f"{name} (biased)" if setting.rule in BIASED else name
 
 
 def _others(chosen: Chosen, way: str, sums: Sums, settings: Sequence[Setting]) -> list[Table]:
@@ -476,8 +480,7 @@ def _others(chosen: Chosen, way: str, sums: Sums, settings: Sequence[Setting]) -
     for setting in settings:
         if setting not in own and setting.plan.speculative and sums.total(setting.name, "steps"):
             rule = f"{setting.rule} {setting.plan.draft_sampling or ''}".rstrip()
-            rule += " (biased)" if setting.rule in BIASED else ""
-            cells[_size(setting, way), rule] = sums.estimate(figure, setting.name)
+            cells[_size(setting, way), _marked(setting, rule)] = sums.estimate(figure, setting.name)
     return [pivot(figure.name, cells, title)] if cells else []
 
 

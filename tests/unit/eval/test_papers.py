@@ -277,3 +277,13 @@ def test_no_rule_is_above_its_drafts_optimum(tmp_path, monkeypatch) -> None:
     ]
     assert len(findings) == 3 * 4
     assert all(one.ratio is not None and one.ratio.value >= 0.99 for one in findings)
+
+
+def test_a_biased_rule_is_marked_where_it_is_timed() -> None:
+    [sheet] = paper("spectr-gbv").sheets
+    names = ("spectr_gbv_published 3x4 T0.4", "otbv 3x4 T0.4")
+    timed = [own for own in sheet.settings if own.name in names]
+    sums = {"tokens": 2.0, "steps": 1.0, "seconds": 1.0}
+    observed = Sums(Observation(setting=own.name, unit="q", sums=sums) for own in timed)
+    [table] = sheet.tables(observed, timed)
+    assert [row[0] for row in table.texts[1:]] == [names[1], f"{names[0]} (biased)"]
