@@ -101,7 +101,8 @@ class BlockForward:
 
             def attend(*parts: Tensor) -> Tensor:
                 packed = attends[sight.causal](call, *(part.flatten(0, 1) for part in parts))
-                return packed.unflatten(0, (-1, rows))
+                attended: Tensor = packed.unflatten(0, (-1, rows))
+                return attended
 
             return attend
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -467,11 +467,7 @@ class _UnrolledAttention:
         self._keys.append(k)
         self._values.append(v)
         if len(self._keys) == 1:
-            rows = (part.transpose(1, 2) for part in (q, k, v))
-            attended = functional.scaled_dot_product_attention(
-                *rows, is_causal=True, enable_gqa=True
-            )
-            return attended.transpose(1, 2)
+            return _attended_rows(q, k, v, is_causal=True)
         text = torch.arange(self._keys[0].shape[1], device=q.device)
         parts = (self._keys, self._values)
         return _attended(
@@ -525,6 +521,12 @@ def _attended(
     seen = torch.cat((context.flatten(1, 2), apart), dim=-1).unsqueeze(1)
     everything = torch.cat((keys, own_keys.flatten(1, 2)), dim=1)
     contents = torch.cat((values, own_values.flatten(1, 2)), dim=1)
-    rows = (part.transpose(1, 2) for part in (q.flatten(1, 2), everything, contents))
-    out = functional.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)
-    return out.transpose(1, 2).unflatten(1, (anchors, -1))
+    attended = _attended_rows(q.flatten(1, 2), everything, contents, attn_mask=seen)
+    return attended.unflatten(1, (anchors, -1))
+
+
+def _attended_rows(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:  # noqa: ANN401
+    """Attend from ``[batch, rows, heads, head_dim]`` to keys and values like that."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    attended: Tensor = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how)
+    return attended.transpose(1, 2)

@@ -223,12 +223,17 @@ def test_a_draft_is_one_forward_and_as_many_operations_a_level_whatever_the_path
     assert level <= 80
 
 
-def test_drawn_paths_have_the_frequencies_of_their_distributions(tmp_path) -> None:
-    """Of two levels of one path, at a node of which q is the product that the block says."""
+@pytest.mark.parametrize(
+    "plan", [Plan(paths=1, depth=2, draft_width=VOCAB), Plan(widths=(2, 2), draft_width=VOCAB)]
+)
+def test_drawn_paths_have_the_frequencies_of_their_distributions(plan, tmp_path) -> None:
+    """Of two levels of the last path, at a node of which q is the product that the block says."""
     session = opened("dspark", tmp_path)
-    plan = Plan(paths=1, depth=2, draft_width=VOCAB)
     number = 1500
-    requests = [session.start([4], 9, plan, seed=seed) for seed in range(number)]
+    features = session.plain.features([4])
+    requests = [session.start([4], 9, plan, seed=n, observe=False) for n in range(number)]
+    for request in requests:
+        session.drafter.observe(request, features)
     text = text_of(requests[0])
     first = probs(session, text, [], plan, 1.0)
     joint = np.stack([p * probs(session, text, [t], plan, 1.0) for t, p in enumerate(first)])
@@ -236,7 +241,9 @@ def test_drawn_paths_have_the_frequencies_of_their_distributions(tmp_path) -> No
     for part in range(0, number, 75):
         batch = requests[part : part + 75]
         tree = session.draft(batch, DraftSampling.IID)
-        cells += (VOCAB * tree.token_ids[:, 1] + tree.token_ids[:, 2]).tolist()
+        last = [count - 1 for count in plan.level_draws]  # others of a level are padding
+        drawn = tree.token_ids.gather(1, tree.draws[:, [0, 1], last])
+        cells += (VOCAB * drawn[:, 0] + drawn[:, 1]).tolist()
         for request in batch:
             session.allocator.release(session._tree_slots.pop(request.number))
     assert g_test(cells, joint.flatten()).p_value > 1e-4
