@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eaglegbv.sampling_params import SamplingParams
     from eaglegbv.text import Completion, Delta
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AutoPlan",

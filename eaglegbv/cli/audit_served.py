@@ -66,6 +66,11 @@ def served(
     beforehand how much it will ask for. docs/study/served_audit.md tells how to start servers.
 
     Exit status: 0 the server passes; 1 it fails; 2 bad input; 3 the audit cannot tell.
+
+    \b
+    Examples:
+      eaglegbv audit served http://127.0.0.1:8000/v1
+      eaglegbv audit served http://127.0.0.1:30000 --kind sglang --temperature 0.7 --budget 10m
     """
     for path, option in ((json_path, "json"), (junit, "junit")):
         opts.check_out(path, option)

@@ -18,6 +18,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.answers import messages
 from eaglegbv.cli.options import LOOKUP, Models, Questions, opt
 from eaglegbv.cli.structs import Fields, entries, member
+from eaglegbv.cli.terminal import progress
 from eaglegbv.config import (
     AUTO,
     PLAIN,
@@ -92,7 +93,7 @@ def _run(
         typer.echo(text, err=True)
     names = [sheet.name for sheet in experiment.sheets]
     ways = way if isinstance(way, Mapping) else dict.fromkeys(names, way)
-    measure(experiment, run, ways, lambda what, total: opts.progress(total, what))
+    measure(experiment, run, ways, lambda what, total: progress(total, what))
     came = report(experiment, run)
     if as_json:
         opts.print_json(came.content)
@@ -174,12 +175,12 @@ def _sittings(settings: Sequence[Setting], opens: Opens) -> list[Sitting]:
 
 @app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
-    asked: Questions,
+    asked: Annotated[Questions, Fields(questions=8)],
     verifiers: Annotated[
         str | None,
         opt(
             "Verifiers to compare, as in generate; 'none' is plain decoding.",
-            shown="none,token,block,gbv,otbv; of lookups, which are not drawn, none,otbv; "
+            shown="none,block,otbv; of lookups, which are not drawn, none,otbv; "
             "with --backend transformers, no verifier",
         ),
     ] = None,
@@ -209,7 +210,7 @@ def mt_bench(
     ] = (1.0,),
     *,
     base: Annotated[PlanChoices, Fields("draft_width")],
-    holding: Annotated[Holding, Fields("system", "max_tokens", "seed", repeats=3)],
+    holding: Annotated[Holding, Fields("system", "seed", max_tokens=64, repeats=1)],
     models: Annotated[Models, Fields(without=("trust_remote_code", "generation_config"))],
     out: Annotated[Path | None, opt("Folder; a run in it is resumed.", shown="runs/SET")] = None,
     plots: Annotated[bool, opt("Also draw pictures, into plots/ of it.", "--plots")] = False,
@@ -219,6 +220,11 @@ def mt_bench(
     Questions come from --data, otherwise from the folder named by EAGLEGBV_DATA, the local cache or
     the Hugging Face hub; --questions-set builtin is packaged. To continue an interrupted run, give
     the same command again.
+
+    \b
+    Examples:
+      eaglegbv bench mt-bench
+      eaglegbv bench mt-bench --questions 80 --verifiers none,block,otbv --paths 1,3 --out runs/mt
     """
     if plots:
         pictures.check_matplotlib()
@@ -271,7 +277,7 @@ def mt_bench(
         packages = ("sglang",)
         sittings = _sittings(settings, partial(_sglang_engine, models, arguments))
     else:
-        sittings = [_in_turns(backend, models, settings, others)]
+        sittings = [_in_turns(backend, models, settings, others, questions, holding)]
     folder = out or Path("runs") / questions.suite
     shown = {"packages": packages, "plots": plots}
     _converse("mt-bench", questions, settings, sittings, holding, setup, place, folder, **shown)
@@ -291,7 +297,7 @@ def _template(models: Models) -> str:
 
 def _verifiers(backend: BackendName, text: str | None, models: Models) -> list[str]:
     if backend is not BackendName.TRANSFORMERS:
-        usual = "none,otbv" if models.drafter == LOOKUP else "none,token,block,gbv,otbv"
+        usual = "none,otbv" if models.drafter == LOOKUP else "none,block,otbv"
         return opts.verifier_names(usual if text is None else text)
     if text is not None:
         raise InvalidArgument("verifiers", text, f"no one with --backend {backend}")
@@ -322,7 +328,12 @@ def _baselines(
 
 
 def _in_turns(
-    backend: BackendName, models: Models, settings: Sequence[Setting], baselines: Sequence[str]
+    backend: BackendName,
+    models: Models,
+    settings: Sequence[Setting],
+    baselines: Sequence[str],
+    questions: QuestionSet,
+    holding: Holding,
 ) -> Sitting:
     """Load what answers in all settings, which take turns."""
     answering: dict[str, Generate] = {}
@@ -337,7 +348,11 @@ def _in_turns(
     if backend is BackendName.LOCAL:
         plans = (setting.plan for setting in settings)
         drafting = next((plan for plan in plans if plan.speculative), PLAIN)
-        answering[""] = models.load(drafting, opts.UNCACHED).generate
+        llm = models.load(drafting, opts.UNCACHED)
+        answering[""] = llm.generate
+        turns = [turn for question in questions.questions for turn in question.turns]
+        tokens = len(turns) * len(settings) * holding.repeats * holding.max_tokens
+        opts.print_expected(llm, tokens, [messages(turns[0])])
     first = next(iter(answering.values()))
     return Sitting(tuple(settings), lambda: nullcontext(answering.get("", first)), answering)
 
@@ -389,6 +404,11 @@ def served(
 
     Other options are passed on to SGLang. SGLang's own EAGLE drafts trees with the same head and
     the same number of nodes. To continue an interrupted run, give the same command again.
+
+    \b
+    Examples:
+      eaglegbv bench served --model MODEL --drafter HEAD --tp 2
+      eaglegbv bench served --temperature 0,1 --eagle 0,1 --at-once 12
     """
     from eaglegbv.backends.sglang.ready import check_ready
 
@@ -458,6 +478,11 @@ def drafters(
     Acceptance length is tokens per verification, pooled. Its 95% interval, and that of the ratio to
     the first drafter, is over questions. 'd or more' is the share of forwards that accept at least
     d tokens; these shares add up to the length, but for the token that every forward adds.
+
+    \b
+    Examples:
+      eaglegbv bench drafters --drafter eagle3 --drafter eagle1
+      eaglegbv bench drafters --drafter old=runs/old --drafter new=runs/new --questions 24
     """
     plans = [chosen_plan(replace(tree, paths=count)) for count in paths]
     questions = asked.load()
@@ -504,6 +529,11 @@ def study(
     Sampled trees (K paths, otbv) are compared with mixtures of two best-first fixed trees
     (target_only) of the same mean number of nodes, at places of plainly decoded texts. Draws a
     picture (matplotlib comes with '.[bench]') into --out; with --shapes there is none.
+
+    \b
+    Examples:
+      eaglegbv bench study --questions 24
+      eaglegbv bench study --shapes 3x2x2x1,eagle1 --drafter eagle3
     """
     if not settings.shapes:
         pictures.check_matplotlib()
@@ -555,6 +585,11 @@ def paper(
     Other models give other figures, but directions may be compared: those of the paper are computed
     from its own figures. Measurements are saved as they come: the same command continues where an
     earlier one stopped. 'synthetic' is no paper, but rules on trees of made logits.
+
+    \b
+    Examples:
+      eaglegbv bench paper gbv --list
+      eaglegbv bench paper bv --table 1 --model MODEL --drafter HEAD
     """
     tables = entries("table", table, str) if table else None
     if name == "synthetic":
@@ -620,6 +655,11 @@ def solvers(
     Times are medians of processor time to the selected draft. A solver succeeds if it is in time
     and its bound on the lost acceptance is within 1e-3; docs/inside/solvers.md has the columns.
     By default the standard sizes are measured; with --vocab and --drafts, all pairs of theirs.
+
+    \b
+    Examples:
+      eaglegbv bench solvers
+      eaglegbv bench solvers --vocab 1000 --drafts 2,3 --width all,64
     """
     if (vocab is None) != (drafts is None):
         raise InvalidArgument("drafts", drafts, "given with --vocab, and neither without the other")
@@ -638,7 +678,7 @@ def solvers(
 
 @app.command(short_help="Time ways to generate side by side, by batch.")
 def batch(
-    grid: Annotated[calls.Grid, Fields(prompts=8)],
+    grid: Annotated[calls.Grid, Fields(batches=(1, 4), tokens=32, repeats=1, prompts=8)],
     ways: Annotated[
         str,
         opt(
@@ -670,6 +710,11 @@ def batch(
     Plain decoding is always among them. All answers have the same length. Ratios are computed
     within each repeat before the median. Where --acceptance-length is told, as with --shape, whose
     weights are random, verifiers are named after it, such as otbv~3.5.
+
+    \b
+    Examples:
+      eaglegbv bench batch
+      eaglegbv bench batch --batches 1,4,16 --ways auto,3x4,none --explain
     """
     # Check before loading models, which may take minutes.
     opts.check_verifier(verifier)
@@ -708,6 +753,11 @@ def batch(
         what["suite"] = asked.questions_set
     library = cache(partial(_library, models))
     callers = [_caller(plain, drafting, library, name, plan) for name, plan in plans.items()]
+    if isinstance(plain, LLM):
+        answers = sum(count * grid.calls(count) for count in grid.batches) * len(plans)
+        loads = len(grid.temperature) * len(grid.contexts) * grid.repeats
+        longest = make_prompts(texts, 1, max(grid.contexts))
+        opts.print_expected(plain, answers * loads * grid.tokens, longest)
     setup = {
         **what,
         "verifier": verifier,
@@ -824,6 +874,11 @@ def step(
     The floor is the time of the products with weights alone. Random weights, and random prompts,
     accept little, but times do not depend on that. A setting that fails is reported, and the others
     are timed. Exit status 1 if any failed.
+
+    \b
+    Examples:
+      eaglegbv bench step
+      eaglegbv bench step --model MODEL --drafter HEAD --plans 3x4,block:1x4,none --batches 1,4
     """
     made = _shape(shape, sizes)
     opts.check_verifier(verifier)
@@ -888,6 +943,11 @@ def endpoint(
 
     With each number of clients, every client asks one question that is not counted and then
     --each that are, one after another.
+
+    \b
+    Examples:
+      eaglegbv bench endpoint http://127.0.0.1:8000
+      eaglegbv bench endpoint http://127.0.0.1:8000 --clients 1,8,32 --max-tokens 64
     """
     chosen = asked.load()
     conversations = [messages(question.turns[0]) for question in chosen.questions]
@@ -919,6 +979,11 @@ def compare(
     Two runs are compared in the settings that both have, or in --setting-a of A and --setting-b of
     B; two settings of one run need both options. Speeds of two runs were measured at different
     times, which no interval covers: compare speeds within a run if they matter.
+
+    \b
+    Examples:
+      eaglegbv bench compare runs/before runs/after
+      eaglegbv bench compare runs/mt-bench --setting-a "gbv 3x4" --setting-b "otbv 3x4"
     """
     if b is None and (setting_a is None or setting_b is None):
         raise InvalidArgument("b", None, "another run, or --setting-a and --setting-b of this one")
@@ -945,6 +1010,11 @@ def plot(
     """Draw a run, as its experiment is drawn, as PNG and SVG.
 
     Needs matplotlib: pip install -e '.[bench]' in a checkout.
+
+    \b
+    Examples:
+      eaglegbv bench plot runs/mt-bench
+      eaglegbv bench plot docs/results/mt-bench.json --out plots
     """
     pictures.check_matplotlib()
     kept = page.Kept.of(run.stem, Run.read(run))
@@ -972,6 +1042,11 @@ def results(
 
     Each run has a page of its own, with all tables, in the folder. The same files give the same
     pages.
+
+    \b
+    Examples:
+      eaglegbv bench results docs/results
+      eaglegbv bench results docs/results --add mt-bench=runs/mt-bench
     """
     pictures.check_matplotlib()
     for entry in add or ():

@@ -15,6 +15,7 @@ from eaglegbv.cli import options as opts
 from eaglegbv.cli.answers import Messages, answer, messages, print_text, request_params
 from eaglegbv.cli.options import Models, opt
 from eaglegbv.cli.structs import Fields
+from eaglegbv.cli.terminal import has_colours, print_note, styled
 from eaglegbv.config import PlanChoices
 from eaglegbv.errors import EagleGBVError
 from eaglegbv.sampling_params import SamplingParams
@@ -56,17 +57,17 @@ class DraftColours:
         """Print the steps since the last piece of an answer."""
         while not self._trees.empty():
             text = self._coloured(self._trees.get())
-            typer.echo(text, nl=False, color=opts.has_colours())
+            typer.echo(text, nl=False, color=has_colours())
         if delta.completion is not None:
             typer.echo()
 
     def _coloured(self, tree: "TreeRecord") -> str:
         texts = self._texts.of_committed(tree)
         count = len(tree.accepted)
-        accepted = opts.styled("".join(texts[:count]), **ACCEPTED)
+        accepted = styled("".join(texts[:count]), **ACCEPTED)
         rejected = ""
-        if opts.has_colours() and len(texts) > count:
-            rejected = opts.styled("".join(self._rejected(tree)), **REJECTED)
+        if has_colours() and len(texts) > count:
+            rejected = styled("".join(self._rejected(tree)), **REJECTED)
         return accepted + rejected + "".join(texts[count:])
 
     def _rejected(self, tree: "TreeRecord") -> Iterator[str]:
@@ -78,8 +79,8 @@ class DraftColours:
 
 def legend() -> str:
     """Return what the colours say."""
-    accepted = opts.styled("drafted and accepted", **ACCEPTED)
-    return f"{accepted}, {opts.styled('rejected', **REJECTED)}, the model's own"
+    accepted = styled("drafted and accepted", **ACCEPTED)
+    return f"{accepted}, {styled('rejected', **REJECTED)}, the model's own"
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Conversation:
         reply = {"role": "assistant", "content": shown.completion.text}
         self.said += [*first, reply]
         if not self.quiet:
-            opts.print_note(f"[{shown.footer(self.llm.plan)}]")
+            print_note(f"[{shown.footer(self.llm.plan)}]")
 
 
 def help_text() -> str:
@@ -159,11 +160,10 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal; answers come as they are written.
 
+    \b
     Examples:
-
-    eaglegbv chat
-
-    eaglegbv chat MODEL --drafter HEAD --show-drafts
+      eaglegbv chat
+      eaglegbv chat MODEL --drafter HEAD --show-drafts
     """
     SamplingParams(**sampling)  # what is wrong is found before minutes go by with loading
     planning = opts.planning_of(plan)

@@ -13,6 +13,7 @@ from eaglegbv.cli.answers import INTERRUPTED, answer, messages
 from eaglegbv.cli.chat import DraftColours, legend
 from eaglegbv.cli.options import opt
 from eaglegbv.cli.structs import Fields
+from eaglegbv.cli.terminal import has_colours, print_note, progress, styled
 from eaglegbv.config import AUTO, PLAIN
 from eaglegbv.eval.baselines import PLAIN as TRANSFORMERS
 from eaglegbv.eval.baselines import Library, baseline
@@ -67,6 +68,11 @@ def demo(
 
     Ctrl-C ends it with what was measured so far. The default plan is timed after its first answer,
     when the engine knows what steps cost.
+
+    \b
+    Examples:
+      eaglegbv demo
+      eaglegbv demo --model MODEL --questions 16
     """
     chosen = load_questions("builtin").first(questions)
     llm = models.load(AUTO, opts.UNCACHED)
@@ -90,7 +96,7 @@ def demo(
     observed: list[Observation] = []
     start = time.perf_counter()
     try:
-        with opts.progress(len(WAYS) * questions, "answer") as bar:
+        with progress(len(WAYS) * questions, "answer") as bar:
             for one in measure(llm, prompts, grid):
                 observed.append(one)
                 bar.update()
@@ -109,12 +115,12 @@ def demo(
 
 def _show(llm: LLM, prompt: str, params: SamplingParams) -> None:
     colours = DraftColours(llm)
-    if opts.has_colours():
+    if has_colours():
         typer.echo(f"({legend()})")
     llm.observe(colours, trees=True)
     shown = answer(llm, messages(prompt), params, colours.show)
     llm.unobserve(colours)
-    opts.print_note(f"[{shown.footer(llm.plan)}]")
+    print_note(f"[{shown.footer(llm.plan)}]")
     if shown.completion.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -136,7 +142,7 @@ def measure(llm: LLM, prompts: Prompts, grid: Grid) -> Iterator[Observation]:
 def _report(observed: Sequence[Observation]) -> None:
     if observed:
         typer.echo(plain_text(demo_table(observed)))
-        typer.echo(opts.styled(conclusion(observed), bold=True))
+        typer.echo(styled(conclusion(observed), bold=True))
 
 
 def demo_table(observed: Sequence[Observation]) -> list[list[str]]:

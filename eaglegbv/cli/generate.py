@@ -1,7 +1,5 @@
-"""``eaglegbv generate``: answer one prompt; ``serve``: SGLang's server with our drafts."""
+"""``eaglegbv generate``: answer one prompt."""
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +20,11 @@ from eaglegbv.cli.answers import (
     print_text,
     request_params,
 )
-from eaglegbv.cli.options import Models, opt
+from eaglegbv.cli.options import Models
 from eaglegbv.cli.structs import Fields
+from eaglegbv.cli.terminal import print_note
 from eaglegbv.config import EngineConfig, Plan, PlanChoices
-from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -151,6 +150,11 @@ def generate(
     Ctrl-C ends the answer: the text so far stays, with its figures. A seed reproduces a text.
     Where --verifier, --paths, --depth, --widths or --draft-sampling is given, the seed of a text
     without one is printed.
+
+    \b
+    Examples:
+      eaglegbv generate "Why is the sky blue?"
+      eaglegbv generate "Name three fruits." -m MODEL --drafter HEAD -t 0.7 -n 64
     """
     request = prompt.joined(words).read()
     output.check()
@@ -176,7 +180,7 @@ def generate(
             typer.echo(completion.text)
         if not (output.json or output.quiet):
             repeats = f", --seed {params.seed} repeats it" if seeded and not params.greedy else ""
-            opts.print_note(f"[{shown.footer(planning)}{repeats}]")
+            print_note(f"[{shown.footer(planning)}{repeats}]")
     if completion.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -186,85 +190,3 @@ def _facts(llm: "LLM", completion: "Completion", seconds: float) -> dict[str, ob
     for name in ("block_efficiency", "acceptance_length", "acceptance_by_depth", "decode_seconds"):
         facts["metrics"][name] = getattr(metrics, name)
     return {**facts, "plan": llm.plan, "seconds": seconds}
-
-
-_DRAFTING = ("verifier", "paths", "depth", "draft_width", "draft_temperature", "widths")
-
-
-def serve(
-    context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(help="Folder or hub name of the target; or tiny, or smollm2.")
-    ],
-    models: Annotated[Models, Fields("drafter")],
-    choices: Annotated[PlanChoices, Fields(*_DRAFTING)],
-    seed: Annotated[
-        int | None,
-        opt(
-            "Seed from which requests without one derive theirs; by default another at each start."
-        ),
-    ] = None,
-    backend: Annotated[
-        str, opt("sglang; or local, this package's engine: see 'serve --backend local --help'.")
-    ] = "sglang",
-    plans: Annotated[
-        str | None,
-        opt(
-            "Plans to choose among by load, such as 6x6,4x6,3x4,1x4,none.",
-            shown="auto, those; one with --paths or --depth, or a rule of one path or with state",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, opt("Check all that needs no accelerator, print the command and stop.", "--dry-run")
-    ] = False,
-) -> None:
-    """Serve MODEL with SGLang; other options (--port, --tp, ...) are passed on to SGLang."""
-    if backend != "sglang":  # main() has the local one served by a command of its own
-        raise InvalidArgument("backend", backend, one_of(("local", "sglang"), backend))
-    from eaglegbv.backends.sglang.ready import check_ready
-
-    check_ready(context.args, accelerator=not dry_run)
-    from eaglegbv.backends.sglang.launch import launch
-    from eaglegbv.backends.sglang.server_args import check_command
-    from eaglegbv.backends.sglang.settings import Settings, takes_plans
-    from eaglegbv.loading import named_models
-    from eaglegbv.verifiers.registry import chosen_plan
-
-    given = {*opts.given_options(context)}
-    fixed = bool(given & {"paths", "depth", "widths"})
-    if plans and fixed:
-        raise InvalidArgument("plans", plans, "no --paths and --depth beside them")
-    verifier = choices.verifier or Plan().verifier
-    if plans is None:
-        plans = "auto" if not fixed and takes_plans(verifier) else ""
-    settings = Settings(
-        verifier=verifier,
-        plans=plans,
-        draft_width=choices.draft_width,
-        draft_temperature=choices.draft_temperature,
-        seed=seed,
-    )
-    plan = chosen_plan(choices)
-    if plan.widths:
-        expected = "such as 3x1x1x1: SGLang's trees are K paths of equal length"
-        raise InvalidArgument("widths", plan.widths, expected)
-    pair = named_models(model, models.drafter)
-    if pair.drafter is None:
-        for name in opts.given_options(context):
-            if name in _DRAFTING:
-                raise InvalidArgument("drafter", None, f"an EAGLE head, for {name}")
-    start = launch(
-        pair.target,
-        pair.drafter,
-        paths=plan.paths,
-        depth=plan.depth,
-        settings=settings,
-        others=context.args,
-    )
-    if dry_run:
-        check_command(start)
-        variables = (f"{name}='{value}'" for name, value in start.environment.items())
-        typer.echo(" ".join([*variables, *start.command]))
-        return
-    sys.stdout.flush()
-    os.execve(start.command[0], start.command, os.environ | start.environment)

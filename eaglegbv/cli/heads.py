@@ -22,7 +22,13 @@ _TARGET = "Folder or hub name of the target; smollm2; or tiny, the packaged one.
 
 
 def inspect(drafter: Head, target: Annotated[str | None, opt(_TARGET)] = None) -> None:
-    """Print what a head's files contain, check them, and warn where engines disagree about them."""
+    """Print what a head's files contain, check them, and warn where engines disagree about them.
+
+    \b
+    Examples:
+      eaglegbv inspect eagle3 --target tiny
+      eaglegbv inspect yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct
+    """
     from eaglegbv.drafters.checkpoint import fit, inspect_head
     from eaglegbv.models.hf import load_config
     from eaglegbv.models.native import unknown_of
@@ -46,7 +52,13 @@ def export(
         opt(f"{_TARGET} The head is checked against it; the speculators format takes its table."),
     ] = None,
 ) -> None:
-    """Write a head in another format, with all weights unchanged."""
+    """Write a head in another format, with all weights unchanged.
+
+    \b
+    Examples:
+      eaglegbv export eagle3 FOLDER --format sglang
+      eaglegbv export HEAD FOLDER --format speculators --target MODEL
+    """
     from eaglegbv.drafters.checkpoint import export_head, fit
     from eaglegbv.models.hf import load_config
 
@@ -68,6 +80,11 @@ def convert(
 
     It needs the packages gguf and accelerate. With --model FILE.gguf the same is done once, in the
     user's cache.
+
+    \b
+    Examples:
+      eaglegbv convert model.gguf FOLDER
+      eaglegbv generate "Hello." --model model.gguf
     """
     from eaglegbv import gguf
 

@@ -1,6 +1,5 @@
 """The ``eaglegbv`` command."""
 
-import argparse
 import codecs
 import json
 import logging
@@ -14,7 +13,7 @@ from typing import Annotated
 import typer
 
 import eaglegbv
-from eaglegbv.cli import chat, generate, heads
+from eaglegbv.cli import chat, generate, heads, serve
 from eaglegbv.cli.options import PASSED_ON, make_app
 from eaglegbv.errors import EagleGBVError
 
@@ -30,9 +29,9 @@ app.command(short_help="Talk with a model.")(chat.chat)
 app.command(short_help="Print what a head's files say, and check them.")(heads.inspect)
 app.command()(heads.export)
 app.command(short_help="Write the model in a GGUF file as a transformers folder.")(heads.convert)
-app.command(
-    short_help="Serve a model by SGLang, with our drafts and verifiers.", context_settings=PASSED_ON
-)(generate.serve)
+app.command(cls=serve.Serve, short_help="Serve a model over HTTP.", context_settings=PASSED_ON)(
+    serve.serve
+)
 
 
 def _add(name: str, place: str, text: str) -> None:
@@ -100,14 +99,7 @@ def _logging_shown() -> Iterator[None]:
 
 
 def _command(words: list[str]) -> tuple[typer.Typer, list[str]]:
-    """Return the application of a command line, and its arguments.
-
-    A server of the package's own engine has other options than one of SGLang's.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--backend")
-    if words[:1] == ["serve"] and parser.parse_known_args(words)[0].backend == "local":
-        return import_module("eaglegbv.cli.serve_local").app, words[1:]
+    """Return the application of a command line, and its arguments."""
     if words[:2] == ["audit", "served"]:  # it needs no model, so not torch either
         return import_module("eaglegbv.cli.audit_served").app, words[2:]
     return app, words

@@ -5,35 +5,36 @@ Only functions import torch here, and only when they are called: help is printed
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from tqdm import tqdm
 from typer.models import OptionInfo
 
 from eaglegbv.cli.structs import NAMES, App, entries
-from eaglegbv.config import AutoPlan, EngineConfig, PlanChoices
+from eaglegbv.cli.terminal import print_note
+from eaglegbv.config import PLAIN, AutoPlan, EngineConfig, PlanChoices
 from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from eaglegbv.config import Planning
     from eaglegbv.eval.questions import QuestionSet
     from eaglegbv.llm import LLM
     from eaglegbv.loading import NamedModels
+    from eaglegbv.text import Prompt
 
+TRIAL_TOKENS = 16  # of an answer that is timed to say how long others take
 LOOKUP = "ngram"  # the drafter of a model for which none is named
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 UNCACHED = EngineConfig(prefix_cache=False)
 """For measurements: every way answers the same prompts, and must read them itself."""
 _log = logging.getLogger(__name__)
-LINE_SECONDS = 10.0  # seconds between two lines of progress where there is no terminal for a bar
 
 
 def opt(text: str, *names: str, shown: bool | str = True) -> OptionInfo:
@@ -47,7 +48,7 @@ def make_app(text: str | None = None) -> App:
     return App(
         no_args_is_help=text is not None,
         add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # it would take brackets, as in .[bench], for markup
         help=text,
@@ -126,7 +127,7 @@ class Questions:
     """The questions that a command asks.
 
     Attributes:
-        questions: Questions, spread evenly over the set; by default all.
+        questions: How many, spread evenly over the set; all where there is no default.
         questions_set: Set of questions: mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm,
             mbpp, dolly, eagle-gsm8k, eagle-humaneval or builtin; or a file of JSON lines.
         category: Categories of the set, such as translation,summarization; by default all.
@@ -139,13 +140,22 @@ class Questions:
     data: Path | None = None
 
     def load(self) -> "QuestionSet":
-        """Read them."""
+        """Read them; offline, in place of MT-Bench's the packaged ones, which a line says."""
         from eaglegbv.eval.questions import load_questions
 
-        found = load_questions(self.questions_set, self.data)
+        known = load_questions("builtin")
+        count = self.questions
+        try:
+            known = load_questions(self.questions_set, self.data)
+        except InvalidArgument as error:
+            away = error.argument == "questions-set" and self.questions_set == "mt-bench"
+            if not away or self.data is not None:
+                raise
+            print_note(f"{error}; the packaged questions are asked instead")
+            count = min(count or len(known.questions), len(known.questions))
         if self.category is not None:
-            found = found.only(entries("category", self.category, str))
-        return found.first(self.questions)
+            known = known.only(entries("category", self.category, str))
+        return known.first(count)
 
 
 # What the texts of options mean.
@@ -207,20 +217,14 @@ def check_out(path: Path | None, option: str = "out") -> None:
 # How commands report.
 
 
-def has_colours(*, err: bool = False) -> bool:
-    """Whether standard output, or standard error, is a terminal whose user wants colours."""
-    stream = sys.stderr if err else sys.stdout
-    return stream.isatty() and not os.environ.get("NO_COLOR")
-
-
-def styled(text: str, *, err: bool = False, **how: Any) -> str:  # noqa: ANN401
-    """Return ``text`` in a style (see :func:`click.style`) where there are colours."""
-    return typer.style(text, **how) if text and has_colours(err=err) else text
-
-
-def print_note(text: str) -> None:
-    """Print a line beside the results, dim in a terminal, on standard error."""
-    typer.echo(styled(text, err=True, dim=True), err=True)
+def print_expected(llm: "LLM", tokens: int, prompts: "Sequence[Prompt]") -> None:
+    """Say how long about so many tokens take, by a trial of plain decoding that is not counted."""
+    params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
+    llm.generate(prompts[0], params, plan=PLAIN)  # raises if it is wrong; first forwards are slower
+    start = time.perf_counter()
+    llm.generate([*prompts], params, plan=PLAIN)
+    rate = len(prompts) * TRIAL_TOKENS / (time.perf_counter() - start)
+    print_note(f"up to {tokens:,} tokens: about {tokens / rate:,.0f} s at plain decoding's speed")
 
 
 @contextmanager
@@ -277,36 +281,3 @@ def print_broken(errors: Mapping[str, int]) -> None:
     broken = ", ".join(f"{name}: {count}" for name, count in errors.items() if count)
     if broken:
         typer.echo(f"conversations that broke off, counted in no figure: {broken}", err=True)
-
-
-class Progress:
-    """A bar on standard error; where that is no terminal, a line every :data:`LINE_SECONDS`."""
-
-    def __init__(self, bar: "tqdm[NoReturn]", total: int, unit: str, what: str, done: int) -> None:
-        self._bar, self._total, self._unit, self._what = bar, total, unit, what
-        self._begun = self._told = time.monotonic()
-        self._first = self._done = done
-
-    def update(self, count: int = 1, note: str = "") -> None:
-        """Count units that are done; ``note`` says what was last done, or how it went."""
-        if note:
-            self._bar.set_postfix_str(note, refresh=False)
-        self._bar.update(count)
-        self._done += count
-        now = time.monotonic()
-        if self._bar.disable and now - self._told >= LINE_SECONDS:
-            self._told = now
-            rest = (now - self._begun) / (self._done - self._first) * (self._total - self._done)
-            about = f"{self._done}/{self._total} {self._unit}s, about {rest:.0f} s to go"
-            typer.echo("; ".join(filter(None, (self._what, about, note))), err=True)
-
-
-@contextmanager
-def progress(
-    total: int, unit: str, what: str = "", *, done: int = 0, leave: bool = True
-) -> Iterator[Progress]:
-    """Show how many of ``total`` units are done within this context; ``what`` they are for."""
-    with tqdm(
-        total=total, initial=done, desc=what, unit=unit, leave=leave, file=sys.stderr, disable=None
-    ) as bar:
-        yield Progress(bar, total, unit, what, done)

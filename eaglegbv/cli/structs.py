@@ -30,9 +30,10 @@ from typing import (
 
 import msgspec
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.models import ParameterInfo
 
+from eaglegbv.cli.terminal import styled
 from eaglegbv.errors import EagleGBVError, InvalidArgument, one_of, shown
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -97,12 +98,12 @@ class Fields:
             if field.name in self._without or field.name in options:
                 continue
             if self._only is None or field.name in self._only:
-                options[field.name] = self._option(field)
+                options[field.name] = self._option(field, _title(struct))
         if unknown:
             raise TypeError(f"{struct.__name__} has no field {', '.join(sorted(unknown))}")
         return options
 
-    def _option(self, field: "Field") -> "Option":
+    def _option(self, field: "Field", group: str) -> "Option":
         shown: str | bool = True
         default = self._defaults.get(field.name, field.default)
         if self.of is not None and field.name not in self._defaults:
@@ -112,7 +113,7 @@ class Fields:
         names = [*NAMES.get(field.name, ())]
         if not names and field.default is False:  # there is no --no-NAME
             names = [f"--{field.name.replace('_', '-')}"]
-        note = typer.Option(*names, help=field.text, show_default=shown)
+        note = typer.Option(*names, help=field.text, show_default=shown, rich_help_panel=group)
         return Option.of(field.name, field.kind, default, note)
 
     def make(self, struct: type[Any], names: Collection[str], values: Mapping[str, Any]) -> object:
@@ -141,6 +142,8 @@ class Option(NamedTuple):
         if kind in NUMBERS:
             notes = tuple(_named(note, f"<{kind.__name__}>") for note in notes)
             shown = str(shown) if isinstance(shown, int | float) else shown
+        elif is_choice(kind):
+            notes = tuple(_named(note, "|".join(kind)) for note in notes)
         if shown is None:
             taken = taken | None
         noted: Any = Annotated[taken, *notes]
@@ -174,6 +177,16 @@ def is_struct(kind: object) -> bool:
     return issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind)
 
 
+def is_choice(kind: object) -> bool:
+    """Whether a type is an enumeration of names, one of which an option has."""
+    return isinstance(kind, type) and issubclass(kind, StrEnum)
+
+
+def _title(struct: type[Any]) -> str:
+    """Return what help calls the options of a struct: its name, in words."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", struct.__name__).capitalize()
+
+
 def _made(struct: type[Any], values: Mapping[str, Any]) -> object:
     """Return a struct with those of the values that are its fields'."""
     made = {}
@@ -201,7 +214,7 @@ def documented_fields(struct: type[Any]) -> dict[str, str]:
 
 def reading_of(kind: Any) -> tuple[Any, Reading]:  # noqa: ANN401  a type
     """Return the type that typer reads for a field's, and what makes the field's value of that."""
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
+    if is_choice(kind):
         members = kind
         return str, lambda name, value: member(name, value, members)
     if get_origin(kind) in (tuple, list, Sequence):
@@ -307,6 +320,33 @@ def with_options(command: Callable[..., object]) -> Callable[..., object]:
     return run
 
 
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options in groups, each under a heading."""
+
+    def group(self, option: TyperOption) -> str:
+        """Return the heading of an option's group, by default its struct's."""
+        return option.rich_help_panel or "Options"
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401  click's
+        """Write the groups."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx)
+            if row is not None:
+                groups.setdefault(heading_of(self, param), []).append(row)
+        for heading, rows in groups.items():
+            if rows:
+                with formatter.section(styled(heading, bold=True)):
+                    formatter.write_dl(rows)
+
+
+def heading_of(command: object, param: Any) -> str:  # noqa: ANN401  click's
+    """Return the heading under which help has an argument or an option."""
+    if isinstance(command, GroupedCommand) and isinstance(param, TyperOption):
+        return command.group(param)
+    return "Arguments" if param.param_type_name == "argument" else "Options"
+
+
 class App(typer.Typer):
     """An application whose commands take structs; see :class:`typer.Typer`."""
 
@@ -321,6 +361,7 @@ class App(typer.Typer):
 
     def command(self, *names: Any, **how: Any) -> Callable[[Command], Command]:  # noqa: ANN401
         """Return a decorator that adds a command."""
+        how.setdefault("cls", GroupedCommand)
         return _expanding(super().command(*names, **how))
 
     def callback(self, *names: Any, **how: Any) -> Callable[[Command], Command]:  # noqa: ANN401

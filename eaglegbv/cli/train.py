@@ -104,7 +104,13 @@ def eagle(
     validate_paths: ValidatePaths = 3,
     resume: Resume = False,
 ) -> None:
-    """Train an EAGLE head for a target."""
+    """Train an EAGLE head for a target.
+
+    \b
+    Examples:
+      eaglegbv train eagle --target smollm2 --data answers.jsonl --out head --preset quick --dry-run
+      eaglegbv train eagle --target smollm2 --data answers.jsonl --out head --preset good --resume
+    """
     del preset  # its settings are other options' defaults by now
     _train(target, config, dry_run, validate_tokens, validate_paths, resume)
 

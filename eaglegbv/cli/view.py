@@ -17,7 +17,13 @@ def view(
     path: Annotated[Path, typer.Argument(help="Folder or file of a run, or a trace of generate.")],
     out: Annotated[Path | None, opt("Page to write.", shown="beside it, .html")] = None,
 ) -> None:
-    """Write one HTML page with the charts of a run or a trace; it needs no server or network."""
+    """Write one HTML page with the charts of a run or a trace; it needs no server or network.
+
+    \b
+    Examples:
+      eaglegbv view runs/mt-bench
+      eaglegbv view trace.json --out trace.html
+    """
     text = page_of(path)
     target = out or (path / "view.html" if path.is_dir() else path.with_suffix(".html"))
     try:

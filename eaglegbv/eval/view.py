@@ -3,7 +3,7 @@
 import html
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +22,7 @@ from eaglegbv.eval.figures import (
     position_figures,
 )
 from eaglegbv.eval.observations import Observation, Run
+from eaglegbv.eval.questions import load_questions
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.tables import over_plain
 from eaglegbv.trace import PROMPT_TOKENS
@@ -105,8 +106,19 @@ def results_content(run: Run) -> Content:
         "facts": list(facts(run).items()),
         "definitions": {figure.name: figure.definition for figure in CONVERSATIONS},
         "settings": [_setting(sums, one) for one in settings if sums.has(one.name)],
+        "questions": _questions(run.head.setup),
         **_conversations(observations),
     }
+
+
+def _questions(setup: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Return the turns of a run's questions, if their file is here or packaged."""
+    origin = setup.get("origin", "")
+    packaged = origin == "package"
+    if not packaged and not Path(origin).is_file():
+        return {}
+    found = load_questions(setup["suite"], None if packaged else Path(origin))
+    return {question.id: question.turns for question in found.questions}
 
 
 def _setting(sums: Sums, setting: Setting) -> Content:

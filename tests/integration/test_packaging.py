@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import shutil
 import sys
 import tarfile
 import tomllib
@@ -12,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from support.cli import PAGES, process
+from support.release import PACKAGES, build, copy_source
 
 import eaglegbv
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("eaglegbv", "drafters", "verifiers", "scheduler")
-NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 IMPORT_ALL = """
 import importlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
@@ -54,20 +52,13 @@ def test_wheel_holds_every_module_and_asset_once(wheel):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout that is called like the package."""
-    source = tmp_path_factory.mktemp("source") / "eaglegbv"
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=NOT_SHIPPED)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    return source
+    return copy_source(tmp_path_factory.mktemp("source") / "eaglegbv")
 
 
 @pytest.fixture(scope="module")
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a source distribution and the wheel built from it."""
-    out = tmp_path_factory.mktemp("dist")
-    process(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
-    return out
+    return build(source, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")

@@ -36,14 +36,14 @@ def registered(pair: SGLangPair, tmp_path) -> SGLangPair:
 
 def test_a_dry_run_reads_the_targets_sizes(registered, capsys):
     words = ("--drafter", str(registered.eagle1), "--dry-run", "--device=cpu")
-    result = run(capsys, "serve", str(registered.target), *words)
+    result = run(capsys, "serve", str(registered.target), "--backend=sglang", *words)
     assert result.status == 0, result.err
     assert f"--model-path {registered.target} --speculative-algorithm EAGLEGBV " in result.out
     config = registered.target / "config.json"
     config.write_text(config.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
     assert (
         "target_hidden_size=64: expected the target's, 32"
-        in run(capsys, "serve", str(registered.target), *words).err
+        in run(capsys, "serve", str(registered.target), "--backend=sglang", *words).err
     )
 
 

@@ -199,7 +199,7 @@ import sys
 from eaglegbv.cli.main import main
 
 try:
-    main(["serve", "tiny"])
+    main(["serve", "tiny", "--backend", "sglang"])
 finally:
     assert not {"torch", "transformers", "sglang", "sgl_kernel"} & {*sys.modules}
 """
@@ -210,7 +210,7 @@ def test_a_missing_accelerator_is_one_line_before_anything_large_is_imported():
     result = subprocess.run(
         [sys.executable, "-c", MISSING], capture_output=True, text=True, check=False
     )
-    assert result.stderr.startswith("eaglegbv: device=None: expected an accelerator")
+    assert result.stderr.startswith("eaglegbv: no --device: expected an accelerator")
     assert "'eaglegbv serve MODEL --backend local'" in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.returncode == 2
@@ -235,8 +235,8 @@ def test_a_missing_accelerator_is_one_line_before_anything_large_is_imported():
 )
 def test_what_is_wrong_is_one_line_before_sglang_loads(capsys, monkeypatch, words, said):
     monkeypatch.setattr("os.execve", Mock(side_effect=AssertionError("SGLang would load")))
-    monkeypatch.setattr("eaglegbv.backends.sglang.ready._check_accelerator", lambda: None)
-    result = run(capsys, "serve", str(TINY_TARGET), *words.split())
+    monkeypatch.setattr("eaglegbv.backends.sglang.ready.accelerator_exists", lambda: True)
+    result = run(capsys, "serve", str(TINY_TARGET), "--backend", "sglang", *words.split())
     assert (result.status, result.out) == (2, "")
     assert said in result.err
     assert result.err.count("\n") == 1
@@ -245,7 +245,7 @@ def test_what_is_wrong_is_one_line_before_sglang_loads(capsys, monkeypatch, word
 @pytest.mark.usefixtures("installed")
 def test_packaged_models_are_served_with_their_heads(capsys, monkeypatch):
     monkeypatch.setattr("eaglegbv.loading.find_model", lambda name: TINY_TARGET)
-    words = shlex.split(run(capsys, "serve", "tiny", "--dry-run").out)
+    words = shlex.split(run(capsys, "serve", "tiny", "--backend", "sglang", "--dry-run").out)
     assert words[5:7] == [str(TINY_TARGET), "--speculative-algorithm"]
     assert "EAGLEGBV3" in words
     with pytest.raises(DrafterMismatch, match="vocab_size=49152"):  # this stands in for SmolLM2
@@ -267,7 +267,9 @@ def test_packaged_models_are_served_with_their_heads(capsys, monkeypatch):
 )
 def test_rounds_follow_the_load_unless_one_plan_is_asked_for(words, plans, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel", Mock())
-    start = shlex.split(run(capsys, "serve", "tiny", "--dry-run", *words.split()).out)
+    start = shlex.split(
+        run(capsys, "serve", "tiny", "--backend", "sglang", "--dry-run", *words.split()).out
+    )
     settings = Settings.from_environment(dict([start[0].split("=", maxsplit=1)]))
     paths = int(start[1 + start.index("--speculative-eagle-topk")])
     assert settings.plans == plans
@@ -351,7 +353,7 @@ def test_a_converted_head_has_its_targets_positions(saved_pair, tmp_path, monkey
     ],
 )
 def test_a_dry_run_checks_sglangs_options(capsys, words, said):
-    result = run(capsys, "serve", "tiny", "--dry-run", *words.split())
+    result = run(capsys, "serve", "tiny", "--backend", "sglang", "--dry-run", *words.split())
     assert (result.status, result.out) == (2, "")
     assert said in result.err
 

@@ -77,7 +77,8 @@ def serving_as_documented(target: Path, head: Path, *arguments: str, **flags: ob
     """Return the same command with no options but those that the stand-in needs, and these."""
     named = (STAND_IN_ARGUMENTS | flags).items()
     words = [f"--{name.replace('_', '-')}={value}" for name, value in named]
-    start = [sys.executable, "-m", "eaglegbv", "serve", str(target), f"--drafter={head}"]
+    start = [sys.executable, "-m", "eaglegbv", "serve", str(target), "--backend=sglang"]
+    start.append(f"--drafter={head}")
     return Launch([*start, *arguments, *words], cpu_environment())
 
 

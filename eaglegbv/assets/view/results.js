@@ -1,5 +1,10 @@
 // A benchmark run: its settings side by side, and what was said.
 function showResults(data) {
+  const known = data.settings.filter(s => s.acceptance_length !== null);
+  const best = known.reduce((most, s) =>
+    !most || s.acceptance_length.value > most.acceptance_length.value ? s : most, null);
+  if (best) headline(`${best.name} commits ${format(best.acceptance_length.value)} tokens a ` +
+    `forward, the most of ${counted(known.length, "setting")}`);
   byId("browser").before(byId("charts"));
   keepDrawn(() => drawResults(data));
   showConversations(data);
@@ -40,6 +45,11 @@ function showConversations(data) {
   const answers = element(browser, "div", { id: "answers" });
   const show = () => {
     answers.replaceChildren();
+    (data.questions[choice.value] ?? []).forEach((turn, number) => {
+      const box = element(answers, "div", { class: "text" });
+      element(box, "b", {}, `question, turn ${number + 1}: `);
+      box.append(turn);
+    });
     for (const one of data.conversations.filter(c => c.question === choice.value)) {
       one.turns.forEach((turn, number) => {
         const box = element(answers, "div", { class: "answer" });

@@ -1,8 +1,15 @@
 // A trace: a generation step by step, and the run as a whole.
 function showTrace(data) {
+  headline(`${counted(data.steps.reduce((sum, s) => sum + s.committed, 0), "token")} in ` +
+           `${counted(data.steps.length, "step")}` + (data.by_depth.length ? `: a step commits ` +
+           `${accepted(data.steps)} tokens on average` : ""));
   if (data.requests.length) showGenerations(data);
   else showSteps(data);
   keepDrawn(() => drawTrace(data));
+}
+function accepted(steps) {
+  const writing = steps.filter(s => s.args["drafted nodes"] > 0);
+  return (writing.reduce((sum, s) => sum + s.committed, 0) / (writing.length || 1)).toFixed(2);
 }
 function drawTrace(data) {
   if (data.by_depth.length)
@@ -21,6 +28,7 @@ function drawTrace(data) {
   rows("Where the time went", "milliseconds of all steps", entries.map(([name, value]) =>
     ({ name, label: format(value), parts: phaseParts({ [name]: value }) })));
 }
+const STEP_MILLISECONDS = 700;
 // Buttons, a slider and keys for whole numbers; `show` is called with each new one.
 function stepper(parent, show) {
   const bar = element(parent, "div", { class: "steps" });
@@ -32,6 +40,7 @@ function stepper(parent, show) {
                                          "aria-label": "step" });
   const on = button("on", "›", "step forward (right arrow)");
   const last = button("last", "›|", "last step (End)");
+  const play = button("play", "▶", "play (space)");
   const output = element(bar, "output", { id: "where", for: "step", "aria-live": "polite" });
   let most = 0;
   const go = to => {
@@ -43,6 +52,18 @@ function stepper(parent, show) {
     show(number);
   };
   const at = () => Number(slider.value);
+  let playing = 0;
+  const stop = () => {
+    clearInterval(playing);
+    playing = 0;
+    play.textContent = "▶";
+  };
+  play.addEventListener("click", () => {
+    if (playing) return stop();
+    if (at() === most) go(0);
+    play.textContent = "❚❚";
+    playing = setInterval(() => (at() === most ? stop() : go(at() + 1)), STEP_MILLISECONDS);
+  });
   const moves = { ArrowLeft: () => at() - 1, ArrowRight: () => at() + 1,
                   Home: () => 0, End: () => most };
   first.addEventListener("click", () => go(0));
@@ -57,6 +78,7 @@ function stepper(parent, show) {
     go(moves[event.key]());
   });
   return (count, at) => {
+    stop();
     most = Math.max(0, count - 1);
     slider.setAttribute("max", most);
     go(at);
@@ -86,6 +108,8 @@ function showGenerations(data) {
   const text = element(browser, "div", { class: "text", id: "text", tabindex: 0,
                                          "aria-label": "text so far" });
   const picture = element(browser, "div", { id: "tree" });
+  element(browser, "p", { class: "note hint" },
+    "The tree can be swiped sideways; a tap on a node shows its figures.");
   const detail = element(browser, "dl", { id: "detail" });
   // The first step that drafted says more than the prompt's own.
   const begin = () => {

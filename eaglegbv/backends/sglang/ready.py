@@ -31,20 +31,20 @@ def check_ready(
     device = device or read_options(others).device
     if device == "cpu":
         _check_cpu_kernels()
-    if accelerator and device is None:
-        _check_accelerator()
+    if accelerator and device is None and not accelerator_exists():
+        expected = f"an accelerator, and there is none here; {OWN_ENGINE}"
+        raise InvalidArgument("device", None, expected)
     check_version()
     check_plugin()
 
 
-def _check_accelerator() -> None:
-    if _drivers_exist():
-        import torch
+def accelerator_exists() -> bool:
+    """Return whether PyTorch finds an accelerator; where there is no driver it is not asked."""
+    if not _drivers_exist():
+        return False
+    import torch
 
-        if torch.accelerator.is_available():
-            return
-    expected = f"an accelerator, and there is none here; {OWN_ENGINE}"
-    raise InvalidArgument("device", None, expected)
+    return torch.accelerator.is_available()
 
 
 def _drivers_exist() -> bool:

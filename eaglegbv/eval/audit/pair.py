@@ -7,6 +7,7 @@ decoding by the same engine are compared with those of a rule: two samples, neit
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import msgspec
@@ -20,6 +21,7 @@ from eaglegbv.devices import dtype_name
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.audit import g_test
 from eaglegbv.eval.audit.exact import Judged
+from eaglegbv.eval.experiment import Bar
 from eaglegbv.llm import LLM
 from eaglegbv.models.hf import load_model
 from eaglegbv.request import FinishReason
@@ -27,6 +29,7 @@ from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.text import Completion, Prompt
 
 MOST_TEXTS = 20_000
+AT_ONCE = 256  # texts that one call writes, after which progress is shown
 MOST_CELLS = 256
 """Approximate upper limit on the cells compared: with more, small shifts are harder to see."""
 
@@ -65,7 +68,7 @@ def audit_pair(
     *,
     samples: int,
     exact: bool = True,
-    progress: bool = False,
+    bar: Bar | None = None,
 ) -> Iterator[PairResult]:
     """Generate the same few tokens many times by each plan; yield how they compare.
 
@@ -79,7 +82,7 @@ def audit_pair(
         plans: Fixed plans; no two texts have the same seed.
         samples: Number of texts to generate by each plan.
         exact: Compare with the exact distribution, in float32; otherwise with plain decoding.
-        progress: Whether to show progress bars.
+        bar: Shows how many texts of a plan are written.
 
     Raises:
         InvalidArgument: There are too many possible texts, or a setting does not fit.
@@ -92,9 +95,14 @@ def audit_pair(
 
     def drawn(plan: Plan, turn: int) -> list[Completion]:
         first = (params.seed or 0) + turn * samples
-        seeded = [msgspec.structs.replace(params, seed=first + i) for i in range(samples)]
-        asked = [ids[i % len(ids)] for i in range(samples)]
-        completions = llm.generate(asked, seeded, plan=plan, progress=progress)
+        completions: list[Completion] = []
+        with nullcontext() if bar is None else bar("text", samples) as shown:
+            for start in range(0, samples, AT_ONCE):
+                numbers = range(samples)[start : start + AT_ONCE]
+                seeded = [msgspec.structs.replace(params, seed=first + i) for i in numbers]
+                completions += llm.generate([ids[i % len(ids)] for i in numbers], seeded, plan=plan)
+                if shown is not None:
+                    shown.update(len(numbers))
         failed = next((c.error for c in completions if c.finish_reason is FinishReason.ERROR), None)
         if failed is not None:
             raise EagleGBVError(failed)

@@ -1,11 +1,14 @@
 """``eaglegbv audit``: what it prints, and its exit status."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from support.saved_pair import save_block_head
 
+from eaglegbv.cli import audit
+from eaglegbv.eval.tables import plain_text
 from eaglegbv.verifiers.registry import ALL_VERIFIERS, REFERENCES
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_verifier.py"
@@ -126,7 +129,9 @@ def test_pair(cli, pair):
     assert found["samples"] == 60
     assert found["cells"] > 1
     assert found["p_value"] >= found["rejects_below"]
-    assert result.err.splitlines() == ["60 texts of 2 tokens, against their exact distribution"]
+    first, expected = result.err.splitlines()
+    assert first == "60 texts of 2 tokens, against their exact distribution"
+    assert re.fullmatch(r"up to 120 tokens: about [\d,]+ s at plain decoding's speed", expected)
     table = cli("audit", "pair", *pair, *options[:-1]).out
     assert "detects: how far" in table
 
@@ -160,3 +165,18 @@ def test_pair_of_a_block_drafter(how, cli, saved_pair, tmp_path):
     for one in found:
         assert one["cells"] > 1
         assert one["p_value"] >= one["rejects_below"]
+
+
+def test_tables_fit_a_hundred_columns():
+    """Of the longest names, and what each kind of audit shows."""
+    longest = {"verifier": "global_resolution", "verdict": "NOT LOSSLESS"}
+    shared = {"block_efficiency": 2.25, "seconds": 3600.0}
+    exact = {"draft_sampling": "greedy", "paths": 16, "max_abs_error": 1e-16, "lp_optimum": 2.3}
+    sampled = {"draft_sampling": "greedy", "paths": 16, "widths": "3x2x2x1", "samples": 20_000}
+    sampled |= {"min_p_value": 1e-9, "detectable_shift": 0.1}
+    pair = {"samples": 20_000, "cells": 256, "statistic": 1234.5, "p_value": 1e-9}
+    for kind in (exact, sampled, pair | {"detectable_shift": 0.1}):
+        facts = longest | shared | kind
+        shown = {head: how for head, how in audit.COLUMNS.items() if how[0] in facts}
+        row = [format(facts[name], layout) for name, layout in shown.values()]
+        assert max(map(len, plain_text([list(shown), row]).splitlines())) <= 100

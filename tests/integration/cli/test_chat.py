@@ -80,7 +80,8 @@ def test_drafts_are_coloured_and_the_text_is_the_same(talk, monkeypatch):
     long = ("-n", "60")
     plain = talk("Hello", options=long).out
     assert talk("Hello", options=("--show-drafts", *long)).out == plain  # no terminal, no colours
-    monkeypatch.setattr("eaglegbv.cli.options.has_colours", lambda **_: True)
+    monkeypatch.setattr("eaglegbv.cli.chat.has_colours", lambda **_: True)
+    monkeypatch.setattr("eaglegbv.cli.terminal.has_colours", lambda **_: True)
     coloured = talk("Hello", options=("--show-drafts", *long)).out
     rejected = re.compile(r"\x1b\[31m\x1b\[9m(.*?)\x1b\[0m", re.DOTALL)
     assert rejected.search(coloured)
@@ -89,7 +90,8 @@ def test_drafts_are_coloured_and_the_text_is_the_same(talk, monkeypatch):
 
 
 def test_drafts_can_be_shown_from_some_message_on(talk, monkeypatch):
-    monkeypatch.setattr("eaglegbv.cli.options.has_colours", lambda **_: True)
+    monkeypatch.setattr("eaglegbv.cli.chat.has_colours", lambda **_: True)
+    monkeypatch.setattr("eaglegbv.cli.terminal.has_colours", lambda **_: True)
     result = talk("Hello", "/drafts", "/drafts", "Hello")
     assert not COLOURS.search(result.out)
     assert "drafts are not shown" in result.err

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from eaglegbv.cli import audit, bench, demo, main, serve_local, train, view
+from eaglegbv.cli import audit, bench, demo, main, train, view
 from eaglegbv.eval.observations import Run
 
 REVISION = "0" * 40
@@ -128,8 +128,6 @@ def test_every_option_that_the_pages_name_is_there(place, words):
     command = typer.main.get_command(apps.get(name, main.app))
     if name == "view":
         command = typer.main.get_command(view.app)
-    elif name == "serve" and "local" in rest:
-        command = typer.main.get_command(serve_local.app)
     elif name not in apps:
         rest = [name, *rest]
     while rest and rest[0] in getattr(command, "commands", {}):
