@@ -522,7 +522,8 @@ def _attended(
     everything = torch.cat((keys, own_keys.flatten(1, 2)), dim=1)
     contents = torch.cat((values, own_values.flatten(1, 2)), dim=1)
     attended = _attended_rows(q.flatten(1, 2), everything, contents, attn_mask=seen)
-    return attended.unflatten(1, (anchors, -1))
+    by_anchor: Tensor = attended.unflatten(1, (anchors, -1))
+    return by_anchor
 
 
 def _attended_rows(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:  # noqa: ANN401
