@@ -98,7 +98,7 @@ OURS: tuple[str, ...] = ("bin/python", "-m", "eaglegbv", "serve", "tiny")
 LOCAL: tuple[str, ...] = (*OURS, "--backend=local", "--port={port}")
 PLUGIN: tuple[str, ...] = (
     *OURS,
-    "--drafter=tiny",
+    "--drafter=eagle3",
     "--verifier=otbv",
     "--paths=3",
     "--depth=4",
