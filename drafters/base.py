@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment
+from eaglegbv.attention import Segment
 from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings
 from eaglegbv.drafters.host_drafting import DraftCall, NewRows, draft_trees

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment
+from eaglegbv.attention import Segment
 from eaglegbv.drafters.base import RowDrafter, RowSnapshot
 from eaglegbv.drafters.draft_probs import DraftProbs, ProbsSettings, replayed_probs
 from eaglegbv.drafters.host_drafting import DraftCall, DraftedRows, NewRows, draft_trees

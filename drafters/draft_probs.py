@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import first_true
-from eaglegbv.native import rows
+from eaglegbv.native.model import candidates, takes_rows
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp
 from eaglegbv.sampling_params import COLDEST, HOTTEST
@@ -45,8 +45,8 @@ def draft_probs(
     if width >= logits.shape[1]:
         ids = draft_to_target.expand(logits.shape)
         return DraftProbs(ids, warp(logits, settings).softmax(dim=1, dtype=torch.float64))
-    if rows.takes(logits, settings):
-        likely, probs = rows.candidates(logits, settings, width)
+    if takes_rows(logits, settings):
+        likely, probs = candidates(logits, settings, width)
         return DraftProbs(draft_to_target.take(likely), probs)
     likely = _most_likely(logits, width)
     probs = warp(logits.gather(1, likely), settings).softmax(dim=1, dtype=torch.float64)

@@ -4,7 +4,7 @@
 the rounding of sums. :func:`growing_paths` takes the one that the device runs.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +24,9 @@ def takes(plan: Plan, draft_sampling: DraftSampling, width: int, device: torch.d
     return independent and width <= WIDEST and runs_kernels(device)
 
 
-class PathGrowth(Protocol):
-    """Trees of independent paths in the making."""
-
-    def grow(self, logits: Tensor, settings: WarpSettings) -> Tensor:
-        """Draw a level; see :meth:`DrawnPaths.grow`."""
-
-    def finish(self) -> DraftTree:
-        """Return the trees, padded to the most nodes they can have."""
-
-
 def growing_paths(
     plan: Plan, roots: Tensor, uniforms: Tensor, *, width: int, draft_to_target: Tensor
-) -> PathGrowth:
+) -> "TensorPaths | DrawnPaths":
     """Start trees of independent paths; see :class:`DrawnPaths` for the arguments."""
     growth = DrawnPaths if takes(plan, DraftSampling.IID, width, roots.device) else TensorPaths
     return growth(plan, roots, uniforms, width=width, draft_to_target=draft_to_target)

@@ -27,9 +27,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import PagedAttention, Segment
-from eaglegbv.attention.flashinfer import paged_attention
-from eaglegbv.attention.kv_cache import KVPool, slot_bytes
+from eaglegbv.attention import KVPool, PagedAttention, Segment, paged_attention, slot_bytes
 from eaglegbv.config import DraftSampling, GraphMode, Plan
 from eaglegbv.cuda_graphs import Recorder, make_recorder, spare_slots
 from eaglegbv.devices import send
@@ -345,8 +343,8 @@ class EagleDrafter(FeatureDrafter, RowDrafter):
         """Remember the last tree's root, behind the positions run on true features.
 
         Raises:
-            RuntimeError: The head skipped the text's beginning, and would find other distributions
-                once the text is read again.
+            RuntimeError: The head skipped the sequence's beginning, and would find other
+                distributions once that is read again.
         """
         if request.skipped:
             raise RuntimeError(f"request {request.number} is recalled, its beginning skipped")

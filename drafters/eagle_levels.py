@@ -6,10 +6,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import BranchAttention, BranchShape
+from eaglegbv.attention import BranchAttention, BranchShape
 from eaglegbv.cuda_graphs import NotRecordable
 from eaglegbv.devices import fill
-from eaglegbv.drafters.eagle_model import EagleHead, HeadForward, Rotation, Rows
+from eaglegbv.drafters.eagle_model import EagleHead, HeadForward, Rotation
 from eaglegbv.drafters.host_drafting import DraftCall
 from eaglegbv.drafters.tree_growth import Frontier, LevelTable
 from eaglegbv.request import Request
@@ -110,14 +110,15 @@ class EagleLevels:
         elif depth == 1:  # all rows continue the root
             hidden = hidden.repeat_interleave(count, dim=1)
         token_ids = _padded(rows.token_ids, self._rows)
-        drafted = self._forward.level(
-            Rows(token_ids.flatten(), self._rotations[depth - 1]),
+        following, logits = self._forward.level(
+            token_ids.flatten(),
+            self._rotations[depth - 1],
             _padded(hidden, self._rows).flatten(0, 1),
             self._attend(depth - 1),
         )
         shape = (self._requests, self._rows, -1)
-        self._hidden = drafted.hidden.view(shape)[:, :count]
-        return drafted.logits.view(shape)[:, :count].flatten(0, 1)
+        self._hidden = following.view(shape)[:, :count]
+        return logits.view(shape)[:, :count].flatten(0, 1)
 
     def _branches_of(self, depth: int, rows: Frontier) -> Tensor | None:
         """Return the branches ``[requests, most rows, depth]`` of each row's path.

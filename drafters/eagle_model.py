@@ -18,14 +18,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from eaglegbv.attention.base import Attend as AttendBatch
-from eaglegbv.attention.base import (
-    AttentionCall,
-    PackedBatch,
-    PagedAttention,
-    Segment,
-    pack,
-)
+from eaglegbv.attention import Attend as AttendBatch
+from eaglegbv.attention import AttentionCall, PackedBatch, PagedAttention, Segment, pack
 from eaglegbv.devices import runs_kernels
 from eaglegbv.errors import DrafterMismatch, one_of
 from eaglegbv.fused_layers import fuse_layers, rotated_rows
@@ -439,13 +433,6 @@ class Drafted(NamedTuple):
     logits: Tensor  # [rows, draft_vocab], of the token after next
 
 
-class Rows(NamedTuple):
-    """Rows of a forward, apart from the states they continue."""
-
-    token_ids: Tensor  # [rows] int64
-    rotation: Rotation  # their rotary angles
-
-
 class HeadForward:
     """Forwards of a head over a one-layer pool.
 
@@ -479,7 +466,7 @@ class HeadForward:
         batch = pack(segments, self._head.embedding.device)
         rotation = self._head.rotary(batch.positions, self._head.embedding.dtype)
         attend = partial(self.attention.attend, self._call, batch=batch)
-        return self._run(Rows(batch.token_ids, rotation), hidden, attend)
+        return self._run(batch.token_ids, rotation, hidden, attend)
 
     def read(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """Run rows on the target's ``features`` ``[rows, F]``; return the next hidden states."""
@@ -490,8 +477,9 @@ class HeadForward:
 
     def read_batch(self, batch: PackedBatch, features: Tensor, attend: AttendBatch) -> Tensor:
         """Run the rows of a batch on ``features`` ``[rows, F]`` with the caller's attention."""
-        rows = Rows(batch.token_ids, self._head.rotary(batch.positions, features.dtype))
-        return self._run(rows, self._head.fuse(features), partial(attend, self._call))
+        rotation = self._head.rotary(batch.positions, features.dtype)
+        fused = self._head.fuse(features)
+        return self._run(batch.token_ids, rotation, fused, partial(attend, self._call))
 
     def go_on(self, segments: Sequence[Segment], hidden: Tensor) -> Drafted:
         """Run rows on the head's own output ``[rows, hidden]``, with logits."""
@@ -509,11 +497,13 @@ class HeadForward:
             return self._native.logits(hidden)
         return self._head.logits(hidden)
 
-    def level(self, rows: Rows, hidden: Tensor, attend: Attend) -> Drafted:
-        """Run rows on the head's own output ``[rows, hidden]``, with the caller's attention."""
-        hidden = self._run(rows, hidden, attend)
+    def level(
+        self, token_ids: Tensor, rotation: Rotation, hidden: Tensor, attend: Attend
+    ) -> Drafted:
+        """Run rows as :meth:`go_on` does, with the caller's attention; all are ``[rows, ...]``."""
+        hidden = self._run(token_ids, rotation, hidden, attend)
         return Drafted(hidden, self._head.logits(hidden))
 
-    def _run(self, rows: Rows, hidden: Tensor, attend: Attend) -> Tensor:
-        embedded = functional.embedding(rows.token_ids, self._head.embedding)
-        return self._head.step(embedded, hidden, rows.rotation, attend)
+    def _run(self, token_ids: Tensor, rotation: Rotation, hidden: Tensor, attend: Attend) -> Tensor:
+        embedded = functional.embedding(token_ids, self._head.embedding)
+        return self._head.step(embedded, hidden, rotation, attend)

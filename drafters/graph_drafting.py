@@ -130,7 +130,7 @@ class DeviceDrafting:
     def _replay(self, call: DraftCall) -> DraftTree:
         """Draft one tree per request.
 
-        Raises NotRecordable where texts are too long, or as was found now or before.
+        Raises NotRecordable where sequences are too long, or as was found now or before.
         """
         if call.ruled:
             raise NotRecordable("rules")

@@ -12,8 +12,7 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment
-from eaglegbv.attention.static import StaticBatch
+from eaglegbv.attention import Segment, StaticBatch
 from eaglegbv.cuda_graphs import Bucket, NotRecordable, Recorder, Recordings, Work
 from eaglegbv.drafters.eagle_model import EagleHead, HeadForward
 from eaglegbv.utils import power_of_two

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment
+from eaglegbv.attention import Segment
 from eaglegbv.config import DraftSampling, Plan
 from eaglegbv.devices import fetch, send, upload
 from eaglegbv.drafters.draft_probs import (

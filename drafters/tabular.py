@@ -25,10 +25,10 @@ TABULAR = "eaglegbv-tabular"  # the `model_type` of a table's configuration
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LookupTable:
     """Distributions of the next token by state: the last ``order`` tokens, read as a number.
 
-    The latest token is the least significant digit. In a text shorter than ``order``, token
+    The latest token is the least significant digit. In a sequence shorter than ``order``, token
     ``vocab_size`` stands for each missing one.
     """
 
@@ -59,7 +59,7 @@ class Table:
         return dense.scatter_reduce(1, self.ids[rows], self.log_probs[rows], "amax")
 
     def state(self, tokens: Sequence[int]) -> int:
-        """Return the state of a text, given its last ``order`` tokens or more."""
+        """Return the state of a sequence, given its last ``order`` tokens or more."""
         known = list(tokens[-self.order :])
         state = 0
         for token in [self.vocab_size] * (self.order - len(known)) + known:
@@ -101,22 +101,22 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class TabularSnapshot(DraftSnapshot):
-    """A place in a text: its last tokens, and the settings of the step it belongs to."""
+    """A place in a sequence: its last tokens, and the settings of the step it belongs to."""
 
     tokens: tuple[int, ...]
     settings: ProbsSettings
 
 
 class TabularDrafter(SequenceDrafter, ReplayingDrafter):
-    """Drafts from a :class:`Table`."""
+    """Drafts from a :class:`LookupTable`."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: LookupTable) -> None:
         self.table = table
         self.order = table.order
 
-    def logits(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
+    def logits(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
         """Look the sequences' last tokens up; see :meth:`SequenceDrafter.logits`."""
-        return self.table.logits([self.table.state(text) for text in texts])
+        return self.table.logits([self.table.state(sequence) for sequence in sequences])
 
     def snapshot(self, request: Request) -> TabularSnapshot:
         """Remember the root; see :meth:`DraftReplay.snapshot`."""
@@ -146,7 +146,7 @@ class TabularDrafter(SequenceDrafter, ReplayingDrafter):
 
 
 class TabularFiles(DrafterFiles):
-    """A folder with a :class:`Table`."""
+    """A folder with a :class:`LookupTable`."""
 
     name = "a table"
     drafter = TabularDrafter
@@ -163,5 +163,5 @@ class TabularFiles(DrafterFiles):
 
     def open(self, target: LoadedTarget) -> TabularDrafter:
         """Read the table; see :meth:`DrafterFiles.open`."""
-        table = Table.load(self._folder, vocab_size=target.vocab_size, device=self._device)
+        table = LookupTable.load(self._folder, vocab_size=target.vocab_size, device=self._device)
         return TabularDrafter(table)

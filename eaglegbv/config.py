@@ -12,13 +12,15 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from eaglegbv.errors import InvalidArgument, one_of
+from eaglegbv.errors import InvalidArgument
 from eaglegbv.utils import (
     DRAFT_WIDTH,
+    make_member,
     make_numbers_plain,
     require_integer,
     require_integers,
     require_number,
+    require_truth,
 )
 
 
@@ -155,11 +157,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.verifier, str):
             raise InvalidArgument("verifier", self.verifier, "the name of a verifier, or 'none'")
         if self.draft_sampling is not None:
-            _make_member(self, "draft_sampling", DraftSampling)
+            make_member(self, "draft_sampling", DraftSampling)
         require_number("draft_temperature", self.draft_temperature, 0.05, 20)
         require_number("min_confidence", self.min_confidence, 0, 1)
         msgspec.structs.force_setattr(self, "shape", _shape(self.shape, self.depth, self.nodes))
-        _make_member(self, "source", Source)
+        make_member(self, "source", Source)
         if self.widths:
             self._check_widths()
 
@@ -332,19 +334,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.kv_bytes is not None and self.kv_slots is not None:
             raise InvalidArgument("kv_bytes", self.kv_bytes, "None where kv_slots is given")
-        for name in ("prefix_cache", "check_slots", "self_check", "native"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InvalidArgument(name, value, "true or false")
-        _make_member(self, "cuda_graphs", GraphMode)
-
-
-def _make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> None:
-    """Turn a setting given by its name into the member of an enumeration."""
-    value = getattr(settings, name)
-    if value not in list(kind):
-        raise InvalidArgument(name, value, one_of(kind, value))
-    msgspec.structs.force_setattr(settings, name, kind(value))
+        require_truth(self, "prefix_cache", "check_slots", "self_check", "native")
+        make_member(self, "cuda_graphs", GraphMode)
 
 
 def _shape(given: object, depth: int, nodes: int | None) -> Shape:

@@ -141,7 +141,7 @@ class CudaRecorder(Recorder):
         # One stream to warm up and to record on: libraries keep a workspace for every stream, and
         # the allocator keeps the memory of each apart.
         self._stream: torch.cuda.Stream | None = None
-        self._told: set[str] = set()
+        self._refusals: set[str] = set()
 
     def record(self, work: Work) -> Work:
         """See :meth:`Recorder.record`; the work runs a few times. A refusal names the operation."""
@@ -150,9 +150,9 @@ class CudaRecorder(Recorder):
         except RuntimeError as error:
             with _never_waiting():
                 reason = f"not recordable: {failing_operation(work)}"
-            if reason not in self._told:
+            if reason not in self._refusals:
                 _log.warning("%s; such work runs as it is from now on: %s", reason, error)
-            self._told.add(reason)
+            self._refusals.add(reason)
             raise NotRecordable(reason) from error
 
     def _record(self, work: Work) -> Work:

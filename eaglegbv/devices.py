@@ -179,13 +179,18 @@ def end_idle_workers() -> None:
     pause(_SOFT_PAUSE)
 
 
-def processor_name() -> str:
-    """Return its name, such as ``AMD EPYC 9B45``, or the architecture if the system has no name."""
+def processor_fact(*names: str) -> str:
+    """Return what the system says of the processor by one of these names, or the architecture."""
     if CPU_INFO.is_file():
         for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
+            if line.startswith(names):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def processor_name() -> str:
+    """Return its name, such as ``AMD EPYC 9B45``, or the architecture if the system has no name."""
+    return processor_fact("model name")
 
 
 def machine_facts(device: torch.device) -> tuple[object, ...]:

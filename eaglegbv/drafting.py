@@ -7,12 +7,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import offsets_of
+from eaglegbv.attention import offsets_of
 from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source, plan_name
 from eaglegbv.devices import upload
-from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafters.host_drafting import DraftCall
-from eaglegbv.drafters.ngram import NgramDrafter
+from eaglegbv.drafters import DraftCall, Drafter, NgramDrafter
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request, RequestOutput
 from eaglegbv.scheduler import Group
@@ -28,7 +26,7 @@ that drafts again would first have to read them. The tiny pair's head drafts no 
 """
 
 
-class Drafting:
+class Drafters:
     """The drafters of an engine, which passes on here all that they must see."""
 
     def __init__(self, drafter: Drafter | None) -> None:

@@ -22,8 +22,8 @@ from eaglegbv.config import (
     plans_of,
 )
 from eaglegbv.devices import torch_as_usual
-from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafting import Drafting
+from eaglegbv.drafters import Drafter
+from eaglegbv.drafting import Drafters
 from eaglegbv.errors import EngineBusy, InvalidArgument, OutOfSlots, StepFailed
 from eaglegbv.grammars import Grammars
 from eaglegbv.metrics import (
@@ -115,11 +115,12 @@ class Engine:
         """
         self._target = target
         self._tokenizer = tokenizer
+        self._ends = target.eos_token_ids or _ends_of(tokenizer)
         self._grammars = Grammars(tokenizer, vocab=target.vocab_size, eos_token_ids=self._ends)
         self._config = config or EngineConfig()
         self._cache = PrefixCache(target.allocator, enabled=self._config.prefix_cache)
         self._kv = KVSlots(target.allocator, self._cache)
-        self._drafting = Drafting(drafter)
+        self._drafting = Drafters(drafter)
         # A method of the engine would make a cycle, and keep the models after its last user.
         self._vacate = partial(_vacate, self._cache, self._kv, self._drafting)
         self._scheduler = Scheduler(
@@ -137,11 +138,6 @@ class Engine:
         self._leaving: list[Request] = []
         self.metrics = EngineMetrics()
         self._observers: list[tuple[StepObserver, bool]] = []
-
-    @property
-    def _ends(self) -> frozenset[int]:
-        """Tokens that end texts; those of the tokenizer where the model names none."""
-        return self._target.eos_token_ids or _ends_of(self._tokenizer)
 
     @property
     def has_work(self) -> bool:
@@ -230,8 +226,6 @@ class Engine:
             skips=drafted and auto is not None and self._drafting.skips,
             rules=rules,
             priority=int(priority),
-            slots=self._target.allocator.allocate(0),
-            borrowed=self._target.allocator.allocate(0),
         )
         request.metrics.prompt_tokens = len(prompt_ids)
         self._scheduler.add(request)
@@ -338,7 +332,8 @@ class Engine:
         Raises:
             EagleGBVError: A request broke off, or could not be added; see :meth:`add`.
         """
-        requests = [self.add(*asked, plan) for asked in zip(prompts, params, strict=True)]
+        each = zip(prompts, params, strict=True)
+        requests = [self.add(prompt_ids, settings, plan) for prompt_ids, settings in each]
         while not all(request.finished for request in requests):
             self.step()
         for request in requests:
@@ -445,7 +440,7 @@ class Engine:
 
     @torch_as_usual()
     def reset_prefix_cache(self) -> None:
-        """Forget the texts in the prefix cache that no running request uses."""
+        """Forget the sequences in the prefix cache that no running request uses."""
         self._cache.clear()
 
     def _plan(self, batch: StepBatch) -> None:
@@ -707,7 +702,7 @@ def check_priority(priority: int) -> None:
     require_integer("priority", plain_numbers(priority), -(2**63), 2**63 - 1)
 
 
-def _vacate(cache: PrefixCache, kv: KVSlots, drafting: Drafting, request: Request) -> None:
+def _vacate(cache: PrefixCache, kv: KVSlots, drafting: Drafters, request: Request) -> None:
     """Take all slots from a request, and what the drafter knows of it."""
     if request.error is None:
         _share(cache, drafting, request)
@@ -717,7 +712,7 @@ def _vacate(cache: PrefixCache, kv: KVSlots, drafting: Drafting, request: Reques
     drafting.forget(request)
 
 
-def _share(cache: PrefixCache, drafting: Drafting, request: Request) -> None:
+def _share(cache: PrefixCache, drafting: Drafters, request: Request) -> None:
     """Let later sequences that begin like this one share its slots, where they are final."""
     final = drafting.shareable(request)
     if final is None:

@@ -160,7 +160,7 @@ class Joint:
         # What was computed last is held until the last layer has taken its part, and so is what it
         # was computed of: no other tensor can be mistaken for it.
         self._input: Tensor | None = None
-        self._found: tuple[Tensor, ...] = ()
+        self._computed: tuple[Tensor, ...] = ()
 
     @property
     def parts(self) -> list[Product]:
@@ -172,11 +172,11 @@ class Joint:
         if self._input is not x:
             # torch.split would take 2% of a small forward with its Python code.
             self._input, parts = x, self._product(x).split_with_sizes(self._sizes, dim=-1)
-            self._found = tuple(parts)
-        part = self._found[place]
+            self._computed = tuple(parts)
+        part = self._computed[place]
         if place == len(self._sizes) - 1:
             self._input = None
-            self._found = ()
+            self._computed = ()
         return part
 
 

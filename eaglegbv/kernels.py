@@ -595,13 +595,13 @@ def draw_corrections(
     weight = tl.load(weight_at + request)
     row = tl.load(rows + request * nodes + node)
     normaliser = tl.load(normalisers + row)
-    row_at, own_at = logits + row * vocab, weights + request * vocab
+    row_at, weights_at = logits + row * vocab, weights + request * vocab
     columns = tl.arange(0, PIECE)
     for start in range(0, vocab, PIECE):
         real = start + columns < vocab
         values = tl.load(row_at + start + columns, mask=real, other=0.0)
         p = _normalised(values, normaliser, IN_LOGS)
-        tl.store(own_at + start + columns, p * tl.maximum(weight, _TRACE), mask=real)
+        tl.store(weights_at + start + columns, p * tl.maximum(weight, _TRACE), mask=real)
     tl.debug_barrier()
 
     lanes = tl.arange(0, BLOCK)
@@ -611,14 +611,14 @@ def draw_corrections(
     draft = tl.load(draft_probs + list_at + lanes, mask=listed, other=0.0)
     listed &= draft > 0  # padding has the ids of other tokens
     p = _normalised(tl.load(row_at + ids, mask=listed, other=0.0), normaliser, IN_LOGS)
-    tl.store(own_at + ids, tl.maximum(weight * p - draft, p * _TRACE), mask=listed)
+    tl.store(weights_at + ids, tl.maximum(weight * p - draft, p * _TRACE), mask=listed)
     tl.debug_barrier()
 
     # The piece in which the token lies, then the token within it.
     pieces = tl.arange(0, PIECES)
     masses = tl.zeros((PIECES,), tl.float64)
     for start in range(0, vocab, PIECE):
-        part = tl.load(own_at + start + columns, mask=start + columns < vocab, other=0.0)
+        part = tl.load(weights_at + start + columns, mask=start + columns < vocab, other=0.0)
         masses = tl.where(pieces == start // PIECE, tl.sum(part, axis=0), masses)
     ends = tl.cumsum(masses, axis=0)
     uniform = tl.maximum(tl.load(uniforms + request * uniforms_stride), _LEAST_UNIFORM)
@@ -626,7 +626,7 @@ def draw_corrections(
     piece = _first_lane((ends > threshold) & (masses > 0), pieces, PIECES)
     before = entry(ends, pieces, piece) - entry(masses, pieces, piece)
     at = piece * PIECE + columns
-    part = tl.load(own_at + at, mask=at < vocab, other=0.0)
+    part = tl.load(weights_at + at, mask=at < vocab, other=0.0)
     above = (before + tl.cumsum(part, axis=0) > threshold) & (part > 0)
     first = tl.min(tl.where(above, at, vocab), axis=0)
     # The last token that can be drawn, should rounding leave the threshold unreached.

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eaglegbv.arguments import known_arguments
-from eaglegbv.attention.kv_cache import PoolSize
+from eaglegbv.attention import PoolSize
 from eaglegbv.compiling import check_backend
 from eaglegbv.config import (
     PLAIN,
@@ -43,7 +43,7 @@ from eaglegbv.models.hf import load_sampling_defaults
 from eaglegbv.models.hf import load_tokenizer as load_tokenizer
 from eaglegbv.sampling import SamplingParams
 from eaglegbv.scheduler import Planner
-from eaglegbv.serving import Ask, Caller, LoopOutbox, Piece, Serving
+from eaglegbv.serving import Caller, CallRequest, LoopOutbox, Piece, Serving
 from eaglegbv.text import (
     Completion,
     Delta,
@@ -459,7 +459,7 @@ class LLM(TextGenerator):
             slots=PoolSize(
                 config.kv_slots,
                 config.kv_bytes,
-                longest_texts=config.max_batch,
+                longest_sequences=config.max_batch,
                 utilization=gpu_memory_utilization,
             ),
             dtype=precision,
@@ -667,7 +667,7 @@ class LLM(TextGenerator):
 
     def _begin(self, call: Call, caller: Caller) -> "Future[None]":
         """Begin the requests of the prompts that can be read; see :meth:`Serving.begin`."""
-        asks: list[Ask] = []
+        requests: list[CallRequest] = []
         places = itertools.count()
         for prompt, copies in zip(call.prompts, call.copies, strict=True):
             try:
@@ -677,8 +677,8 @@ class LLM(TextGenerator):
                 for _ in copies:
                     caller.outbox.put(Piece.last(next(places), Result.of_error(error)))
                 continue
-            asks += [Ask(next(places), prompt_ids, params) for params in copies]
-        return self._serving.begin(caller, asks, self._planning(call.plan), call.priority)
+            requests += [CallRequest(next(places), prompt_ids, params) for params in copies]
+        return self._serving.begin(caller, requests, self._planning(call.plan), call.priority)
 
     async def _pieces(self, call: Call, *, streamed: bool) -> AsyncGenerator[Piece, None]:
         """Begin a call's requests, and yield news of them until all have ended."""

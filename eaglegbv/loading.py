@@ -14,15 +14,22 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import PreTrainedConfig
 
-from eaglegbv.attention.kv_cache import PoolSize, slot_bytes
+from eaglegbv.attention import PoolSize, slot_bytes
 from eaglegbv.config import GraphMode, Planning, plans_of
 from eaglegbv.cuda_graphs import make_recorder
 from eaglegbv.devices import AUTO_DTYPE, place_of, torch_as_usual
-from eaglegbv.drafters.base import Drafter
-from eaglegbv.drafters.draft_model import StandaloneDrafter
-from eaglegbv.drafters.eagle import EagleFiles
-from eaglegbv.drafters.files import DrafterFiles, LoadedTarget, Opening
-from eaglegbv.drafters.registry import DRAFTER_FILES, DRAFTERS, files_in, make_drafter
+from eaglegbv.drafters import (
+    DRAFTER_FILES,
+    DRAFTERS,
+    Drafter,
+    DrafterFiles,
+    EagleFiles,
+    LoadedTarget,
+    Opening,
+    StandaloneDrafter,
+    files_in,
+    make_drafter,
+)
 from eaglegbv.errors import DrafterMismatch, InvalidArgument
 from eaglegbv.gguf import SMOLLM2, find_model, is_smollm2, smollm2_at_hand
 from eaglegbv.models.hf import HFTarget, load_config, load_model, load_tokenizer
@@ -297,13 +304,22 @@ def drafter_folder(drafter: str | Path, *, head: bool = False, revision: str | N
     if not _DRAFTER_NAME.fullmatch(str(drafter)):
         raise InvalidArgument("drafter", str(drafter), expected)
     try:
-        return Path(snapshot_download(str(drafter), revision=revision))
-    except (OSError, HTTPError) as error:
+        return _downloaded(drafter, revision)
+    except _REFUSALS as error:
         why = f"{expected}, or a repository that the hub gives ({hub_refusal(error)})"
         raise InvalidArgument("drafter", str(drafter), why) from error
 
 
 # The Hugging Face hub.
+_REFUSALS = (OSError, HTTPError, ValueError)
+"""What its client raises; ValueError for an impossible name of a model."""
+
+
+def _downloaded(repository: str | Path, revision: str | None) -> Path:
+    """Return the folder of a repository; it is fetched, unless it was before."""
+    return Path(snapshot_download(str(repository), revision=revision))
+
+
 def model_revision(model: str | Path, revision: str) -> Path:
     """Return the folder of a hub model in a revision; it is fetched, unless it was before.
 
@@ -313,8 +329,8 @@ def model_revision(model: str | Path, revision: str) -> Path:
     if Path(model).is_dir():
         raise InvalidArgument("revision", revision, f"None, as {model} is a folder")
     try:
-        return Path(snapshot_download(str(model), revision=revision))
-    except (OSError, HTTPError, ValueError) as error:
+        return _downloaded(model, revision)
+    except _REFUSALS as error:
         expected = f"a revision of {model} ({hub_refusal(error)})"
         raise InvalidArgument("revision", revision, expected) from error
 
@@ -342,7 +358,7 @@ def check_model(model: str | Path, argument: str = "model") -> None:
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             ask_hub(name)
-    except (OSError, HTTPError, ValueError) as error:  # ValueError: an impossible name of a model
+    except _REFUSALS as error:
         expected = "an existing model folder, or a model id of the Hugging Face hub"
         raise InvalidArgument(argument, name, f"{expected} ({hub_refusal(error)})") from error
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.attention import SlotAllocator
 from eaglegbv.config import Plan
-from eaglegbv.drafters.base import DraftReplay
+from eaglegbv.drafters import DraftReplay
 from eaglegbv.request import DraftSnapshot, Request, TargetLayer
 from eaglegbv.tree import DraftTree, TargetProbs
 from eaglegbv.verifiers import (

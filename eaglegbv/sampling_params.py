@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from eaglegbv.arguments import refuse_unknown
-from eaglegbv.errors import InvalidArgument, one_of
-from eaglegbv.utils import make_numbers_plain, require_integer, require_integers, require_number
+from eaglegbv.errors import InvalidArgument
+from eaglegbv.utils import (
+    make_member,
+    make_numbers_plain,
+    require_integer,
+    require_integers,
+    require_number,
+    require_truth,
+)
 
 HOTTEST = 100.0  # the highest temperature of a distribution, a request's or a draft's
 COLDEST, _LEAST_PENALTY = 1e-37, 1e-3  # logits divided by less overflow
@@ -127,10 +134,8 @@ class SamplingParams(
             expected = f"0, or a number in [{COLDEST:g}, {HOTTEST:g}]"
             raise InvalidArgument("temperature", self.temperature, expected)
         require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        require_number("min_p", self.min_p, 0.0, 1.0)
-        require_number("repetition_penalty", self.repetition_penalty, _LEAST_PENALTY, 100.0)
-        require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name, (low, high) in _RANGES.items():
+            require_number(name, getattr(self, name), low, high)
         optional = {
             "top_k": (1, None),
             "max_tokens": (1, None),
@@ -139,18 +144,11 @@ class SamplingParams(
             "prompt_logprobs": (-1, None),
         }
         require_integers(self, optional, **optional, n=(1, None))
-        if self.logprobs_mode not in list(LogprobsMode):
-            expected = one_of(LogprobsMode, self.logprobs_mode)
-            raise InvalidArgument("logprobs_mode", self.logprobs_mode, expected)
-        msgspec.structs.force_setattr(self, "logprobs_mode", LogprobsMode(self.logprobs_mode))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgument(name, getattr(self, name), "true or false")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidArgument("stop", self.stop, "non-empty strings")
-        for token in self.stop_token_ids:
-            require_integer("stop_token_ids", token, 0)
+        make_member(self, "logprobs_mode", LogprobsMode)
+        require_truth(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidArgument("stop", self.stop, "non-empty strings")
+        self._check_ids("stop_token_ids")
         require_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         self._check_token_ids()
         if isinstance(self.json_schema, Mapping):
@@ -176,8 +174,11 @@ class SamplingParams(
             self._make_tuple("allowed_token_ids", self.allowed_token_ids, "token ids, or None")
             if not self.allowed_token_ids:
                 raise InvalidArgument("allowed_token_ids", (), "at least one token id, or None")
-            for token in self.allowed_token_ids:
-                require_integer("allowed_token_ids", token, 0)
+            self._check_ids("allowed_token_ids")
+
+    def _check_ids(self, name: str) -> None:
+        for token in getattr(self, name):
+            require_integer(name, token, 0)
 
     def _make_tuple(self, name: str, values: object, expected: str) -> None:
         if values is not None and not isinstance(values, Iterable):
@@ -217,6 +218,12 @@ class SamplingParams(
         return penalties != (1.0, 0.0, 0.0)
 
 
+_RANGES = {
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (_LEAST_PENALTY, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
 _STRUCTURES = ("json_schema", "regex", "grammar")
 _WORDS = "non-empty texts, or sequences of token ids"
 

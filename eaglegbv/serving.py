@@ -25,14 +25,14 @@ from eaglegbv.engine import Engine
 from eaglegbv.errors import EagleGBVError, EngineBusy, StepFailed
 from eaglegbv.request import FinishReason, Request
 from eaglegbv.sampling import SamplingParams
-from eaglegbv.text import Answer, Delta, Result, TextStream, TokenTexts
+from eaglegbv.text import Delta, RequestText, Result, TextStream, TokenTexts
 
 Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
 
 
-class Ask(NamedTuple):
+class CallRequest(NamedTuple):
     """One request of a call."""
 
     place: int  # which of the call's requests it is
@@ -90,7 +90,7 @@ class Caller:
 class _Open(NamedTuple):
     """A request that has not ended, and who waits for it."""
 
-    answer: Answer
+    answer: RequestText
     place: int
     caller: Caller
     arrived: float  # by `time.perf_counter`
@@ -115,7 +115,7 @@ class Serving:
         self._fault: BaseException | None = None  # what stopped the engine for good
 
     def begin(
-        self, caller: Caller, asks: Sequence[Ask], plan: Planning, priority: int
+        self, caller: Caller, requests: Sequence[CallRequest], plan: Planning, priority: int
     ) -> "Future[None]":
         """Begin the requests of a call, all in the same step.
 
@@ -130,7 +130,7 @@ class Serving:
         """
         if threading.current_thread() is self._thread:
             raise EngineBusy("a call within a step: expected one from another thread")
-        return self._enqueue(lambda _: self._begin(caller, asks, plan, priority))
+        return self._enqueue(lambda _: self._begin(caller, requests, plan, priority))
 
     def call(self, work: Callable[[Engine], Value]) -> Value:
         """Do some work with the engine between two steps; return what it returns.
@@ -237,25 +237,27 @@ class Serving:
         for opened in self._open:
             opened.caller.left = True
 
-    def _begin(self, caller: Caller, asks: Sequence[Ask], plan: Planning, priority: int) -> None:
+    def _begin(
+        self, caller: Caller, requests: Sequence[CallRequest], plan: Planning, priority: int
+    ) -> None:
         self.engine.check_plan(plan)
         try:
-            for ask in asks:
-                self._add(caller, ask, plan, priority)
+            for wanted in requests:
+                self._add(caller, wanted, plan, priority)
         except BaseException:
             caller.left = True
             raise
 
-    def _add(self, caller: Caller, ask: Ask, plan: Planning, priority: int) -> None:
-        params = ask.params
+    def _add(self, caller: Caller, wanted: CallRequest, plan: Planning, priority: int) -> None:
+        params = wanted.params
         try:
-            request = self.engine.add(ask.prompt_ids, params, plan, priority=priority)
+            request = self.engine.add(wanted.prompt_ids, params, plan, priority=priority)
         except EagleGBVError as error:
-            caller.outbox.put(Piece.last(ask.place, Result.of_error(error)))
+            caller.outbox.put(Piece.last(wanted.place, Result.of_error(error)))
             return
         text = TextStream.of(self._texts.tokenizer, params, request.ends, request.prompt_ids)
-        answer = Answer(request, text, self._texts)
-        self._open.append(_Open(answer, ask.place, caller, perf_counter()))
+        answer = RequestText(request, text, self._texts)
+        self._open.append(_Open(answer, wanted.place, caller, perf_counter()))
 
     def _cancel_left(self) -> None:
         for opened in self._open:

@@ -519,7 +519,7 @@ class TextStream:
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestText:
     """A request in the engine, and its text so far."""
 
     request: Request
@@ -549,9 +549,9 @@ class Answer:
             return None
         known = self.request.logprobs[start:end]
         pieces = self.text.pieces[start:end]
-        return [self._told(*each) for each in zip(known, pieces, strict=True)]
+        return [self._with_texts(*each) for each in zip(known, pieces, strict=True)]
 
-    def _told(self, place: TokenLogprobs, piece: str) -> TokenLogprobs:
+    def _with_texts(self, place: TokenLogprobs, piece: str) -> TokenLogprobs:
         """Return log-probabilities at a place with texts; the chosen token's is what it added."""
         chosen, *others = place
         special = chosen in self.texts.special
@@ -596,7 +596,9 @@ class Answer:
         decoder = TextDecoder(self.texts.tokenizer)
         pieces = [decoder.add(token) for token in self.request.prompt_ids]
         places = zip(self.request.prompt_logprobs, pieces, strict=True)
-        return [None if place is None else self._told(place, piece) for place, piece in places]
+        return [
+            None if place is None else self._with_texts(place, piece) for place, piece in places
+        ]
 
     def _stop_reason(self) -> int | str | None:
         request = self.request

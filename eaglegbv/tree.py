@@ -15,9 +15,10 @@ and q), but each stays a draw of its own: both draws at the root led to node 1, 
 decide depends on that number. A path leads from the root to a leaf; paths follow from the draws.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ class DraftTree(TensorFields):
         return mask
 
 
-class TargetProbs(Protocol):
+class TargetProbs(ABC):
     """Next-token distributions p(. | node), already warped (see :mod:`eaglegbv.sampling`).
 
     Verifiers need p only at a few drafted tokens of every node, and over the whole vocabulary at
@@ -137,35 +138,54 @@ class TargetProbs(Protocol):
     copied into padding.
     """
 
+    __slots__ = ()
+    rows: Tensor  # [batch, nodes] int64, the row of each node; padding nodes repeat the root's
+
     @property
-    def rows(self) -> Tensor:
-        """``[batch, nodes]`` int64, the row of each node; padding nodes repeat the root's."""
+    @abstractmethod
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Numbers ``[rows, vocab]``, and what normalises each row of them, ``[rows]`` float64."""
+
+    @abstractmethod
+    def normalised(self, values: Tensor, normalisers: Tensor) -> Tensor:
+        """Return p in float64, of such numbers and what normalises them."""
 
     @property
     def vocab(self) -> int:
         """Size of the vocabulary."""
+        return self.stored[0].shape[-1]
 
     @property
     def broken(self) -> Tensor:
         """``[batch]`` bool, whether a distribution of a request is NaN or infinite."""
+        normalisers = self.stored[1].take(self.rows)
+        # A number minus itself is 0, or NaN where it is not finite.
+        return (normalisers - normalisers).sum(dim=1) != 0
 
     def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
         """Return p at ``token_ids`` ``[..., width]`` of ``rows`` ``[...]``, float64."""
+        values, normalisers = self.stored
+        at = rows.unsqueeze(-1) * self.vocab + token_ids
+        return self.normalised(values.take(at), normalisers.take(rows).unsqueeze(-1))
 
     def probs_of(self, nodes: Tensor) -> Tensor:
         """Return the distributions at ``nodes`` ``[batch]``, ``[batch, vocab]`` floats."""
+        values, normalisers = self.stored
+        rows = entry_at(self.rows, nodes)
+        return self.normalised(values.index_select(0, rows), normalisers.take(rows).unsqueeze(-1))
 
     def most_likely(self, nodes: Tensor) -> Tensor:
         """Return the first of the most likely tokens at ``nodes`` ``[batch]``, ``[batch]``."""
+        return self.stored[0][entry_at(self.rows, nodes)].argmax(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
-class WarpedLogits:
+class WarpedLogits(TargetProbs):
     """Target probabilities as logits: p is ``exp(logits - log_normaliser)``, in float64."""
 
     logits: Tensor  # [rows, vocab] float32 or float64, -inf where warping excluded a token
     log_normaliser: Tensor  # [rows] float64, logsumexp of each row
-    rows: Tensor  # [batch, nodes] int64
+    rows: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, rows: Tensor) -> Self:
@@ -173,66 +193,33 @@ class WarpedLogits:
         return cls(logits, torch.logsumexp(logits, dim=-1).to(torch.float64), rows)
 
     @property
-    def vocab(self) -> int:
-        """Size of the vocabulary."""
-        return self.logits.shape[-1]
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Its logits and their normalisers."""
+        return self.logits, self.log_normaliser
 
-    @property
-    def broken(self) -> Tensor:
-        """See :attr:`TargetProbs.broken`."""
-        return _not_finite(self.log_normaliser.take(self.rows))
-
-    def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
-        """See :meth:`TargetProbs.probs_in`."""
-        logits = self.logits.take(rows.unsqueeze(-1) * self.vocab + token_ids)
-        return self._normalised(logits, rows)
-
-    def probs_of(self, nodes: Tensor) -> Tensor:
-        """See :meth:`TargetProbs.probs_of`; they are float64."""
-        rows = entry_at(self.rows, nodes)
-        return self._normalised(self.logits.index_select(0, rows), rows)
-
-    def most_likely(self, nodes: Tensor) -> Tensor:
-        """See :meth:`TargetProbs.most_likely`; nothing need be normalised."""
-        return self.logits[entry_at(self.rows, nodes)].argmax(dim=1)
-
-    def _normalised(self, logits: Tensor, rows: Tensor) -> Tensor:
-        return torch.sub(logits, self.log_normaliser.take(rows).unsqueeze(-1)).exp_()
+    def normalised(self, values: Tensor, normalisers: Tensor) -> Tensor:
+        """Return p of logits."""
+        return torch.sub(values, normalisers).exp_()
 
 
 @dataclass(frozen=True, slots=True)
-class NormalisedRows:
+class NormalisedRows(TargetProbs):
     """Target probabilities as another engine computed them, divided by the sum of their row."""
 
     probs: Tensor  # [rows, vocab] float32
     sums: Tensor  # [rows] float64, the sum of each row
-    rows: Tensor  # [batch, nodes] int64
+    rows: Tensor
 
     @property
-    def vocab(self) -> int:
-        """Size of the vocabulary."""
-        return self.probs.shape[-1]
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Its probabilities and their sums."""
+        return self.probs, self.sums
 
-    @property
-    def broken(self) -> Tensor:
-        """See :attr:`TargetProbs.broken`."""
-        return _not_finite(self.sums.take(self.rows))
-
-    def probs_in(self, rows: Tensor, token_ids: Tensor) -> Tensor:
-        """See :meth:`TargetProbs.probs_in`."""
-        probs = self.probs.take(rows.unsqueeze(-1) * self.vocab + token_ids)
-        return probs / self.sums.take(rows).unsqueeze(-1)
+    def normalised(self, values: Tensor, normalisers: Tensor) -> Tensor:
+        """Return p of probabilities."""
+        return values / normalisers
 
     def probs_of(self, nodes: Tensor) -> Tensor:
-        """See :meth:`TargetProbs.probs_of`; they are float32."""
+        """Return float32, which takes half the memory; see :meth:`TargetProbs.probs_of`."""
         rows = entry_at(self.rows, nodes)
         return self.probs.index_select(0, rows).div_(self.sums.take(rows).unsqueeze(1))
-
-    def most_likely(self, nodes: Tensor) -> Tensor:
-        """See :meth:`TargetProbs.most_likely`."""
-        return self.probs[entry_at(self.rows, nodes)].argmax(dim=1)
-
-
-def _not_finite(numbers: Tensor) -> Tensor:
-    """Return ``[batch]`` bool; a number minus itself is 0, or NaN where it is not finite."""
-    return (numbers - numbers).sum(dim=1) != 0

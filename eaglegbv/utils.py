@@ -9,13 +9,14 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 import msgspec
 
-from eaglegbv.errors import InvalidArgument
+from eaglegbv.errors import InvalidArgument, one_of
 
 Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound=Hashable)
@@ -56,6 +57,22 @@ def require_number(
     if isinstance(value, bool) or not inside or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InvalidArgument(name, value, f"a number in {bracket}{low:g}, {high:g}]")
+
+
+def require_truth(settings: object, *names: str) -> None:
+    """Raise :class:`InvalidArgument` unless the fields of these names are true or false."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            raise InvalidArgument(name, value, "true or false")
+
+
+def make_member(settings: msgspec.Struct, name: str, kind: type[StrEnum]) -> None:
+    """Turn a setting given by its name into the member of an enumeration, or InvalidArgument."""
+    value = getattr(settings, name)
+    if value not in list(kind):
+        raise InvalidArgument(name, value, one_of(kind, value))
+    msgspec.structs.force_setattr(settings, name, kind(value))
 
 
 def plain_numbers(value: object) -> object:

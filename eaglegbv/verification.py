@@ -1,6 +1,6 @@
 """Verification of a step's trees: p at their nodes, each plan's verifier, and what it decides."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,13 +11,12 @@ from torch.nn.functional import pad
 from eaglegbv import sampling
 from eaglegbv.config import AutoPlan, DraftSampling, Plan, Planning, Source
 from eaglegbv.devices import fetch, send, upload
-from eaglegbv.drafters.base import Drafter, ReplayingDrafter
-from eaglegbv.drafters.ngram import NgramDrafter
-from eaglegbv.drafting import Drafting
+from eaglegbv.drafters import Drafter, NgramDrafter, ReplayingDrafter
+from eaglegbv.drafting import Drafters
 from eaglegbv.errors import InvalidArgument, SamplingMismatch
 from eaglegbv.logprobs import RankedRows
 from eaglegbv.models.target import Target
-from eaglegbv.native import rows as native_rows
+from eaglegbv.native import model as native
 from eaglegbv.replay import replay_slots, verify_stateful
 from eaglegbv.request import Request, RequestOutput, TargetLayer
 from eaglegbv.sampling import SamplingParams, WarpSettings, penalise
@@ -58,7 +57,7 @@ class VerifyOutput:
 class Verification:
     """The verifiers of an engine: of each plan by name, checked once."""
 
-    def __init__(self, target: Target, drafting: Drafting) -> None:
+    def __init__(self, target: Target, drafting: Drafters) -> None:
         """Put the parts together."""
         self._target = target
         self._drafting = drafting
@@ -127,8 +126,9 @@ class Verification:
             verdict, faults = verify_checked(stateless, tree, target, uniforms)
             stats = partial(stateless.stats, tree, target, uniforms)
         kept = target if record else None
-        asked = [request for request in requests if request.params.logprobs is not None]
-        logprobs = _rank_committed(group, logits, target, verdict) if asked else None
+        logprobs: RankedRows | None = None
+        if any(request.params.logprobs is not None for request in requests):
+            logprobs = _rank_committed(group, logits, target, verdict)
         return VerifyOutput(group, verdict, faults, layers, kept, logprobs, stats)
 
 
@@ -226,20 +226,28 @@ def read_outputs(outputs: Sequence[VerifyOutput]) -> list[list[RequestOutput]]:
         tokens = tree.token_ids.gather(1, verdict.path_nodes)
         facts = (verdict.accepted, verdict.token_ids, output.faults, depth, tree.num_nodes)
         tables.append(torch.cat((torch.stack(facts, dim=1), verdict.path_nodes, tokens), dim=1))
-    ranked = [output.logprobs for output in outputs if output.logprobs is not None]
-    numbers = torch.cat([table.flatten() for table in tables])
-    fetched, *columns = fetch(numbers, *(column for rows in ranked for column in rows.tensors))
+    scored = [output.logprobs for output in outputs if output.logprobs is not None]
+    numbers, *columns = fetch(torch.cat([table.flatten() for table in tables]), *_columns(scored))
+    ranked = _of_columns(columns)
     decided = []
-    parts = fetched.split([table.numel() for table in tables])
+    parts = numbers.split([table.numel() for table in tables])
     for output, table, part in zip(outputs, tables, parts, strict=True):
         rows = zip(output.group.requests, part.view(table.shape).tolist(), strict=True)
         results = [_request_output(request, row) for request, row in rows]
         if output.logprobs is not None:
-            columns_of = columns[:3]
-            columns = columns[3:]
-            results = _with_logprobs(results, RankedRows(*columns_of))
+            results = _with_logprobs(results, next(ranked))
         decided.append(results)
     return decided
+
+
+def _columns(ranked: Sequence[RankedRows]) -> list[Tensor]:
+    return [column for rows in ranked for column in rows.tensors]
+
+
+def _of_columns(columns: Sequence[Tensor]) -> Iterator[RankedRows]:
+    """Yield the rows whose :func:`_columns` these are."""
+    for first in range(0, len(columns), 3):
+        yield RankedRows(*columns[first : first + 3])
 
 
 def _request_output(request: Request, row: list[int]) -> RequestOutput:
@@ -264,14 +272,14 @@ def _rank_committed(
     chosen = torch.where(steps < accepted, following, verdict.token_ids.unsqueeze(1))
     rows = target.rows.gather(1, nodes)
     scored = logits[group.logits].index_select(0, rows.flatten())
-    processed = [one.logprobs_mode is LogprobsMode.PROCESSED for one in params]
+    processed = [p.logprobs_mode is LogprobsMode.PROCESSED for p in params]
     if any(processed):
         greedy = params[0].greedy  # as all of the group
         after = processed_logits(group, logits) if greedy else target.logits
         which = upload(processed, dtype=torch.bool, device=logits.device)
         each = which.repeat_interleave(len(steps), output_size=rows.numel()).unsqueeze(1)
         scored = torch.where(each, after.index_select(0, rows.flatten()), scored)
-    counts = [one.logprobs for one in params if one.logprobs is not None]
+    counts = [p.logprobs for p in params if p.logprobs is not None]
     return RankedRows.of(scored, chosen.flatten(), -1 if min(counts) < 0 else max(counts))
 
 
@@ -299,10 +307,9 @@ def score_prompts(forward: Forward, logits: Tensor) -> None:
         tokens = part.request.prompt_ids[part.position : part.position + part.count]
         chosen = upload(tokens, dtype=torch.int64, device=logits.device)
         ranked.append(RankedRows.of(scored, chosen, part.request.params.prompt_logprobs or 0))
-    columns = fetch(*(tensor for rows in ranked for tensor in rows.tensors))
-    for number, part in enumerate(forward.prompts):
+    columns = fetch(*_columns(ranked))
+    for part, rows in zip(forward.prompts, _of_columns(columns), strict=True):
         request = part.request
-        rows = RankedRows(*columns[3 * number : 3 * number + 3])
         del request.prompt_logprobs[part.position :]  # of a prompt that is read again
         request.prompt_logprobs += [None] * (part.position - len(request.prompt_logprobs))
         request.prompt_logprobs += rows.table(request.params.prompt_logprobs or 0)
@@ -330,7 +337,7 @@ def probs_of_nodes(group: Group, logits: Tensor) -> WarpedLogits:
     params = [request.params for request in group.requests]
     settings = WarpSettings.of(params, group.counts, device=logits.device)
     scores = processed_logits(group, logits)
-    warping = native_rows if native_rows.takes(scores, settings) else sampling
+    warping = native if native.takes_rows(scores, settings) else sampling
     warped, normalisers = warping.warped_rows(scores, settings)
     rows = send(group.node_rows(), logits.device)
     if logits.device.type != "cpu":  # there may be rows of padding nodes, without meaning

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from eaglegbv import LLM, SamplingParams
-from eaglegbv.drafters.base import SequenceDrafter
-from eaglegbv.drafters.registry import register_drafter
+from eaglegbv.drafters import SequenceDrafter, register_drafter
 
 
 @register_drafter("bigrams")

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 
-from eaglegbv.drafters.tabular import Table
+from eaglegbv.drafters.tabular import LookupTable
 from eaglegbv.drafters.training.data import Corpus, Texts, TextSettings, gather_texts
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.loading import find_target
@@ -45,7 +45,7 @@ def unigram(pairs: csr_array) -> NDArray[np.float64]:
     return np.asarray(counts / counts.sum(), dtype=np.float64)
 
 
-def smoothed(pairs: csr_array, prior: float, width: int) -> Table:
+def smoothed(pairs: csr_array, prior: float, width: int) -> LookupTable:
     """Return the ``width`` likeliest followers of every token.
 
     p(y | x) = (count(x, y) + prior u(y)) / (count(x) + prior), u the unigram distribution: MacKay
@@ -59,7 +59,7 @@ def smoothed(pairs: csr_array, prior: float, width: int) -> Table:
         dense = (pairs[block].toarray() + prior * u) / (firsts[block, None] + prior)
         best.append(torch.from_numpy(dense).topk(min(width, vocab), dim=1))
     best.append(torch.from_numpy(u[None]).topk(min(width, vocab), dim=1))
-    return Table(
+    return LookupTable(
         vocab_size=vocab,
         order=1,
         ids=torch.cat([each.indices for each in best]),

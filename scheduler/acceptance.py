@@ -21,7 +21,7 @@ _KEPT = _STAYING ** np.arange(MAX_DEPTH)
 _INDEPENDENT: Array = 1 + np.outer(_PATHS**0.35 - 1, _KEPT)
 
 
-class Acceptance:
+class AcceptanceByDepth:
     """How far drafts of one kind get; the prior is a ``first`` chance."""
 
     def __init__(self, first: float = FIRST_CHANCE) -> None:

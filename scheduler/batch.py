@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment, offsets_of
+from eaglegbv.attention import Segment, offsets_of
 from eaglegbv.config import Plan
 from eaglegbv.request import Request
 from eaglegbv.tree import DraftTree

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.attention import SlotAllocator
 from eaglegbv.request import Request
 from eaglegbv.scheduler.prefix_cache import PrefixCache
 

@@ -1,7 +1,7 @@
 """Choice of the plan of each request's next step, where the user leaves it to the engine.
 
     costs.StepCosts          seconds of a step
-    acceptance.Acceptance    tokens that a step commits
+    AcceptanceByDepth        tokens that a step commits
     Planner                  the plan of most tokens a second, held for some steps; now and then a
                              probe of another
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from eaglegbv.config import PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason, Request
-from eaglegbv.scheduler.acceptance import FIRST_CHANCE, Acceptance
+from eaglegbv.scheduler.acceptance import FIRST_CHANCE, AcceptanceByDepth
 from eaglegbv.scheduler.costs import REST, Array, Cell, KnownCosts, StepCosts, StepShape, size_class
 
 Fitted: TypeAlias = Callable[[Request, Plan], Plan]
@@ -117,7 +117,7 @@ class Planner:
         known = known or KnownCosts()
         self._costs = {True: StepCosts(known.greedy), False: StepCosts(known.sampled)}
         self._keep = keep
-        self._acceptance: dict[tuple[Source, int, float], Acceptance] = {}
+        self._acceptance: dict[tuple[Source, int, float], AcceptanceByDepth] = {}
         self._best = PLAIN  # the latest choice but for probes
         self._held: deque[_Choice] = deque()  # steps that are left of it
         self._held_for: tuple[AutoPlan, int, list[int]] | None = None
@@ -371,7 +371,7 @@ class Planner:
         depths = [plan.depth - 1 for plan in plans]
         return np.minimum(tokens[paths, depths], _to_come(request))
 
-    def _acceptance_of(self, request: Request, plan: Plan) -> Acceptance:
+    def _acceptance_of(self, request: Request, plan: Plan) -> AcceptanceByDepth:
         """Return what is known of drafts by a class of temperatures (0, then steps of a half), or
         of lookups by one of matches (1, 2-3, 4-7, ... tokens)."""
         first = FIRST_CHANCE
@@ -383,7 +383,7 @@ class Planner:
             # After m repeated tokens, the prior chance that the next repeats too is m / (m + 1).
             first = 1 / (1 + 2.0 ** (1 - matched.bit_length()))
         if key not in self._acceptance:
-            self._acceptance[key] = Acceptance(first)
+            self._acceptance[key] = AcceptanceByDepth(first)
         return self._acceptance[key]
 
 

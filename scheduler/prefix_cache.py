@@ -25,7 +25,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.attention import SlotAllocator
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.request import Request
 

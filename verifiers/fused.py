@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eaglegbv.config import DraftSampling
 from eaglegbv.devices import PIECE, PIECE_WARPS, WIDEST, runs_kernels
-from eaglegbv.tree import DraftTree, NormalisedRows, TargetProbs, WarpedLogits
+from eaglegbv.tree import DraftTree, TargetProbs, WarpedLogits
 from eaglegbv.utils import power_of_two
 from eaglegbv.verifiers.base import Fault, Verdict, Verifier, VerifyUniforms
 
@@ -69,7 +69,7 @@ def judge(
         draws,
         tree.draft_ids,
         tree.draft_probs,
-        *_stored(target),
+        *target.stored,
         target.rows.contiguous(),
         labels,
         ids,
@@ -136,14 +136,6 @@ def _sample_roots(
     return Verdict(tree.token_ids.new_zeros((tree.batch, 0)), roots, token_ids), faults
 
 
-def _stored(target: TargetProbs) -> tuple[Tensor, Tensor]:
-    """Return the rows of a target's probabilities, and what normalises each."""
-    if isinstance(target, WarpedLogits):
-        return target.logits, target.log_normaliser
-    assert isinstance(target, NormalisedRows)
-    return target.probs, target.sums
-
-
 class _Stops(NamedTuple):
     """Where acceptance ends in each tree, and what its last token is drawn from."""
 
@@ -161,25 +153,25 @@ def _draw(
     from eaglegbv import kernels
 
     batch, nodes = target.rows.shape
-    pieces = -(-target.vocab // PIECE)
+    vocab = target.vocab
     kernels.draw_corrections[(batch,)](
         stops.draft_ids,
         stops.draft_probs,
-        *_stored(target),
+        *target.stored,
         target.rows.contiguous(),
         stops.nodes,
         stops.weights,
         stops.bonus,
         uniforms,
-        stops.draft_probs.new_empty((batch, target.vocab)),
+        stops.draft_probs.new_empty((batch, vocab)),
         token_ids,
         nodes,
         width,
-        target.vocab,
+        vocab,
         uniforms.stride(0),
         IN_LOGS=isinstance(target, WarpedLogits),
         BLOCK=power_of_two(max(16, width)),
         PIECE=PIECE,
-        PIECES=power_of_two(max(2, pieces)),
+        PIECES=power_of_two(max(2, -(-vocab // PIECE))),
         num_warps=2 * PIECE_WARPS,  # a program a request: there are few
     )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eaglegbv.config import DraftSampling
 from eaglegbv.devices import entry_at
@@ -45,12 +46,10 @@ from eaglegbv.verifiers.stateful import (
     committing_draw,
     drafts_on,
     entering_draw,
-    rho_after,
 )
 from eaglegbv.verifiers.transport import (
     RankedProbs,
     Transport,
-    draw_multiplicity,
     labels,
     transport,
 )
@@ -254,7 +253,7 @@ def _descend(
 def _row_at(table: Tensor, node: Tensor) -> Tensor:
     """Return the rows of ``table`` at ``node``; trees without draft lists get one empty column."""
     row = rows_at(table, node.unsqueeze(1)).squeeze(1)
-    return row if row.shape[1] else torch.nn.functional.pad(row, (0, 1))
+    return row if row.shape[1] else pad(row, (0, 1))
 
 
 def _select(
@@ -329,24 +328,23 @@ def _layers_after(
     ``new`` ``[batch]`` int64 is how many tokens this step's layer would cover, ``rho`` the factor
     at the stop; ``uniforms`` is ``[batch, layers + 1]``.
     """
-    plan = stop.plan
-    modified = stop.modified
-    most = max(modified.layers.most_drafts, paths)
-    old = modified.entered(tokens, uniforms)
-    ranks = place_of(tokens, plan.ids, plan.draft)
-    drafted = entry_at(plan.ids, ranks) == tokens
-    b = torch.where(drafted, entry_at(plan.selected, ranks), 0.0)
-    numbers = entry_at(uniforms, modified.active.sum(dim=1))
-    drafts = draw_multiplicity(plan, stop.drafts, ranks, numbers, most)
-    lasts = (new > 0) & (b > 0)
-    grown = rho_after(rho, entry_at(plan.target, ranks), b)
-
-    def joined(columns: Tensor, last: Tensor) -> Tensor:
-        return torch.cat((columns, last.unsqueeze(1)), dim=1)
-
-    return Layers(
-        rho=joined(old.rho, torch.where(lasts, grown, 0.0)),
-        drafts=joined(old.drafts, torch.where(lasts, drafts, 1)),
-        remaining=joined(old.remaining, torch.where(lasts, new, 0)),
-        most_drafts=most,
+    layers = stop.modified.layers
+    together = Layers(
+        rho=_joined(layers.rho, rho),
+        drafts=_joined(layers.drafts, stop.drafts),
+        remaining=_joined(layers.remaining, new + 1),
+        most_drafts=max(layers.most_drafts, paths),
     )
+    columns = zip(stop.modified.plan.tensors.values(), stop.plan.tensors.values(), strict=True)
+    plan = Transport(*(_joined(*column) for column in columns))
+    return replace(stop.modified, layers=together, plan=plan).entered(tokens, uniforms)
+
+
+def _joined(columns: Tensor, last: Tensor) -> Tensor:
+    """Join ``[batch, layers, ...]`` and one more column; lists are padded to the wider ones."""
+    last = last.unsqueeze(1)
+    if last.dim() > 2:
+        width = max(columns.shape[2], last.shape[2])
+        columns = pad(columns, (0, width - columns.shape[2]))
+        last = pad(last, (0, width - last.shape[2]))
+    return torch.cat((columns, last), dim=1)

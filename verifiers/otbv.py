@@ -73,8 +73,9 @@ def _select_iid(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser)
 def _select_fixed(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Chooser) -> Selected:
     """Draw a child by p restricted to the children; evenly where p has no mass on them."""
     children = tuple(tree.children(prefix))
-    wanted = [p[x] if x in children else p[x] - p[x] for x in range(len(p))]
-    probs = normalised(wanted if sum(wanted) > 0 else [int(x in children) for x in range(len(p))])
+    among = [int(x in children) for x in range(len(p))]
+    wanted = [px * one for px, one in zip(p, among, strict=True)]
+    probs = normalised(wanted if sum(wanted) > 0 else among)
     index = selection_index(tree.most_draws, len(prefix), 0, 0)
     chosen = chooser.choose([probs[x] for x in children], Purpose.SELECTION, index)
     return children[chosen], probs
@@ -97,7 +98,8 @@ def _select_greedy(tree: ReferenceTree, prefix: Prefix, p: Probs, chooser: Choos
         rest = 1 - sum(overlap)
         shares = (rest * share(p[x], total) if x in kept else overlap[x] for x in range(len(p)))
         probs = tuple(shares)
-    take, which = (selection_index(tree.most_draws, len(prefix), 0, i) for i in (1, 0))
+    which = selection_index(tree.most_draws, len(prefix), 0, 0)
+    take = selection_index(tree.most_draws, len(prefix), 0, 1)
     if accepts(chooser, share(probs[drawn], r[drawn]), Purpose.SELECTION, take):
         return drawn, probs
     others = tuple(x for x in children if x in kept)

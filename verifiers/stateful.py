@@ -306,8 +306,8 @@ class StatefulVerifier(Rule):
 MOST_RHO = 1e100
 """Largest rho that is kept.
 
-A layer may follow a text whose tokens its own step would hardly have drafted: b can be 1e-130 or
-less at each of them, and the product of the M / b soon exceeds what float64 holds. At this limit
+A layer may follow a sequence whose tokens its own step would hardly have drafted: b can be 1e-130
+or less at each of them, and the product of the M / b soon exceeds what float64 holds. At this limit
 M_k is M_{k-1} already: where M_{k-1}(x) >= 1e-80, b is less than 1e-20 of rho M_{k-1}, and all
 other tokens together have less than 1e-80 times the size of the vocabulary.
 """

@@ -70,13 +70,13 @@ class ExactTransport:
 
     def _partners(self, rank: int) -> dict[int, Number]:
         sign = 1 if self.moved[rank] > 0 else -1
-        mine = list(accumulate(positive(sign * d) for d in self.moved))
-        theirs = list(accumulate(positive(-sign * d) for d in self.moved))
-        low = mine[rank] - magnitude(self.moved[rank])
-        high = mine[rank]
+        same_side = list(accumulate(positive(sign * d) for d in self.moved))
+        other_side = list(accumulate(positive(-sign * d) for d in self.moved))
+        low = same_side[rank] - magnitude(self.moved[rank])
+        high = same_side[rank]
         overlap: dict[int, Number] = {}
         for y, d in reversed(tuple(enumerate(self.moved))):
-            delta = min(high, theirs[y]) - max(low, theirs[y] - magnitude(d))
+            delta = min(high, other_side[y]) - max(low, other_side[y] - magnitude(d))
             if sign * d < 0 and delta > 0:
                 overlap[y] = delta
         return overlap

@@ -33,7 +33,7 @@ class Segment:
     """
 
     token_ids: Tensor  # [q] int64, the new tokens
-    positions: Tensor  # [q] int64, their positions in the text (siblings share one)
+    positions: Tensor  # [q] int64, their positions in the sequence (siblings share one)
     context_slots: Tensor  # [c] int64, slots of the committed tokens at positions 0 ... c - 1.
     # [m] int64, m >= q: slots of the pending tokens, that is of those not yet committed. The last q
     # belong to the new tokens, whose keys and values are written there.
@@ -120,7 +120,7 @@ class Segment:
         q, c, m = self.num_new, self.num_context, self.num_pending
         device = self.token_ids.device if device is None else device
         pending = self.pending_mask(device)
-        # A window makes no difference to a text that is not longer.
+        # A window makes no difference to a sequence that is not longer.
         if pending is None and (window is None or c + m <= window):
             return None
         mask = torch.ones((q, c + m), dtype=torch.bool, device=device)
@@ -153,7 +153,7 @@ class PackedBatch:
         return self.offsets[-1]
 
     def effective_window(self, window: int | None) -> int | None:
-        """Return ``window``, or None if no text is longer and so it makes no difference."""
+        """Return ``window``, or None if no sequence is longer and so it makes no difference."""
         if window is not None and all(s.num_keys <= window for s in self.segments):
             return None
         return window
@@ -314,7 +314,7 @@ torch.library.impl("eaglegbv::attend", "default", _run)
 torch.library.register_fake("eaglegbv::attend", lambda q, *_: q.new_empty(q.shape))
 
 
-# Attention of drafted rows: each sees the text of its request and its own path, nothing else.
+# Attention of drafted rows: each sees the sequence of its request and its own path, nothing else.
 #
 # keys of a request | context | level 0: a slot for each branch | level 1: likewise | ...
 #

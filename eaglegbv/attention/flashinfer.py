@@ -140,7 +140,7 @@ class StaticTreeAttention(PagedAttention):
     """Masked attention of batches of fixed sizes, planned into fixed memory, to be recorded.
 
     Every kind of layer has a separate wrapper, because a wrapper that was once planned with a mask
-    always reads one. A window is part of the mask, whether texts have reached it or not.
+    always reads one. A window is part of the mask, whether sequences have reached it or not.
     """
 
     recordable: ClassVar[bool] = True
@@ -215,7 +215,7 @@ class FlashInferBranches(BranchAttention):
             self._levels = torch.arange(shape.levels, device=device) * shape.branches
             # A copy of the mask as planned, so that each replay of a recording starts from it.
             self._planned_mask = torch.zeros_like(self._buffers.mask)
-        self._own: tuple[Tensor, Tensor]
+        self._branch_bits: tuple[Tensor, Tensor]
 
     def plan(self, contexts: Sequence[Tensor], slots: Tensor) -> None:
         """See :meth:`BranchAttention.plan`."""
@@ -242,12 +242,12 @@ class FlashInferBranches(BranchAttention):
         if level == 0:  # hidden values count 0 times: none may be NaN
             self.pool.layer(0)[1].index_fill_(0, self.slots.flatten(), 0)
             seen = self._levels.view(-1, 1, 1) + self._firsts + self._branches
-            self._own = _octets_and_bits(seen)
+            self._branch_bits = _octets_and_bits(seen)
             self._buffers.mask.copy_(self._planned_mask)
         keys, values = self.pool.write(0, self.slots[:, level].flatten(), k, v)
         mask = self._buffers.mask
         if chains is None:  # each sees its own branch at this level; it already sees the earlier
-            octets, bits = (part[level] for part in self._own)
+            octets, bits = (part[level] for part in self._branch_bits)
         else:  # each sees the keys of its own path only
             first = self._firsts.unsqueeze(2) + self._levels[: chains.shape[2]]
             octets, bits = _octets_and_bits(first + chains)
@@ -540,7 +540,7 @@ class Wrappers:
             return PlannedWrapper(self._kernels.prefill(room, buffers), self.pool)
 
     def longest(self, max_context: int) -> int:
-        """Return the most keys that a text of ``max_context`` positions has."""
+        """Return the most keys that a sequence of ``max_context`` positions has."""
         return min(max_context, self.pool.num_slots)
 
     def row_keys(self, max_context: int) -> Tensor:

@@ -31,12 +31,8 @@ _LINE = 64  # bytes of a cache line, to which pools are aligned
 class SlotAllocator:
     """Hands out slots 0 ... ``num_slots`` - 1, the lowest blank ones first.
 
-    Handing out the lowest slots keeps the slots of few requests dense, so that attention may read
-    their keys as one slice of the pool instead of gathering them.
-
     A free slot may be *kept*: it is handed out only after all blank ones, and until then its keeper
-    may take it back with its contents. Blank slots below a kept one (nooks) are handed out after
-    the blank slots above it, because a single one among a request's slots would make them sparse.
+    may take it back with its contents.
 
         blank --allocate--> taken --release--> blank
                               |  ^
@@ -46,10 +42,7 @@ class SlotAllocator:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        # Two heaps (a sorted list is one): blank slots from the floor upwards, and those below it.
-        self._blank = list(range(num_slots))
-        self._nooks: list[int] = []
-        self._floor = 0
+        self._blank = list(range(num_slots))  # a heap, as a sorted list is one
         self.num_kept = 0  # number of free slots that are kept
         self._state = bytearray(num_slots)
         self._keepers: list[Callable[[int], None]] = []
@@ -57,7 +50,7 @@ class SlotAllocator:
     @property
     def num_free(self) -> int:
         """Number of free slots, blank or kept."""
-        return self._num_blank + self.num_kept
+        return len(self._blank) + self.num_kept
 
     @property
     def num_used(self) -> int:
@@ -80,10 +73,9 @@ class SlotAllocator:
         if count > self.num_free:
             raise OutOfSlots(count, self.num_free, self.num_slots)
         for blank in self._keepers:
-            if count > self._num_blank:
-                blank(count - self._num_blank)
-        slots = [heapq.heappop(self._blank or self._nooks) for _ in range(count)]
-        slots.sort()
+            if count > len(self._blank):
+                blank(count - len(self._blank))
+        slots = [heapq.heappop(self._blank) for _ in range(count)]
         for slot in slots:
             self._state[slot] = _TAKEN
         return torch.tensor(slots, dtype=torch.int64)
@@ -97,16 +89,13 @@ class SlotAllocator:
         """
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _BLANK, "slots that are taken, each released once")
-            self._push(slot)
+            heapq.heappush(self._blank, slot)
 
     def keep(self, slots: Tensor) -> None:
         """Give back taken slots so that they are handed out last; InvalidArgument for others."""
         for slot in slots.tolist():
             self._change(slot, _TAKEN, _KEPT, "slots that are taken")
             self.num_kept += 1
-            self._floor = max(self._floor, slot + 1)
-        while self._blank and self._blank[0] < self._floor:
-            heapq.heappush(self._nooks, heapq.heappop(self._blank))
 
     def take_back(self, slots: Tensor) -> None:
         """Take kept slots again, with their contents; InvalidArgument for others."""
@@ -119,9 +108,7 @@ class SlotAllocator:
         for slot in slots.tolist():
             self._change(slot, _KEPT, _BLANK, "slots that are kept")
             self.num_kept -= 1
-            self._push(slot)
-        if self.num_kept == 0:
-            self._blank, self._nooks, self._floor = sorted(self._blank + self._nooks), [], 0
+            heapq.heappush(self._blank, slot)
 
     def check(self, owned: Iterable[Tensor]) -> None:
         """Check that every slot occurs once among ``owned``, all owners' slots, and the free ones.
@@ -143,17 +130,10 @@ class SlotAllocator:
             leaked = [s for s in range(self.num_slots) if taken[s] and not owners[s]]
             raise InvalidArgument("owned", leaked[:16], "an owner of every taken slot (leak)")
         blank = [slot for slot in range(self.num_slots) if self._state[slot] == _BLANK]
-        if sorted(self._blank + self._nooks) != blank:
-            raise InvalidArgument("blank", self._num_blank, "every blank slot, once")
+        if sorted(self._blank) != blank:
+            raise InvalidArgument("blank", len(self._blank), "every blank slot, once")
         if self._state.count(_KEPT) != self.num_kept:
             raise InvalidArgument("num_kept", self.num_kept, str(self._state.count(_KEPT)))
-
-    @property
-    def _num_blank(self) -> int:
-        return len(self._blank) + len(self._nooks)
-
-    def _push(self, slot: int) -> None:
-        heapq.heappush(self._nooks if slot < self._floor else self._blank, slot)
 
     def _change(self, slot: int, before: int, after: int, expected: str) -> None:
         if not 0 <= slot < self.num_slots or self._state[slot] != before:
@@ -266,8 +246,8 @@ class PoolSize:
     slots: int | None = None  # number of slots; None if memory decides
     # Bytes of all pools together; None for a share of free memory. Excludes `slots`.
     bytes: int | None = None
-    # How many texts of full length to make room for at most, if free memory decides.
-    longest_texts: int = 16
+    # How many sequences of full length to make room for at most, if free memory decides.
+    longest_sequences: int = 16
     beside: int = 0  # bytes that a slot takes in the drafter's pool
     # Share of an accelerator's memory for models and pools; None for a share of free memory.
     utilization: float | None = None
@@ -280,9 +260,10 @@ class PoolSize:
     def slots_of(
         self, bytes_per_slot: int, *, max_context: int, least: int, device: torch.device
     ) -> int:
-        """Return the number of slots in pools on ``device``, for texts of up to ``max_context``.
+        """Return the number of slots in pools on ``device``.
 
-        ``bytes_per_slot`` are those in the target's pool.
+        Sequences have up to ``max_context`` positions; ``bytes_per_slot`` are those in the target's
+        pool.
 
         Raises:
             InvalidArgument: There are fewer than ``least``.
@@ -295,7 +276,7 @@ class PoolSize:
         room = self.bytes
         if room is None:
             # Further slots could never be used: trees and recalled steps are small.
-            of_use = self.longest_texts * max_context + 4096
+            of_use = self.longest_sequences * max_context + 4096
             room = min(self._room(device), of_use * each)
         if room < least * each:
             expected = f"at least {least * each} bytes: {least} slots of {each} bytes"

@@ -30,7 +30,7 @@ class StaticBatch:
     def __init__(
         self, bucket: Bucket, attention: PagedAttention, *, max_context: int, scratch_slot: int
     ) -> None:
-        """Make the buffers; texts have ``max_context`` positions at most."""
+        """Make the buffers; sequences have ``max_context`` positions at most."""
         self._bucket = bucket
         self._scratch_slot = scratch_slot
         self._pads: dict[tuple[int, torch.device], Segment] = {}

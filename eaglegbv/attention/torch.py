@@ -1,21 +1,15 @@
 """Paged attention in plain PyTorch: the CPU's implementation, and the reference for any other.
 
-The cost of a small forward is that of launching its operations. So a batch is planned once per
-forward and kind of layer, and a layer runs two writes and one fused attention, plus two gathers
-unless the keys are a slice of the pool:
-
-- if the slots of a single segment fill a range exactly, they are read in place, in the pool's
-  order;
-- otherwise keys are gathered into buffers that are reused (fresh memory costs more than the copy),
-  with segments of similar size padded together.
+A batch is planned once per forward and kind of layer: segments of similar size are padded together
+into groups, each of which is one gather of keys and values, and one fused attention. What is
+gathered goes into buffers that are reused, as fresh memory costs more than the copy.
 
 A request never reads a slot it does not own, not even with weight zero: 0 * NaN is NaN.
 """
 
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +26,11 @@ from eaglegbv.attention.base import (
 from eaglegbv.attention.kv_cache import KVPool, slot_bytes
 from eaglegbv.devices import send, upload
 
-_MAX_PADDED_SCORES = 1 << 24
-"""Most padded scores (segments x queries x keys) of a group of segments, to bound its mask."""
-
 _MAX_GATHERED = 1 << 23
-"""Most bytes of keys and values of a group on a CPU: more would not stay in its caches."""
+"""Most bytes of keys and values of a group: more would not stay in a CPU's caches."""
 
-_KEY_SCORES = 4  # number of scores that take as long as gathering a key and its value
-_FREE_PADDING = 1 << 12  # number of scores that take as long as the operations of a further group
+_FREE_KEYS, _FREE_QUERIES = 64, 8
+"""Padding of a segment that takes no longer than the operations of a further group."""
 
 
 class TorchPagedAttention(PagedAttention):
@@ -51,7 +42,7 @@ class TorchPagedAttention(PagedAttention):
         self._instead = instead
         self.fallbacks: Counter[str] = Counter()
         self._planned: PackedBatch | None = None
-        self._plans: dict[int | None, list[_Group]] = {}
+        self._plans: dict[int | None, _Plan] = {}
         self._key_buffer = pool.keys.new_empty((0, *pool.keys.shape[2:]))
         self._value_buffer = torch.empty_like(self._key_buffer)
 
@@ -67,45 +58,37 @@ class TorchPagedAttention(PagedAttention):
             self.fallbacks[self._instead] += 1
         layer = self.pool.write(call.layer, batch.slots, k, v)
         fused = call.softcap is None and call.sinks is None
-        out: Tensor | None = None
-        for group in self._groups(batch, batch.effective_window(call.window)):
-            rows = group.rows
-            queries = q if rows is None else q.index_select(0, rows.gather)
+        attention = _attend_fused if fused else _attend_explicit
+        plan = self._plan(batch, batch.effective_window(call.window))
+        parts: list[Tensor] = []
+        for group in plan.groups:
+            queries = q if plan.places is None else q.index_select(0, group.rows)
             queries = _by_head(queries.view(group.segments, -1, *q.shape[1:]))
-            read = self._read(layer, group)
-            attended = (_attend_fused if fused else _attend_explicit)(queries, *read, group, call)
-            attended = _by_head(attended).reshape(-1, *q.shape[1:])
-            if rows is None:
-                return attended
-            if out is None:
-                out = torch.empty_like(q)
-            out.index_copy_(0, rows.packed, attended.index_select(0, rows.kept))
-        assert out is not None  # a batch has segments, so it has groups
-        return out
+            attended = attention(queries, *self._read(layer, group), group, call)
+            parts.append(_by_head(attended).reshape(-1, *q.shape[1:]))
+        if plan.places is None:
+            return parts[0]
+        return torch.cat(parts).index_select(0, plan.places)
 
-    def _groups(self, batch: PackedBatch, window: int | None) -> "list[_Group]":
+    def _plan(self, batch: PackedBatch, window: int | None) -> "_Plan":
         if batch is not self._planned:
             self._planned, self._plans = batch, {}
-        groups = self._plans.get(window)
-        if groups is None:
-            groups = self._plans[window] = _plan(batch, window, self.pool)
-        return groups
+        if window not in self._plans:
+            self._plans[window] = _plan(batch, window, self.pool)
+        return self._plans[window]
 
     def _read(self, layer: tuple[Tensor, Tensor], group: "_Group") -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each ``[segments, kv_heads, keys, head_dim]``."""
         keys, values = layer
-        slots = group.key_slots
-        if isinstance(slots, slice):
-            return _by_head(keys[slots].unsqueeze(0)), _by_head(values[slots].unsqueeze(0))
-        count = len(slots)
+        count = len(group.key_slots)
         if count > len(self._key_buffer):
             # Buffers must not be inference tensors: those cannot be written outside that mode.
             with torch.inference_mode(mode=False):
                 self._key_buffer = keys.new_empty((2 * count, *keys.shape[1:]))
                 self._value_buffer = torch.empty_like(self._key_buffer)
         shape = (group.segments, -1, *keys.shape[1:])
-        keys = torch.index_select(keys, 0, slots, out=self._key_buffer[:count])
-        values = torch.index_select(values, 0, slots, out=self._value_buffer[:count])
+        keys = torch.index_select(keys, 0, group.key_slots, out=self._key_buffer[:count])
+        values = torch.index_select(values, 0, group.key_slots, out=self._value_buffer[:count])
         return _by_head(keys.view(shape)), _by_head(values.view(shape))
 
 
@@ -150,131 +133,104 @@ def _attend_explicit(
     return out.flatten(1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Which packed rows the padded rectangle of a group's queries holds."""
-
-    gather: Tensor  # [segments * queries] int64, packed row of each query; padding repeats a row
-    kept: Tensor  # [real queries] int64, indices of the real queries in the rectangle
-    packed: Tensor  # [real queries] int64, their packed rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Segments that run as one attention call."""
+class _Group(NamedTuple):
+    """Segments that run as one attention call, padded to the largest of them."""
 
     segments: int  # number of segments
-    rows: _Rows | None  # packed rows of the queries; None if they are the whole batch in order
-    # Slots of the keys: a range of the pool, or [segments * keys] int64 to gather.
-    key_slots: slice | Tensor
+    rows: Tensor  # [segments * queries] int64, packed row of each query
+    key_slots: Tensor  # [segments * keys] int64
     # [segments, 1, queries, keys] in the pool's dtype, 0 or -inf, added to the scores. None if
     # every key is seen, or in causal order.
     mask: Tensor | None
     causal: bool = False  # whether the order is plainly causal, without a mask
 
 
-def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> list[_Group]:
-    dtype = pool.keys.dtype
-    if len(batch.segments) == 1:
-        return [_plan_single(batch.segments[0], window, dtype, batch.slots.device)]
-    most_keys = sys.maxsize
-    if not pool.keys.is_cuda:
-        _, _, kv_heads, head_dim = pool.keys.shape
-        most_keys = _MAX_GATHERED // slot_bytes(1, kv_heads, head_dim, dtype)
-    members = _group_segments(batch.segments, most_keys)
-    return [_plan_padded(batch, group, window, dtype) for group in members]
+class _Plan(NamedTuple):
+    """How the segments of a batch run."""
+
+    groups: list[_Group]
+    # [rows] int64, place of each packed row among the groups' queries; None if a single group has
+    # them all in order.
+    places: Tensor | None
 
 
-def _plan_single(
-    segment: Segment, window: int | None, dtype: torch.dtype, device: torch.device
-) -> _Group:
-    slots = segment.key_slots()
-    keys = slots.shape[0]
-    lowest, highest = slots.aminmax()
-    start = int(lowest)
-    dense = int(highest) - start + 1 == keys
-    key_slots = slice(start, start + keys) if dense else send(slots, device)
-    in_order = not dense or bool((slots[1:] > slots[:-1]).all())
-    if segment.visible is None and window is None and segment.num_new == keys > 1 and in_order:
-        return _Group(1, None, key_slots, None, causal=True)
-    seen = segment.key_mask(window)
-    if seen is None:
-        return _Group(1, None, key_slots, None)
-    mask = _added(send(seen, device), dtype)
-    if dense:  # keys come in the pool's order
-        mask = torch.empty_like(mask).index_copy_(1, send(slots - start, device), mask)
-    return _Group(1, None, key_slots, mask[None, None])
+def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> _Plan:
+    _, _, kv_heads, head_dim = pool.keys.shape
+    most_keys = _MAX_GATHERED // slot_bytes(1, kv_heads, head_dim, pool.keys.dtype)
+    groups: list[_Group] = []
+    places = [0] * batch.rows
+    queries = 0
+    for members in _by_size(batch.segments, most_keys):
+        longest = max(batch.segments[number].num_new for number in members)
+        for number in members:
+            first, end = batch.offsets[number : number + 2]
+            places[first:end] = range(queries, queries + end - first)
+            queries += longest
+        groups.append(_padded(batch, members, window, pool.keys))
+    if places == list(range(queries)) and len(groups) == 1:
+        return _Plan(groups, None)
+    return _Plan(groups, upload(places, dtype=torch.int64, device=pool.keys.device))
+
+
+def _by_size(segments: Sequence[Segment], most_keys: int) -> Iterator[list[int]]:
+    """Yield the numbers of segments in groups of similar size, in order of their sizes.
+
+    A group of several segments has at most ``most_keys`` keys, padding included.
+    """
+    members: list[int] = []
+    for number in sorted(range(len(segments)), key=lambda n: _size(segments[n])):
+        queries, keys = _size(segments[number])
+        if members:
+            first_queries, first_keys = _size(segments[members[0]])
+            similar = queries <= first_queries + _FREE_QUERIES
+            similar &= keys <= max(first_keys + _FREE_KEYS, 3 * first_keys // 2)
+            if not similar or keys * (len(members) + 1) > most_keys:
+                yield members
+                members = []
+        members.append(number)
+    yield members
+
+
+def _size(segment: Segment) -> tuple[int, int]:
+    return segment.num_new, segment.num_keys
+
+
+def _padded(batch: PackedBatch, members: Sequence[int], window: int | None, pool: Tensor) -> _Group:
+    """Return a group; padding repeats a segment's last query, and a slot of the same request."""
+    segments = [batch.segments[number] for number in members]
+    queries = max(segment.num_new for segment in segments)
+    keys = max(segment.num_keys for segment in segments)
+    rows: list[Tensor] = []
+    key_slots: list[Tensor] = []
+    seen = torch.zeros((len(segments), queries, keys), dtype=torch.bool, device=pool.device)
+    hides = False
+    for place, (number, segment) in enumerate(zip(members, segments, strict=True)):
+        count = segment.num_keys
+        row = torch.arange(queries).clamp(max=segment.num_new - 1)
+        rows.append(batch.offsets[number] + row)
+        padding = segment.tree_slots[:1].expand(keys - count)
+        key_slots += (segment.context_slots, segment.tree_slots, padding)
+        seen[place, :, :count] = True
+        # This covers the last keys: the pending ones, since only a window hides others, or all.
+        last = segment.pending_mask() if window is None else segment.key_mask(window)
+        if last is not None:
+            seen[place, : segment.num_new, count - last.shape[1] : count] = send(last, pool.device)
+        hides |= last is not None or count < keys
+    [first, *others] = segments
+    # In causal order, attention of a single segment skips what is hidden.
+    causal = not others and first.visible is None and window is None and queries == keys > 1
+    return _Group(
+        segments=len(segments),
+        rows=send(torch.cat(rows), pool.device),
+        key_slots=send(torch.cat(key_slots), pool.device),
+        mask=_added(seen, pool.dtype).unsqueeze(1) if hides and not causal else None,
+        causal=causal,
+    )
 
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask to add to the scores: 0 where a key is seen, -inf elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-def _group_segments(segments: Sequence[Segment], most_keys: int) -> list[list[int]]:
-    """Partition segments by similar size, so that padding a group costs no more than splitting it.
-
-    A group of several segments has at most ``most_keys`` keys, padding included.
-    """
-    order = sorted(range(len(segments)), key=lambda i: (segments[i].num_new, segments[i].num_keys))
-    groups: list[list[int]] = []
-    real = queries = keys = 0
-    for i in order:
-        q, n = segments[i].num_new, segments[i].num_keys
-        queries, keys, real = max(queries, q), max(keys, n), real + (q + _KEY_SCORES) * n
-        members = len(groups[-1]) + 1 if groups else 1
-        padding = (queries + _KEY_SCORES) * keys * members - real
-        room = keys * members <= min(most_keys, _MAX_PADDED_SCORES // queries)
-        if groups and padding <= _FREE_PADDING and room:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-            queries, keys, real = q, n, (q + _KEY_SCORES) * n
-    return groups
-
-
-def _plan_padded(
-    batch: PackedBatch, members: list[int], window: int | None, dtype: torch.dtype
-) -> _Group:
-    segments = [batch.segments[i] for i in members]
-    queries = max(s.num_new for s in segments)
-    counts = [s.num_keys for s in segments]
-    keys = max(counts)
-    device = batch.slots.device
-    key_slots: list[Tensor] = []
-    for segment, count in zip(segments, counts, strict=True):
-        padding = segment.tree_slots[:1].expand(keys - count)  # any slot of the same request
-        key_slots += (segment.context_slots, segment.tree_slots, padding)
-    real = torch.arange(keys) < torch.tensor(counts).unsqueeze(1)
-    seen = send(real, device).unsqueeze(1).repeat(1, queries, 1)
-    for row, (segment, count) in enumerate(zip(segments, counts, strict=True)):
-        # This covers the last keys: the pending ones, since only a window hides others, or all.
-        last = segment.pending_mask() if window is None else segment.key_mask(window)
-        if last is not None:
-            seen[row, : segment.num_new, count - last.shape[1] : count] = send(last, device)
-    return _Group(
-        segments=len(segments),
-        rows=_rows_of(batch, members, queries),
-        key_slots=send(torch.cat(key_slots), device),
-        mask=_added(seen, dtype).unsqueeze(1),
-    )
-
-
-def _rows_of(batch: PackedBatch, members: list[int], queries: int) -> _Rows | None:
-    in_order = members == list(range(len(batch.segments)))
-    if in_order and batch.rows == queries * len(members):
-        return None
-    gather: list[int] = []
-    kept: list[int] = []
-    packed: list[int] = []
-    for place, i in enumerate(members):
-        first, end = batch.offsets[i], batch.offsets[i + 1]
-        rows = list(range(first, end))
-        kept.extend(range(place * queries, place * queries + len(rows)))
-        packed.extend(rows)
-        gather.extend(rows + [first] * (queries - len(rows)))
-    device = batch.slots.device
-    return _Rows(*(upload(r, dtype=torch.int64, device=device) for r in (gather, kept, packed)))
 
 
 class TorchBranches(BranchAttention):
@@ -300,12 +256,12 @@ class TorchBranches(BranchAttention):
         paths = self.slots[:, :levels].transpose(1, 2)
         if chains is not None:
             paths = paths.gather(1, chains)
-        to_text = torch.einsum("bjhgd,bchd->bjhgc", grouped, keys[self._contexts])
+        to_context = torch.einsum("bjhgd,bchd->bjhgc", grouped, keys[self._contexts])
         to_path = torch.einsum("bjhgd,bjthd->bjhgt", grouped, keys[paths])
         unseen = ~self._seen.view(batch, 1, 1, 1, -1)
-        scores = torch.cat((to_text.masked_fill(unseen, -torch.inf), to_path), dim=-1)
+        scores = torch.cat((to_context.masked_fill(unseen, -torch.inf), to_path), dim=-1)
         weights = (scores.float() * self.shape.scale).softmax(dim=-1).to(q.dtype)
-        text, path = weights.split((to_text.shape[-1], levels), dim=-1)
-        out = torch.einsum("bjhgc,bchd->bjhgd", text, values[self._contexts])
+        context, path = weights.split((to_context.shape[-1], levels), dim=-1)
+        out = torch.einsum("bjhgc,bchd->bjhgd", context, values[self._contexts])
         out = out + torch.einsum("bjhgt,bjthd->bjhgd", path, values[paths])
         return out.reshape(q.shape)

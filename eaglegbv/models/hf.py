@@ -27,17 +27,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eaglegbv.attention.base import (
+from eaglegbv.attention import (
     Attend,
+    KVPool,
     PackedBatch,
     PagedAttention,
+    PoolSize,
     Segment,
+    SlotAllocator,
+    StaticBatch,
     attending,
     pack,
+    paged_attention,
+    slot_bytes,
 )
-from eaglegbv.attention.flashinfer import paged_attention
-from eaglegbv.attention.kv_cache import KVPool, PoolSize, SlotAllocator, slot_bytes
-from eaglegbv.attention.static import StaticBatch
 from eaglegbv.compiling import compile_graph, making_graphs
 from eaglegbv.config import MIN_SLOTS, GraphMode
 from eaglegbv.cuda_graphs import (
@@ -122,7 +125,7 @@ class HFTarget(Target):
             graphs: Whether forwards of draft trees are recorded and replayed.
             must_pass: Whether outputs unlike the plain model's are an error; if not, they are
                 logged. Random weights of many layers magnify rounding, and only times are wanted.
-            max_context: Most positions of a text; None for the model's context.
+            max_context: Most positions of a sequence; None for the model's context.
             native: Whether forwards run in the native library, if it knows the model, attention is
                 the usual one, and nothing is compiled, padded or recorded.
             files: The folder that the model is of, unchanged: on a CPU the check's verdict is kept
@@ -270,7 +273,7 @@ class HFTarget(Target):
             self._make_trial(layer, attention, torch.float32)
             self._prove(plain, TOLERANCE)
         self._make_trial(layer, attention, self.dtype)
-        errors = [worst_error(name, self, expected, text)[0] for text in range(len(expected))]
+        errors = [worst_error(name, self, expected, number)[0] for number in range(len(expected))]
         return max(HALF_TOLERANCE, 2 * max(errors))
 
     def _plain_outputs(self) -> list[TargetOutput]:
@@ -379,12 +382,11 @@ class HFTarget(Target):
     @property
     def input_embeddings(self) -> Tensor:
         """The token embedding, ``[vocab, embedding_size]``, read-only; heads share it."""
-        return _weight(self.model.get_input_embeddings())
-
-    @property
-    def output_embeddings(self) -> Tensor:
-        """The weight of the output layer, ``[vocab, hidden_size]``, read-only."""
-        return _weight(self.model.get_output_embeddings())
+        module = self.model.get_input_embeddings()
+        weight = module.weight
+        if not isinstance(weight, Tensor):
+            raise ModelNotSupported("model", type(module).__name__, "an embedding with a weight")
+        return weight.detach()
 
     def output_layer(self) -> OutputLayer:
         """Return the output layer, which EAGLE-1 heads share; see :meth:`OutputLayer.of`."""
@@ -599,13 +601,6 @@ def load_model(
     return loaded
 
 
-def _weight(module: nn.Module) -> Tensor:
-    weight = module.weight
-    if not isinstance(weight, Tensor):
-        raise ModelNotSupported("model", type(module).__name__, "an embedding with a weight")
-    return weight.detach()
-
-
 @torch.no_grad()
 def _captured_states(model: PreTrainedModel, features: Sequence[int], num_layers: int) -> list[int]:
     """Return the indices of the captured hidden states, as transformers counts them.
@@ -622,7 +617,7 @@ def _captured_states(model: PreTrainedModel, features: Sequence[int], num_layers
 
 
 def _max_context(config: PreTrainedConfig) -> int:
-    """Return the most positions for which the rotary embedding does not depend on text length.
+    """Return the most positions up to which a sequence's length decides no rotary embedding.
 
     Beyond it, "dynamic" and "longrope" scaling change the keys of all earlier tokens, which a KV
     cache cannot follow.

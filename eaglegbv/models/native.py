@@ -33,6 +33,7 @@ def native_target(
         return None
     config, parts = model.config, Parts(library)
     base: Any = model.model
+    lm_head: Any = model.lm_head
     layers = []
     for layer, call in zip(base.layers, calls, strict=True):
         norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -54,7 +55,7 @@ def native_target(
         embedding=parts.numbers(base.embed_tokens.weight, model.dtype),
         frequencies=parts.numbers(base.rotary_emb.inv_freq),
         norm=parts.norm(base.norm),
-        output=parts.matrix(model.lm_head),
+        output=parts.matrix(lm_head),
         features=parts.numbers(torch.tensor(features), torch.int32) if features else None,
     )
 

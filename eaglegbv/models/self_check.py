@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from eaglegbv.attention.base import AttentionCall, Segment, attend_for_layer, attend_opaque
+from eaglegbv.attention import AttentionCall, Segment, attend_for_layer, attend_opaque
 from eaglegbv.config import MIN_SLOTS
 from eaglegbv.devices import machine_facts
 from eaglegbv.errors import EagleGBVError, ModelNotSupported, first_line
@@ -40,9 +40,10 @@ AttentionInterface.register(COMPILED, partial(attend_for_layer, eaglegbv_attend=
 # returns path by path.
 #
 # Rounding moves outputs too, and not always a little: where two experts are nearly tied, a router
-# picks the other one. So trees of several texts are tried, and one that agrees is enough: a model
-# that attends in another way agrees on none, as its nodes see their siblings. In half precision a
-# deep mixture of experts may agree on none either. Such a model is checked once more in float32.
+# picks the other one. So trees of several sequences are tried, and one that agrees is enough: a
+# model that attends in another way agrees on none, as its nodes see their siblings. In half
+# precision a deep mixture of experts may agree on none either. Such a model is checked once more in
+# float32.
 #
 # That takes seconds on a CPU, so the verdict on a model that passed is kept.
 
@@ -52,7 +53,7 @@ HALF_TOLERANCE = 5e-2
 """Largest difference allowed, as a fraction of the largest value; the second is for bfloat16 and
 float16. A model that attends in another way misses them by far."""
 HALVES = (torch.bfloat16, torch.float16)
-_TEXTS = 4  # texts that are tried
+_SEQUENCES = 4  # sequences that are tried
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -89,10 +90,10 @@ class _Sample:
 _SAMPLES = (_Sample(5, (0, 0, 0, 1, 1, 2)), _Sample(2, (0, 0, 1, 1)))
 
 
-def _tokens(sample: _Sample, text: int, vocab_size: int) -> list[int]:
+def _tokens(sample: _Sample, number: int, vocab_size: int) -> list[int]:
     """Return arbitrary tokens for the prompt and the nodes, all different if possible."""
     count = sample.prompt + len(sample.parents)
-    first = sample.prompt + 101 * text
+    first = sample.prompt + 101 * number
     return [(7919 * (first + i) + 13) % vocab_size for i in range(count)]
 
 
@@ -154,8 +155,8 @@ def check_layers(
             raise ModelNotSupported("model", name, f"full or sliding attention, got {kind!r}")
         named_window = facts.get("sliding_window") if windowed else None
         window = None if kind == "full_attention" else named_window
-        asked, named = (min(w or max_context, max_context) for w in (call.window, window))
-        if asked != named:
+        windows = {min(w or max_context, max_context) for w in (call.window, window)}
+        if len(windows) > 1:
             where = f"of its configuration in layer {call.layer}, got {call.window}"
             raise ModelNotSupported("model", name, f"the window {window} {where}")
 
@@ -194,19 +195,19 @@ def heeds_window(model: PreTrainedModel) -> bool:
 
 
 def plain_outputs(model: PreTrainedModel, features: Sequence[int]) -> list[TargetOutput]:
-    """Return the plain model's outputs at every node of the sample trees, for every text."""
+    """Return the plain model's outputs at every node of the sample trees, for every sequence."""
     vocab = int(model.config.get_text_config(decoder=True).vocab_size)
-    return [_plain_output(model, features, text, vocab) for text in range(_TEXTS)]
+    return [_plain_output(model, features, number, vocab) for number in range(_SEQUENCES)]
 
 
 def _plain_output(
-    model: PreTrainedModel, features: Sequence[int], text: int, vocab: int
+    model: PreTrainedModel, features: Sequence[int], number: int, vocab: int
 ) -> TargetOutput:
-    """Return the output at every node for one text, each leaf's path run on its own."""
+    """Return the output at every node for one sequence, each leaf's path run on its own."""
     paths: list[list[int]] = []
     ends: list[tuple[int, int]] = []  # a path that holds a node, and the node's place in it
     for sample in _SAMPLES:
-        tokens = _tokens(sample, text, vocab)
+        tokens = _tokens(sample, number, vocab)
         prompt, nodes = tokens[: sample.prompt], tokens[sample.prompt :]
         place_of_node: dict[int, tuple[int, int]] = {}
         for leaf in set(range(len(nodes))) - set(sample.parents):
@@ -230,15 +231,15 @@ def _plain_output(
 def check_forward(
     name: str, target: Target, expected: Sequence[TargetOutput], allowed: float
 ) -> None:
-    """Check packed prefills and packed tree forwards of the sample trees, text by text.
+    """Check packed prefills and packed tree forwards of the sample trees, sequence by sequence.
 
     Raises:
-        ModelNotSupported: Of every text, logits or features differ from ``expected`` by more than
-            the ``allowed`` fraction of the largest value.
+        ModelNotSupported: Of every sequence, logits or features differ from ``expected`` by more
+            than the ``allowed`` fraction of the largest value.
     """
     errors = []
-    for text in range(len(expected)):
-        error, what = worst_error(name, target, expected, text)
+    for number in range(len(expected)):
+        error, what = worst_error(name, target, expected, number)
         if error <= allowed:
             return
         errors.append((error, what))
@@ -249,9 +250,9 @@ def check_forward(
 
 
 def worst_error(
-    name: str, target: Target, expected: Sequence[TargetOutput], text: int
+    name: str, target: Target, expected: Sequence[TargetOutput], number: int
 ) -> tuple[float, str]:
-    """Return how far the outputs of a text are off, of the largest value, and which of them is.
+    """Return how far the outputs of a sequence are off, of the largest value, and which of them is.
 
     Raises:
         ModelNotSupported: There are not the logits that were asked for.
@@ -262,7 +263,7 @@ def worst_error(
     trees: list[Segment] = []
     start = 0
     for sample in _SAMPLES:
-        tokens = torch.tensor(_tokens(sample, text, target.vocab_size))
+        tokens = torch.tensor(_tokens(sample, number, target.vocab_size))
         part = slots[start : start + len(tokens)]
         start += len(tokens)
         prompt = part[: sample.prompt]
@@ -274,7 +275,7 @@ def worst_error(
         raise ModelNotSupported("model", name, "logits of the rows asked for (logits_to_keep)")
     actual = target.forward(trees)
     target.allocator.release(taken)
-    plain = expected[text]
+    plain = expected[number]
     errors = [(_error(actual.logits, plain.logits), "logits")]
     if plain.features is not None and actual.features is not None:
         errors.append((_error(actual.features, plain.features), "features"))

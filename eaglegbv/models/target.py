@@ -9,8 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eaglegbv.attention.base import Segment
-from eaglegbv.attention.kv_cache import SlotAllocator
+from eaglegbv.attention import Segment, SlotAllocator
 from eaglegbv.devices import send
 from eaglegbv.output_layer import FINAL as FINAL
 
@@ -38,7 +37,7 @@ class Target(ABC):
     max_context: int  # most positions the model handles
     dtype: torch.dtype  # dtype of weights, keys and features
     device: torch.device  # device of the model and its KV pool
-    eos_token_ids: frozenset[int]  # tokens that end a text
+    eos_token_ids: frozenset[int]  # tokens that end a sequence
     # Hidden states that `forward` captures for a drafter, concatenated: numbers of the layers whose
     # inputs they are, 1 ... num_layers - 1, or `FINAL`. The input of layer i is the output of layer
     # i - 1, before any final norm.

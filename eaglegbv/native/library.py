@@ -8,7 +8,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eaglegbv.devices import CPU_INFO
+from eaglegbv.devices import processor_fact
 from eaglegbv.utils import cache_folder
 
 SOURCES = Path(__file__).parent
@@ -45,9 +44,9 @@ def compiler() -> list[str]:
         NotBuilt: There is none.
     """
     for name in filter(None, (os.environ.get("CXX"), *COMPILERS)):
-        found = shutil.which(name)
-        if found is not None:
-            return [found]
+        path = shutil.which(name)
+        if path is not None:
+            return [path]
     if find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
     raise NotBuilt("there is no C++ compiler; g++ or clang++ makes forwards faster")
@@ -68,14 +67,16 @@ def build(
         version = subprocess.run(
             [*command, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS
         ).stdout
-        facts = (sources, version, (*FLAGS, *machine), _processor())
+        # The compiler's choice of instructions depends on the processor's flags.
+        processor = processor_fact("flags", "Features")
+        facts = (sources, version, (*FLAGS, *machine), processor)
         name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         library = folder / f"native-{name}.so"
         if library.is_file():
             return library
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix="build-") as own:
-            made = Path(own) / library.name
+        with TemporaryDirectory(dir=folder, prefix="build-") as unfinished:
+            made = Path(unfinished) / library.name
             source = SOURCES / "library.cpp"
             subprocess.run(
                 [*command, *FLAGS, *machine, str(source), "-o", str(made)],
@@ -90,15 +91,6 @@ def build(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotBuilt(f"it cannot be built: {error}") from error
     return library
-
-
-def _processor() -> str:
-    """Return what the compiler's choice of instructions depends on."""
-    if CPU_INFO.is_file():
-        for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return platform.machine() + platform.processor()
 
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int

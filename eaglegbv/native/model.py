@@ -1,16 +1,18 @@
-"""Models in the native library: their weights, and forwards of packed segments over a KV pool."""
+"""Models in the native library: their weights, their forwards, and passes over their logits."""
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from eaglegbv.attention.base import Segment
-from eaglegbv.attention.kv_cache import KVPool
+from eaglegbv.attention import KVPool, Segment
 from eaglegbv.errors import InvalidArgument
+from eaglegbv.native.library import native_library
+from eaglegbv.output_layer import OutputLayer
+from eaglegbv.sampling import WarpSettings
 
 DTYPES = (torch.float32, torch.bfloat16)
 UNIT = 16  # widths are multiples of it
@@ -41,13 +43,12 @@ class ModelFacts(ctypes.Structure):
     )
 
 
-class Linear(Protocol):
-    """A layer that multiplies its rows with ``weight`` ``[outputs, inputs]``."""
+def _address(tensor: Tensor | None) -> int | None:
+    """Return where the library finds a contiguous tensor's numbers, or None."""
+    return None if tensor is None else tensor.data_ptr()
 
-    @property
-    def weight(self) -> Tensor: ...  # noqa: D102
-    @property
-    def bias(self) -> Tensor | None: ...  # noqa: D102
+
+Linear: TypeAlias = nn.Linear | OutputLayer  # has a weight `[outputs, inputs]`, and maybe a bias
 
 
 class Matrix:
@@ -65,8 +66,12 @@ class Matrix:
         )
         self._free = library.matrix_free
         self.pointer = library.matrix_new(
-            *(weight.data_ptr(), weight.dtype.itemsize, self.outputs, inputs, halves),
-            None if bias is None else bias.data_ptr(),
+            _address(weight),
+            weight.dtype.itemsize,
+            self.outputs,
+            inputs,
+            halves,
+            _address(bias),
         )
 
     def __del__(self) -> None:
@@ -121,9 +126,9 @@ def layer_facts(
 def drop_weights(module: nn.Module) -> None:
     """Free the weights of a module, which the library has packed."""
     for name, weight in list(module.named_parameters()):
-        owner, _, own = name.rpartition(".")
+        layer, _, attribute = name.rpartition(".")
         placeholder = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-        setattr(module.get_submodule(owner), own, placeholder)
+        setattr(module.get_submodule(layer), attribute, placeholder)
 
 
 class NativeModel:
@@ -137,7 +142,6 @@ class NativeModel:
         self._facts.layers = ctypes.addressof(array)  # read at once
         self._library = parts.library
         self._model = parts.library.model_new(ctypes.byref(self._facts))
-        self._pool: KVPool | None = None
         self._logits = torch.empty((0, self._facts.vocab))
 
     def __del__(self) -> None:
@@ -155,7 +159,6 @@ class NativeModel:
             raise InvalidArgument("segments", segments, "at least one segment")
         self._use(pool)
         facts = self._facts
-        described, kept = _described(segments)
         rows = sum(segment.num_new for segment in segments)
         num_wanted = rows if wanted is None else len(wanted)
         logits = self._room(num_wanted)
@@ -164,11 +167,15 @@ class NativeModel:
             width = facts.num_features * facts.hidden
             features = torch.empty((rows, width), dtype=pool.keys.dtype)
         self._library.model_forward(
-            *(self._model, described, len(segments)),
-            *(None if wanted is None else wanted.data_ptr(), num_wanted, logits.data_ptr()),
-            *(None if features is None else features.data_ptr(), torch.get_num_threads()),
+            self._model,
+            _described(segments),
+            len(segments),
+            _address(wanted),
+            num_wanted,
+            _address(logits),
+            _address(features),
+            torch.get_num_threads(),
         )
-        del kept
         return logits, features
 
     def level(
@@ -185,17 +192,20 @@ class NativeModel:
         Returns the next states ``[rows, hidden]``, and logits ``[rows, vocab]`` float32 or None.
         """
         self._use(pool)
-        described, kept = _described(segments)
         states = states.contiguous()
         rows = len(states)
         following = torch.empty((rows, self._facts.hidden), dtype=pool.keys.dtype)
         logits = torch.empty((rows, self._facts.vocab)) if with_logits else None
         self._library.model_level(
-            *(self._model, described, len(segments), states.data_ptr(), reads_features),
-            *(following.data_ptr(), None if logits is None else logits.data_ptr()),
+            self._model,
+            _described(segments),
+            len(segments),
+            _address(states),
+            reads_features,
+            _address(following),
+            _address(logits),
             torch.get_num_threads(),
         )
-        del kept
         return following, logits
 
     def logits(self, states: Tensor) -> Tensor:
@@ -203,17 +213,17 @@ class NativeModel:
         states = states.contiguous()
         logits = torch.empty((len(states), self._facts.vocab))
         self._library.model_logits(
-            *(self._model, states.data_ptr(), len(states), logits.data_ptr()),
+            self._model,
+            _address(states),
+            len(states),
+            _address(logits),
             torch.get_num_threads(),
         )
         return logits
 
     def _use(self, pool: KVPool) -> None:
-        if pool is self._pool:
-            return
-        self._pool = pool
-        pointers = pool.keys.data_ptr(), pool.values.data_ptr()
-        self._library.model_use_pool(self._model, *pointers, pool.num_slots)
+        keys, values = _address(pool.keys), _address(pool.values)
+        self._library.model_use_pool(self._model, keys, values, pool.num_slots)
 
     def _room(self, rows: int) -> Tensor:
         """Return the memory of the latest logits, larger where it was too small."""
@@ -223,24 +233,68 @@ class NativeModel:
         return self._logits[:rows]
 
 
-def _described(segments: Sequence[Segment]) -> tuple[ctypes.Array[ctypes.c_int64], object]:
-    """Return segments as the library reads them, and the tensors that they point to."""
+def _described(segments: Sequence[Segment]) -> ctypes.Array[ctypes.c_int64]:
+    """Return segments as the library reads them: where their tensors are, and their sizes."""
     numbers: list[int] = []
-    kept: list[Tensor] = []
     for segment in segments:
-        tensors = (
-            *(segment.token_ids, segment.positions, segment.context_slots),
-            *(segment.tree_slots, segment.tree_positions),
-        )
-        parts = [part.contiguous() for part in tensors]
-        numbers += [part.data_ptr() for part in parts]
+        for part in (
+            segment.token_ids,
+            segment.positions,
+            segment.context_slots,
+            segment.tree_slots,
+            segment.tree_positions,
+        ):
+            assert part.is_contiguous()
+            numbers.append(part.data_ptr())
         visible = segment.visible
-        if visible is None:
-            numbers += (0, 0)
-        else:
-            visible = visible if visible.stride(1) == 1 else visible.contiguous()
-            kept.append(visible)
-            numbers += (visible.data_ptr(), visible.stride(0))
+        assert visible is None or visible.stride(1) == 1
+        numbers += (0, 0) if visible is None else (visible.data_ptr(), visible.stride(0))
         numbers += (segment.num_new, segment.num_context, segment.num_pending)
-        kept += parts
-    return (ctypes.c_int64 * len(numbers))(*numbers), kept
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+# Passes over rows of logits, where tensor operations take one each.
+def takes_rows(logits: Tensor, settings: WarpSettings) -> bool:
+    """Return whether the library warps such rows: float32 of the host, by temperatures alone."""
+    fits = logits.device.type == "cpu" and logits.dtype is torch.float32
+    return fits and settings.only_tempered and native_library() is not None
+
+
+def warped_rows(logits: Tensor, settings: WarpSettings) -> tuple[Tensor, Tensor]:
+    """Return what :func:`eaglegbv.sampling.warped_rows` does, in one pass."""
+    library = native_library()
+    assert library is not None  # by `takes_rows`
+    logits = logits.contiguous()
+    warped = torch.empty_like(logits)
+    normalisers = torch.empty(len(logits), dtype=torch.float64)
+    library.rows_warp(
+        _address(logits),
+        *logits.shape,
+        _address(settings.temperature),
+        _address(warped),
+        _address(normalisers),
+        torch.get_num_threads(),
+    )
+    return warped, normalisers
+
+
+def candidates(logits: Tensor, settings: WarpSettings, width: int) -> tuple[Tensor, Tensor]:
+    """Return the most likely tokens' places ``[rows, width]``, ascending, and probabilities.
+
+    The probabilities are float64, at the rows' temperatures, of those tokens alone.
+    """
+    library = native_library()
+    assert library is not None  # by `takes_rows`
+    logits = logits.contiguous()
+    places = torch.empty((len(logits), width), dtype=torch.int64)
+    probs = torch.empty((len(logits), width), dtype=torch.float64)
+    library.rows_candidates(
+        _address(logits),
+        *logits.shape,
+        width,
+        _address(settings.temperature),
+        _address(places),
+        _address(probs),
+        torch.get_num_threads(),
+    )
+    return places, probs

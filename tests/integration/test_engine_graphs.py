@@ -130,7 +130,7 @@ def ranked_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits.topk(width, dim=1).indices
 
     monkeypatch.setattr("eaglegbv.drafters.draft_probs._most_likely", most_likely)
-    monkeypatch.setattr("eaglegbv.drafters.draft_probs.rows.takes", lambda *_: False)
+    monkeypatch.setattr("eaglegbv.drafters.draft_probs.takes_rows", lambda *_: False)
 
 
 @pytest.mark.usefixtures("ranked_on_device")

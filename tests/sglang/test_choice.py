@@ -14,7 +14,7 @@ from eaglegbv.backends.sglang.rounds import shape_of
 from eaglegbv.backends.sglang.settings import AUTOMATIC, Settings
 from eaglegbv.config import PLAIN, Plan
 from eaglegbv.errors import InvalidArgument
-from eaglegbv.scheduler.acceptance import Acceptance
+from eaglegbv.scheduler.acceptance import AcceptanceByDepth
 from eaglegbv.verifiers.registry import STATEFUL_VERIFIERS
 
 PLANS = Settings(plans=AUTOMATIC).served_plans(6, 6)
@@ -60,7 +60,7 @@ def measured() -> Costs:
 
 def true_hazards(first: float) -> NDArray[np.float64]:
     """The chances that a target and a head have: those that nothing observed would assume."""
-    return Acceptance(first).hazards
+    return AcceptanceByDepth(first).hazards
 
 
 def play(

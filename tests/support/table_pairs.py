@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import LookupTable, TabularDrafter
 from eaglegbv.eval.questions import Question, QuestionSet
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.ways.places import Sampling, Text, same_drafts
@@ -18,7 +18,7 @@ from support.tabular_target import TabularTarget
 PROMPT = (0, 1)
 
 
-def tables(vocab: int) -> tuple[TabularTarget, Table]:
+def tables(vocab: int) -> tuple[TabularTarget, LookupTable]:
     """A target that looks at the last token, and a drafter's table: the target's with noise."""
     target = TabularTarget(vocab_size=vocab, order=1, seed=3, scale=2.0, max_slots=4096)
     noise = torch.randn((vocab + 1, vocab), generator=torch.Generator().manual_seed(4))

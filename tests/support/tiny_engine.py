@@ -160,7 +160,7 @@ def tiny_engine(
         head = Eagle3Head(head_config, target.input_embeddings)
         with torch.no_grad():
             # Distributions that resemble the target's: its output layer under the head's own norm.
-            head.lm_head.weight.copy_(target.output_embeddings)
+            head.lm_head.weight.copy_(target.output_layer().weight)
     head = head.eval().to(dtype).to(device)
     drafter = EagleDrafter(head, attention(pool), graphs=graphs, max_context=256, native=native)
     config = EngineConfig(max_batch=max_batch, kv_slots=slots, **settings)

@@ -21,7 +21,7 @@ from support.requests import make_request
 from support.tables import Shape
 
 from eaglegbv.config import Plan
-from eaglegbv.drafting import Drafting
+from eaglegbv.drafting import Drafters
 from eaglegbv.errors import SamplingMismatch
 from eaglegbv.sampling import SamplingParams, WarpSettings, warp, warped_rows
 from eaglegbv.scheduler.batch import Forward, Group
@@ -271,7 +271,7 @@ def launches_of(rule: str, batch: Batch) -> list[str]:
     forward = Forward([group], [], torch.arange(sum(counts)), [])
     logits = torch.randn(sum(counts), batch.target.vocab, device=DEVICE)
     target = SimpleNamespace(vocab_size=batch.target.vocab, device=DEVICE)
-    verification = Verification(target, Drafting(None))
+    verification = Verification(target, Drafters(None))
     with launches({kernels: KERNELS}) as names:
         outputs = read_outputs(verification.verify(forward, logits, record=False))
     assert [output.fault for output in outputs[0]] == [0] * len(counts)

@@ -15,7 +15,7 @@ import numpy as np
 
 from eaglegbv.backends.sglang.rounds import shape_of
 from eaglegbv.config import Plan
-from eaglegbv.scheduler.acceptance import Acceptance
+from eaglegbv.scheduler.acceptance import AcceptanceByDepth
 from eaglegbv.scheduler.costs import Array
 
 HOLD = 8  # rounds for which a choice is held
@@ -60,7 +60,7 @@ class Choice:
     def __init__(self, plans: Sequence[Plan], costs: Costs) -> None:
         """Start with the table ``[plan, batch]`` of the plans' rounds."""
         self._plans, self._costs = plans, costs
-        self._acceptance = Acceptance()
+        self._acceptance = AcceptanceByDepth()
         self._rounds = 0
         self._now: int | None = None
         self._held_until = 0

@@ -197,7 +197,7 @@ def test_otherwise_a_part_of_free_memory_and_no_more_than_is_of_use(monkeypatch)
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: 4_000_000)
     assert slots_of(PoolSize(beside=250)) == 4_000_000 // 4 // 1250
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: 10**12)
-    assert slots_of(PoolSize(longest_texts=3), max_context=500) == 3 * 500 + 4096
+    assert slots_of(PoolSize(longest_sequences=3), max_context=500) == 3 * 500 + 4096
 
 
 def test_free_memory_is_what_linux_and_the_container_leave(monkeypatch, tmp_path):

@@ -73,7 +73,7 @@ def both_trees(plan: Plan, seed: int) -> tuple[DraftTree, DraftTree]:
 def test_trees_are_those_of_the_tensor_code(width, floor, seed, monkeypatch):
     """Node for node and draw for draw; and the lists, whose sums are taken in another order."""
     monkeypatch.setattr("eaglegbv.drafters.draft_probs._most_likely", most_likely_first)
-    monkeypatch.setattr("eaglegbv.drafters.draft_probs.rows.takes", lambda *_: False)
+    monkeypatch.setattr("eaglegbv.drafters.draft_probs.takes_rows", lambda *_: False)
     plan = Plan(paths=PATHS, depth=3, draft_width=width, min_confidence=floor)
     found, expected = both_trees(plan, seed)
     assert (found.draft_sampling, found.columns) == (expected.draft_sampling, True)
@@ -108,7 +108,7 @@ def test_texts_are_those_of_plain_steps(monkeypatch):
     params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
     prompts = [[3, 1, 4, 1, 5, 9], [2, 7, 1]]
     monkeypatch.setattr("eaglegbv.drafters.draft_probs._most_likely", most_likely_first)
-    monkeypatch.setattr("eaglegbv.drafters.draft_probs.rows.takes", lambda *_: False)
+    monkeypatch.setattr("eaglegbv.drafters.draft_probs.takes_rows", lambda *_: False)
     expected = tiny_engine().tokens(prompts, params, plan)
     monkeypatch.setattr(drawn_paths, "runs_kernels", lambda _: True)
     padded = tiny_engine(graphs=GraphMode.EAGER, check_slots=True)

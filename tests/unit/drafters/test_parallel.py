@@ -169,7 +169,7 @@ def test_levels_are_drawn_by_the_kernels_of_recorded_drafts(name, tmp_path, monk
     # Lists in the order of a device: the most likely first.
     best = "eaglegbv.drafters.draft_probs._most_likely"
     monkeypatch.setattr(best, lambda logits, count: logits.topk(count, dim=1).indices)
-    monkeypatch.setattr("eaglegbv.drafters.draft_probs.rows.takes", lambda *_: False)
+    monkeypatch.setattr("eaglegbv.drafters.draft_probs.takes_rows", lambda *_: False)
     plan = Plan(paths=3, depth=4, draft_width=5)
     host, recorded = opened(name, tmp_path), opened(name, tmp_path, graphs=Recorder())
     expected = host.draft(starts(host, plan), DraftSampling.IID)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from support.drafting import TokenSession
 
 from eaglegbv.config import Plan
-from eaglegbv.drafters.tabular import Table, TabularDrafter
+from eaglegbv.drafters.tabular import LookupTable, TabularDrafter
 from eaglegbv.errors import DrafterMismatch
 from eaglegbv.tree import DraftSampling
 
@@ -20,12 +20,12 @@ def sparse(tmp_path):
     ids[:, 1] = torch.arange(VOCAB + 1) % VOCAB
     log_probs = torch.full((VOCAB + 1, 3), -torch.inf)
     log_probs[:, 0], log_probs[:, 1] = np.log(0.25), np.log(0.75)
-    Table(VOCAB, 1, ids, log_probs).save(tmp_path, note="kept")
+    LookupTable(VOCAB, 1, ids, log_probs).save(tmp_path, note="kept")
     return tmp_path
 
 
 def test_a_saved_table_is_read_again_and_padding_has_no_mass(tmp_path):
-    table = Table.load(sparse(tmp_path), vocab_size=VOCAB)
+    table = LookupTable.load(sparse(tmp_path), vocab_size=VOCAB)
     assert json.loads((tmp_path / "config.json").read_text())["note"] == "kept"
     probs = table.logits([3]).exp()[0]
     torch.testing.assert_close(probs, torch.tensor([0.25, 0, 0, 0.75, 0, 0]))
@@ -37,7 +37,7 @@ def test_a_saved_table_is_read_again_and_padding_has_no_mass(tmp_path):
 
 def test_a_table_that_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(DrafterMismatch, match="vocab_size=6: expected the target's, 7"):
-        Table.load(sparse(tmp_path), vocab_size=7)
+        LookupTable.load(sparse(tmp_path), vocab_size=7)
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
     for change, message in (
@@ -49,13 +49,13 @@ def test_a_table_that_does_not_fit_is_refused_by_name(tmp_path):
     ):
         save_file(tensors | change, weights)
         with pytest.raises(DrafterMismatch, match=message):
-            Table.load(tmp_path, vocab_size=VOCAB)
+            LookupTable.load(tmp_path, vocab_size=VOCAB)
     save_file({"ids": tensors["ids"]}, weights)
     with pytest.raises(DrafterMismatch, match=r"^log_probs=None"):
-        Table.load(tmp_path, vocab_size=VOCAB)
+        LookupTable.load(tmp_path, vocab_size=VOCAB)
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(DrafterMismatch, match="a complete safetensors file"):
-        Table.load(tmp_path, vocab_size=VOCAB)
+        LookupTable.load(tmp_path, vocab_size=VOCAB)
     config = {"model_type": "eaglegbv-tabular", "vocab_size": VOCAB, "order": 0}
     save_file(tensors, weights)
     for content, message in (
@@ -64,4 +64,4 @@ def test_a_table_that_does_not_fit_is_refused_by_name(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))
         with pytest.raises(DrafterMismatch, match=message):
-            Table.load(tmp_path, vocab_size=VOCAB)
+            LookupTable.load(tmp_path, vocab_size=VOCAB)

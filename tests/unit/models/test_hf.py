@@ -107,7 +107,7 @@ def test_final_features_are_the_normed_hidden_state():
     out = target.forward([segment], logit_rows=last)
     assert out.features is not None
     assert_close(out.features, plain.layer_inputs(tokens, [FINAL]))
-    assert_close(out.features[last] @ target.output_embeddings.T, out.logits)
+    assert_close(out.features[last] @ target.output_layer().weight.T, out.logits)
 
 
 LATER = Version(transformers.__version__) >= Version("5.18")

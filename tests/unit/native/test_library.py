@@ -42,7 +42,7 @@ def test_other_machines_compilers_and_sources_have_their_own(stand_in, tmp_path,
     names = {build(tmp_path, stand_in), build(tmp_path, stand_in, ["-march=x86-64-v3"])}
     Path(stand_in[0]).write_text(Path(stand_in[0]).read_text().replace("1.0", "1.1"))
     names.add(build(tmp_path, stand_in))
-    monkeypatch.setattr(library, "_processor", lambda: "another")
+    monkeypatch.setattr(library, "processor_fact", lambda *_: "another")
     names.add(build(tmp_path, stand_in))
     (tmp_path / "library.cpp").write_text("other")
     monkeypatch.setattr(library, "SOURCES", tmp_path)

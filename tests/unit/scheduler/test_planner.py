@@ -10,7 +10,7 @@ from support.simulated_engine import Simulation, World, constant, decoding, plan
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, Plan, Source, plan_name
 from eaglegbv.request import PlanReason
-from eaglegbv.scheduler.acceptance import Acceptance
+from eaglegbv.scheduler.acceptance import AcceptanceByDepth
 from eaglegbv.scheduler.costs import KnownCosts, StepCosts, StepShape, size_class
 from eaglegbv.scheduler.planner import PlanGroup, Planner
 
@@ -113,7 +113,9 @@ def test_a_first_step_that_was_held_up_is_forgotten_after_the_second() -> None:
 
 
 # --- tokens of a step
-def feed(acceptance: Acceptance, chances: list[float], *, paths: int = 3, steps: int = 300) -> None:
+def feed(
+    acceptance: AcceptanceByDepth, chances: list[float], *, paths: int = 3, steps: int = 300
+) -> None:
     generator = np.random.default_rng(7)
     first = acceptance._step
     for step in range(steps):
@@ -124,21 +126,21 @@ def feed(acceptance: Acceptance, chances: list[float], *, paths: int = 3, steps:
 
 
 def test_the_prior_grows_with_paths_and_depth_and_is_no_certainty() -> None:
-    hazards = Acceptance().hazards
+    hazards = AcceptanceByDepth().hazards
     assert (hazards > 0).all()
     assert (hazards < 1).all()
     assert (np.diff(hazards, axis=0) > 0).all()
-    assert (np.diff(Acceptance().tokens(0), axis=1) > 0).all()
+    assert (np.diff(AcceptanceByDepth().tokens(0), axis=1) > 0).all()
 
 
 def test_chances_come_near_the_true_ones_and_follow_a_change() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceByDepth()
     feed(acceptance, [0.9, 0.6, 0.3], steps=1500)
     assert acceptance.hazards[2, :3] == pytest.approx([0.9, 0.6, 0.3], abs=0.09)
     a, b, c = acceptance.hazards[2, :3].tolist()
     assert acceptance.tokens(0)[2, 2] == pytest.approx(1 + a + a * b + a * b * c)
     # Depths that were never offered follow those above them, numbers of paths the others.
-    before, acceptance = Acceptance().hazards, Acceptance()
+    before, acceptance = AcceptanceByDepth().hazards, AcceptanceByDepth()
     feed(acceptance, [0.2, 0.2, 0.2], steps=300)
     assert (acceptance.hazards[:4, :3] < before[:4, :3] - 0.1).all()
     assert (acceptance.hazards[:4, 5] < before[:4, 5] - 0.1).all()
@@ -148,7 +150,7 @@ def test_chances_come_near_the_true_ones_and_follow_a_change() -> None:
 
 @pytest.mark.parametrize("exponent", [0.2, 0.5, 1.0])
 def test_what_a_number_of_paths_brings_follows_from_others(exponent: float) -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceByDepth()
     for paths in (1, 4):
         feed(acceptance, [1 - 0.5 ** (paths**exponent)], paths=paths)
     assert acceptance.hazards[1, 0] == pytest.approx(1 - 0.5 ** (2**exponent), abs=0.06)

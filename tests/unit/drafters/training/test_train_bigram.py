@@ -7,7 +7,7 @@ from scipy.sparse import csr_array
 from support.examples import load_example
 from support.tiny_pair import example
 
-from eaglegbv.drafters.tabular import Table
+from eaglegbv.drafters.tabular import LookupTable
 from eaglegbv.drafters.training.data import Document, Texts, join_documents
 from eaglegbv.errors import InvalidArgument
 
@@ -60,7 +60,7 @@ def test_it_writes_a_table_of_the_targets_vocabulary(target, chats, tmp_path):
     assert "held-out cross-entropy" in bigram.main(str(target), str(chats), str(tmp_path))
     facts = json.loads((tmp_path / "config.json").read_text())
     assert set(facts["tokens"]) == {"counting", "prose"}
-    table = Table.load(tmp_path, vocab_size=facts["vocab_size"])
+    table = LookupTable.load(tmp_path, vocab_size=facts["vocab_size"])
     # The text is a fox and numbers: what follows a token is far from the unigram distribution.
     assert facts["held_out_cross_entropy"] < 3.5
     assert table.ids.shape == (facts["vocab_size"] + 1, 256)
