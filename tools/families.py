@@ -7,6 +7,7 @@ A family runs if it passes the check on loading, and if drafts looked up in the 
 trees, lead to the text of plain decoding at temperature 0.
 """
 
+import re
 import signal
 import sys
 import tempfile
@@ -115,14 +116,19 @@ def outcomes(families: list[str]) -> Iterator[tuple[str, str, str]]:
         yield family, kind, why.splitlines()[0]
 
 
+def reason_of(kind: str, why: str) -> str:
+    """Return in words, without a family's own names, how or why not a family runs."""
+    if kind == "not made":
+        return "this command's small sizes do not fit its configuration"
+    expected = re.search(r"expected (.*?)(?: in each of| \(|, off by|$)", why)
+    return why if kind == "runs" or expected is None else f"expected {expected[1]}"
+
+
 def table(found: list[tuple[str, str, str]]) -> str:
     """Return the table, families by what came of them."""
     groups: dict[str, list[str]] = {}
     for family, kind, why in found:
-        reason = why if kind == "runs" else why.partition(":")[2].strip()[:90]
-        groups.setdefault(f"{kind}: {reason}".replace('"', "'").replace("|", "/"), []).append(
-            family
-        )
+        groups.setdefault(f"{kind}: {reason_of(kind, why)}", []).append(family)
     ranked = sorted(groups.items(), key=lambda group: (not group[0].startswith("runs"), group[0]))
     rows = [f'  ["{kind}", "{len(names)}", "{", ".join(names)}"],' for kind, names in ranked]
     version = f"transformers {transformers.__version__}, PyTorch {torch.__version__}, float32, CPU"
