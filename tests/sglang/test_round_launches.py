@@ -48,7 +48,7 @@ PATHS = {"token": 1, "block": 1, "gbv": 3, "otbv": 3}  # of the rules that kerne
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lists in the order of a GPU's top-k."""
     monkeypatch.setattr(draft_probs, "_most_likely", lambda logits, n: logits.topk(n).indices)
-    monkeypatch.setattr(draft_probs.rows, "takes", lambda *_: False)
+    monkeypatch.setattr(draft_probs, "takes_rows", lambda *_: False)
     with np.errstate(all="ignore"):  # what programs compute in masked lanes means nothing
         yield
 
