@@ -67,9 +67,16 @@ class ParallelHeadConfig(HeadConfig):
         if not 0 <= self.mask_token_id < self.vocab_size:
             expected = f"a token of the target, below {self.vocab_size}"
             raise DrafterMismatch("mask_token_id", self.mask_token_id, expected)
-        if self.conv_kernel_size and self.hidden_size % max(1, self.conv_group_size):
+        group = self.conv_group_size
+        if self.conv_kernel_size and (group < 1 or self.hidden_size % group):
             expected = f"a divisor of the hidden size, {self.hidden_size}"
-            raise DrafterMismatch("conv_group_size", self.conv_group_size, expected)
+            raise DrafterMismatch("conv_group_size", group, expected)
+        if self.selector_rank and not 1 <= self.selector_top_k <= self.vocab_size:
+            expected = f"from 1 to {self.vocab_size}, the candidates of a level"
+            raise DrafterMismatch("selector_top_k", self.selector_top_k, expected)
+        if self.selector_rank and self.markov_rank:
+            expected = "0 beside a candidate selector"
+            raise DrafterMismatch("markov_rank", self.markov_rank, expected)
         if self.selector_rank and self.draft_vocab_size < self.vocab_size:
             expected = f"the target's, {self.vocab_size}, beside a candidate selector"
             raise DrafterMismatch("draft_vocab_size", self.draft_vocab_size, expected)

@@ -60,9 +60,9 @@ class Drafters:
     def within(self, planning: Planning) -> Planning:
         """Return ``planning``, the engine's own choices no deeper than its drafter drafts."""
         most = None if self.drafter is None else self.drafter.max_depth
-        if most is None or not isinstance(planning, AutoPlan):
+        if most is None or not isinstance(planning, AutoPlan) or planning.max_depth <= most:
             return planning
-        return msgspec.structs.replace(planning, max_depth=min(most, planning.max_depth))
+        return msgspec.structs.replace(planning, max_depth=most)
 
     def draft(
         self, requests: Sequence[Request], draft_sampling: DraftSampling, slots: Sequence[Tensor]

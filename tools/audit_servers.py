@@ -98,6 +98,7 @@ OURS: tuple[str, ...] = ("bin/python", "-m", "eaglegbv", "serve", "tiny")
 LOCAL: tuple[str, ...] = (*OURS, "--backend=local", "--port={port}")
 PLUGIN: tuple[str, ...] = (
     *OURS,
+    "--backend=sglang",
     "--drafter=eagle3",
     "--verifier=otbv",
     "--paths=3",

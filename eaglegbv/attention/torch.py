@@ -29,6 +29,9 @@ from eaglegbv.devices import send, upload
 _MAX_GATHERED = 1 << 23
 """Most bytes of keys and values of a group: more would not stay in a CPU's caches."""
 
+_MAX_SCORES = 1 << 24
+"""Most scores of a group, padding included, which a mask is as large as."""
+
 _FREE_KEYS, _FREE_QUERIES = 64, 8
 """Padding of a segment that takes no longer than the operations of a further group."""
 
@@ -175,18 +178,23 @@ def _plan(batch: PackedBatch, window: int | None, pool: KVPool) -> _Plan:
 def _by_size(segments: Sequence[Segment], most_keys: int) -> Iterator[list[int]]:
     """Yield the numbers of segments in groups of similar size, in order of their sizes.
 
-    A group of several segments has at most ``most_keys`` keys, padding included.
+    A group of several segments has at most ``most_keys`` keys, and ``_MAX_SCORES`` scores, padding
+    included.
     """
     members: list[int] = []
+    fewest = most = 0  # keys of a member
     for number in sorted(range(len(segments)), key=lambda n: _size(segments[n])):
         queries, keys = _size(segments[number])
         if members:
-            first_queries, first_keys = _size(segments[members[0]])
-            similar = queries <= first_queries + _FREE_QUERIES
-            similar &= keys <= max(first_keys + _FREE_KEYS, 3 * first_keys // 2)
-            if not similar or keys * (len(members) + 1) > most_keys:
+            fewest, most = min(fewest, keys), max(most, keys)
+            similar = queries <= segments[members[0]].num_new + _FREE_QUERIES
+            similar &= most <= max(fewest + _FREE_KEYS, 3 * fewest // 2)
+            room = min(most_keys, _MAX_SCORES // queries)
+            if not similar or most * (len(members) + 1) > room:
                 yield members
                 members = []
+        if not members:
+            fewest = most = keys
         members.append(number)
     yield members
 
@@ -202,20 +210,11 @@ def _padded(batch: PackedBatch, members: Sequence[int], window: int | None, pool
     keys = max(segment.num_keys for segment in segments)
     rows: list[Tensor] = []
     key_slots: list[Tensor] = []
-    seen = torch.zeros((len(segments), queries, keys), dtype=torch.bool, device=pool.device)
-    hides = False
-    for place, (number, segment) in enumerate(zip(members, segments, strict=True)):
-        count = segment.num_keys
+    for number, segment in zip(members, segments, strict=True):
         row = torch.arange(queries).clamp(max=segment.num_new - 1)
         rows.append(batch.offsets[number] + row)
-        padding = segment.tree_slots[:1].expand(keys - count)
+        padding = segment.tree_slots[:1].expand(keys - segment.num_keys)
         key_slots += (segment.context_slots, segment.tree_slots, padding)
-        seen[place, :, :count] = True
-        # This covers the last keys: the pending ones, since only a window hides others, or all.
-        last = segment.pending_mask() if window is None else segment.key_mask(window)
-        if last is not None:
-            seen[place, : segment.num_new, count - last.shape[1] : count] = send(last, pool.device)
-        hides |= last is not None or count < keys
     [first, *others] = segments
     # In causal order, attention of a single segment skips what is hidden.
     causal = not others and first.visible is None and window is None and queries == keys > 1
@@ -223,14 +222,29 @@ def _padded(batch: PackedBatch, members: Sequence[int], window: int | None, pool
         segments=len(segments),
         rows=send(torch.cat(rows), pool.device),
         key_slots=send(torch.cat(key_slots), pool.device),
-        mask=_added(seen, pool.dtype).unsqueeze(1) if hides and not causal else None,
+        mask=None if causal else _mask(segments, queries, keys, window, pool),
         causal=causal,
     )
 
 
-def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask to add to the scores: 0 where a key is seen, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def _mask(
+    segments: Sequence[Segment], queries: int, keys: int, window: int | None, pool: Tensor
+) -> Tensor | None:
+    """Return the mask of a group, see :class:`_Group`; None if every key is seen."""
+    seen = torch.zeros((len(segments), queries, keys), dtype=torch.bool, device=pool.device)
+    hides = False
+    for place, segment in enumerate(segments):
+        count = segment.num_keys
+        seen[place, :, :count] = True
+        # This covers the last keys: the pending ones, since only a window hides others, or all.
+        last = segment.pending_mask() if window is None else segment.key_mask(window)
+        if last is not None:
+            seen[place, : segment.num_new, count - last.shape[1] : count] = send(last, pool.device)
+        hides |= last is not None or count < keys
+    if not hides:
+        return None
+    mask = torch.zeros(seen.shape, dtype=pool.dtype, device=pool.device)
+    return mask.masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
 
 class TorchBranches(BranchAttention):

@@ -110,7 +110,7 @@ def audit(
     chosen = Sizes(**sizes)
     subjects = _subjects(module, samples)
     if not every:
-        known = subjects if verifier not in BIASED else _controls(samples)
+        known = _controls(samples) if module is None and verifier in BIASED else subjects
         subject = _choose(known, verifier)
         jobs = [_job(subject, draft_sampling, chosen, clip="paths" not in sizes)]
     elif verifier is None and draft_sampling is None:

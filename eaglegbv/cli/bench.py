@@ -175,7 +175,7 @@ def _sittings(settings: Sequence[Setting], opens: Opens) -> list[Sitting]:
 
 @app.command(short_help="Hold conversations of MT-Bench, or of another set.")
 def mt_bench(
-    asked: Annotated[Questions, Fields(questions=8)],
+    asked: Questions,
     verifiers: Annotated[
         str | None,
         opt(
@@ -228,7 +228,7 @@ def mt_bench(
     """
     if plots:
         pictures.check_matplotlib()
-    questions = asked.load()
+    questions = asked.load(usual=8)
     if backend is BackendName.LOCAL and verifiers != PLAIN.verifier:
         models = models.or_lookup(AUTO)
     arguments = decode_json(
@@ -533,7 +533,7 @@ def study(
     \b
     Examples:
       eaglegbv bench study --questions 24
-      eaglegbv bench study --shapes 3x2x2x1,eagle1 --drafter eagle3
+      eaglegbv bench study --temperatures 0.5,1 --shapes 3x2x2x1,eagle1 --drafter eagle3
     """
     if not settings.shapes:
         pictures.check_matplotlib()
@@ -605,7 +605,11 @@ def paper(
         return
     experiment = papers.paper(name, tables, engine=engine)
     if not experiment.sheets:  # nothing to measure: what it shows is exact
-        typer.echo("\n\n".join(one.text for one in papers.exact_tables(chosen)))
+        exact = papers.exact_tables(chosen)
+        if as_json:
+            opts.print_json(exact)
+        else:
+            typer.echo("\n\n".join(table.text for table in exact))
         return
     questions = asked.load()
     place, precision = _place(models)
@@ -750,7 +754,7 @@ def batch(
         texts = [llm.encode(messages(question.turns[0])) for question in questions]
         named = models.named
         what = {"model": named.name, "drafter": named.drafter_name or ""}
-        what["suite"] = asked.questions_set
+        what |= {"suite": known.suite, "questions_sha256": known.sha256}
     library = cache(partial(_library, models))
     callers = [_caller(plain, drafting, library, name, plan) for name, plan in plans.items()]
     if isinstance(plain, LLM):

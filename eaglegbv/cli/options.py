@@ -127,7 +127,7 @@ class Questions:
     """The questions that a command asks.
 
     Attributes:
-        questions: How many, spread evenly over the set; all where there is no default.
+        questions: How many, spread evenly over the set; by default all, but 8 in mt-bench.
         questions_set: Set of questions: mt-bench, spec-bench, gsm8k, humaneval, math-500, mgsm,
             mbpp, dolly, eagle-gsm8k, eagle-humaneval or builtin; or a file of JSON lines.
         category: Categories of the set, such as translation,summarization; by default all.
@@ -139,12 +139,14 @@ class Questions:
     category: str | None = None
     data: Path | None = None
 
-    def load(self) -> "QuestionSet":
-        """Read them; offline, in place of MT-Bench's the packaged ones, which a line says."""
+    def load(self, usual: int | None = None) -> "QuestionSet":
+        """Read them; offline, in place of MT-Bench's the packaged ones, which a line says.
+
+        ``usual`` is the most where no number was asked for.
+        """
         from eaglegbv.eval.questions import load_questions
 
-        known = load_questions("builtin")
-        count = self.questions
+        count, fewer = self.questions, False
         try:
             known = load_questions(self.questions_set, self.data)
         except InvalidArgument as error:
@@ -152,28 +154,16 @@ class Questions:
             if not away or self.data is not None:
                 raise
             print_note(f"{error}; the packaged questions are asked instead")
-            count = min(count or len(known.questions), len(known.questions))
+            known, fewer = load_questions("builtin"), True
         if self.category is not None:
             known = known.only(entries("category", self.category, str))
-        return known.first(count)
+        most = len(known.questions)
+        if count is None:
+            return known if usual is None else known.first(min(usual, most))
+        return known.first(min(count, most) if fewer else count)
 
 
 # What the texts of options mean.
-
-
-def setup(questions: "QuestionSet", models: Models, **facts: object) -> dict[str, Any]:
-    """Return what determines a run's figures besides its settings."""
-    named = models.named
-    return {
-        "suite": questions.suite,
-        "origin": questions.origin,
-        "question_ids": tuple(question.id for question in questions.questions),
-        "questions_sha256": questions.sha256,
-        "model": named.name,
-        "drafter": named.drafter_name,
-        "compile_backend": models.compile_backend or "",
-        **facts,
-    }
 
 
 def check_verifier(name: str) -> None:

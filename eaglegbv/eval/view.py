@@ -22,7 +22,7 @@ from eaglegbv.eval.figures import (
     position_figures,
 )
 from eaglegbv.eval.observations import Observation, Run
-from eaglegbv.eval.questions import load_questions
+from eaglegbv.eval.questions import QuestionSet, load_questions, read_questions
 from eaglegbv.eval.settings import Setting
 from eaglegbv.eval.tables import over_plain
 from eaglegbv.trace import PROMPT_TOKENS
@@ -112,13 +112,19 @@ def results_content(run: Run) -> Content:
 
 
 def _questions(setup: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Return the turns of a run's questions, if their file is here or packaged."""
-    origin = setup.get("origin", "")
+    """Return the turns of a run's questions, if they are packaged or their file is as it was."""
+    origin, suite = setup.get("origin", ""), setup.get("suite", "")
     packaged = origin == "package"
     if not packaged and not Path(origin).is_file():
         return {}
-    found = load_questions(setup["suite"], None if packaged else Path(origin))
-    return {question.id: question.turns for question in found.questions}
+    try:
+        every = load_questions(suite).questions if packaged else read_questions(Path(origin), suite)
+    except InvalidArgument:
+        return {}
+    asked = tuple(question for question in every if question.id in setup["question_ids"])
+    if QuestionSet(suite, origin, asked).sha256 != setup.get("questions_sha256"):
+        return {}
+    return {question.id: question.turns for question in asked}
 
 
 def _setting(sums: Sums, setting: Setting) -> Content:

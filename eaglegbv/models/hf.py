@@ -176,7 +176,8 @@ class HFTarget(Target):
         candidate = native_target(model, probe.calls, self.features) if native and usual else None
         kept: CacheFile[Verdict] | None = None
         if files is not None and usual and self.device.type == "cpu":
-            facts = str(self.dtype), self.features, candidate is not None
+            library = None if candidate is None else candidate.library_name
+            facts = str(self.dtype), self.features, library
             kept = kept_verdict(files, self.device, *facts)
         verdict = None if kept is None else kept.read()
         outputs: Sequence[TargetOutput] = ()  # those to compare with

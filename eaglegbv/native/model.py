@@ -147,6 +147,11 @@ class NativeModel:
     def __del__(self) -> None:
         self._library.model_free(self._model)
 
+    @property
+    def library_name(self) -> str:
+        """The library's file, named by its sources, compiler and processor."""
+        return self._library._name
+
     def forward(
         self, pool: KVPool, segments: Sequence[Segment], wanted: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:

@@ -166,7 +166,7 @@ def test_the_text_of_an_ordinary_token_that_ends_an_answer_is_no_part_of_it(llm,
     text = llm.tokenizer.decode(full[:last])
     ending = llm.tokenizer.decode(full[last])
     assert ending not in llm.tokenizer.all_special_tokens
-    monkeypatch.setattr(llm.pair.target, "eos_token_ids", frozenset({full[last]}))
+    monkeypatch.setattr(llm._engine, "_ends", frozenset({full[last]}))
     for plan in (None, PLAIN):
         answer = llm.generate(CHAT, params, plan=plan)
         assert (answer.finish_reason, answer.token_ids[-1]) == (FinishReason.STOP, full[last])

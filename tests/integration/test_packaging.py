@@ -102,7 +102,7 @@ import importlib.util, site, sys
 site.addsitedir(sys.argv[1])
 import eaglegbv
 print(eaglegbv.__version__)
-for name in ("eaglegbv.drafters.base", "verifiers", "drafters", "scheduler"):
+for name in ("eaglegbv.drafters", "verifiers", "drafters", "scheduler"):
     spec = importlib.util.find_spec(name)
     print(spec and spec.origin)
 """
@@ -119,7 +119,7 @@ def test_an_editable_install_is_imported_from_the_checkout_s_parent_folder(sourc
     command = (sys.executable, "-S", "-c", IMPORTED, tmp_path)
     version, module, *others = process(*command, cwd=source.parent).stdout.split()
     assert version == eaglegbv.__version__
-    assert Path(module).resolve() == source / "drafters" / "base.py"
+    assert Path(module).resolve() == source / "drafters" / "__init__.py"
     assert others == ["None"] * 3
 
 

@@ -397,7 +397,8 @@ def test_its_speed_is_measured_by_clients(served, capsys):
 
 def test_the_page_s_commands_run(capsys, free_port):
     """docs/use/serving.md: the server, curl, OpenAI's client, and the measurement."""
-    server, *asking = documented_commands("serving.md")
+    commands = documented_commands("serving.md", smollm2="tiny")
+    server, *asking = [words for words in commands if words[0] != "pip"]
     words = [word.replace("8000", str(free_port)) for word in server]
     address = f"127.0.0.1:{free_port}"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -420,7 +421,7 @@ def test_the_page_s_commands_run(capsys, free_port):
                     done = run(capsys, *placed[1:], "--clients", "1,2", "--each", "1")
                     assert done.status == 0, done.err
             [code] = documented("serving.md", "python")
-            exec(code.replace("127.0.0.1:8000", address), {})
+            exec(code.replace("127.0.0.1:8000", address).replace("smollm2", "tiny"), {})
             assert "target_forwards" in capsys.readouterr().out
         finally:
             process_.send_signal(signal.SIGINT)

@@ -43,7 +43,8 @@ document.getElementById = id => known.get(id) ?? null;
 document.createElement = name => new Element(name);
 document.createElementNS = (_, name) => new Element(name);
 vm.runInNewContext(html.match(/<script>([^]*)<\/script>/)[1],
-                   { document, innerWidth: 1000, innerHeight: 800, addEventListener() {} });
+                   { document, innerWidth: 1000, innerHeight: 800, addEventListener() {},
+                     setInterval, clearInterval });
 for (const action of process.argv.slice(3)) {
   if (action.startsWith("key:")) {
     const event = { key: action.slice(4), target: { tagName: "BODY" }, preventDefault() {} };
@@ -61,5 +62,5 @@ const flat = one => one instanceof Element ? {
   name: one.name, attributes: one.attributes, text: one.textContent, hidden: one.hidden,
   disabled: one.disabled, children: one.children.map(flat),
 } : { name: "#text", attributes: {}, text: one, children: [] };
-const shown = ["title", "facts", "notes", "charts", "browser", "tip"];
+const shown = ["title", "headline", "facts", "notes", "charts", "browser", "tip"];
 process.stdout.write(JSON.stringify(Object.fromEntries(shown.map(id => [id, flat(known.get(id))]))));

@@ -63,7 +63,3 @@ function explain(target, title, pairs) {
   target.addEventListener("pointerleave", hide);
   target.addEventListener("blur", hide);
 }
-// What the page says, in words, below its title.
-function headline(text) {
-  byId("title").after(element(document.body, "p", { id: "headline" }, text));
-}

@@ -3,8 +3,9 @@ function showResults(data) {
   const known = data.settings.filter(s => s.acceptance_length !== null);
   const best = known.reduce((most, s) =>
     !most || s.acceptance_length.value > most.acceptance_length.value ? s : most, null);
-  if (best) headline(`${best.name} commits ${format(best.acceptance_length.value)} tokens a ` +
-    `forward, the most of ${counted(known.length, "setting")}`);
+  if (best) byId("headline").textContent =
+    `${best.name} commits ${format(best.acceptance_length.value)} tokens a forward, the most of ` +
+    counted(known.length, "setting");
   byId("browser").before(byId("charts"));
   keepDrawn(() => drawResults(data));
   showConversations(data);

@@ -1,8 +1,9 @@
 // A trace: a generation step by step, and the run as a whole.
 function showTrace(data) {
-  headline(`${counted(data.steps.reduce((sum, s) => sum + s.committed, 0), "token")} in ` +
-           `${counted(data.steps.length, "step")}` + (data.by_depth.length ? `: a step commits ` +
-           `${accepted(data.steps)} tokens on average` : ""));
+  byId("headline").textContent =
+    `${counted(data.steps.reduce((sum, s) => sum + s.committed, 0), "token")} in ` +
+    `${counted(data.steps.length, "step")}` +
+    (data.by_depth.length ? `: a step commits ${accepted(data.steps)} tokens on average` : "");
   if (data.requests.length) showGenerations(data);
   else showSteps(data);
   keepDrawn(() => drawTrace(data));

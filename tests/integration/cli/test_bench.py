@@ -26,6 +26,7 @@ def test_conversations_too_long_are_reported(cli, pair, tmp_path):
     data = tmp_path / "questions.jsonl"
     data.write_text("\n".join(json.dumps(q) for q in (short, question)), encoding="utf-8")
     arguments = ["--data", str(data), "--verifiers", "none", "--max-tokens", "4"]
+    arguments += ["--repeats", "3"]
     result = bench(cli, pair, *arguments, "--out", str(tmp_path / "out"))
     assert "broke off, counted in no figure: none: 3" in result.err
     assert "long, repeat 2" in (tmp_path / "out" / "results.md").read_text(encoding="utf-8")

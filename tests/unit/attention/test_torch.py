@@ -172,6 +172,18 @@ def test_padding_costs_no_more_than_further_calls(contexts, calls):
     assert attention.keys < 1.5 * sum(contexts)
 
 
+def test_one_long_text_is_read_alone_beside_trees_of_short_ones():
+    news = [1, *[2 + n % 8 for n in range(15)]]
+    contexts = [30_000, *[100] * 15]
+    pool = KVPool(1, sum(news) + sum(contexts), KV_HEADS, 8, torch.float32)
+    attention = Counting(pool)
+    slots = torch.arange(pool.num_slots).split([n + c for n, c in zip(news, contexts, strict=True)])
+    segments = [prompt(own, c, n) for own, c, n in zip(slots, contexts, news, strict=True)]
+    out = attend(attention, pack(segments), CALL)
+    assert out.shape[0] == sum(news)
+    assert attention.keys < 1.5 * (sum(contexts) + sum(news))
+
+
 def test_bad_segments():
     one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(InvalidArgument, match="at least one segment"):

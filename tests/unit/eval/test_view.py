@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.cli import process
-from support.runs import NONE, OTBV, observation, observations, run_of
+from support.runs import NONE, OTBV, head, observation, observations, run_of
 from support.tree_traces import LONG, NASTY, PROMPT, TWICE, bush, decode, step, write_trace
 
 from eaglegbv.eval.observations import Run
+from eaglegbv.eval.questions import load_questions
 from eaglegbv.eval.view import page, results_content, view
 from eaglegbv.trace import Tracer
 
@@ -111,6 +112,25 @@ def test_a_run_is_shown_with_its_own_figures(tmp_path: Path) -> None:
     assert otbv["speedup"]["value"] == pytest.approx(2.5)
     assert "prefill is not counted" in data["definitions"]["tokens/s"]
     assert [c["question"] for c in data["conversations"]] == ["q0", "q0", "q1"]
+
+
+def test_a_run_asked_from_a_file_shows_its_questions_while_the_file_is_as_it_was(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question_id": f"q{n}", "category": "c", "turns": [f"why {n}?"]} for n in range(3)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    asked = load_questions(str(file)).first(2)
+    ids = [question.id for question in asked.questions]
+    setup = {"suite": asked.suite, "origin": asked.origin, "question_ids": ids}
+    of = head(**setup, questions_sha256=asked.sha256)
+    told = [observation(OTBV, name, forwards=4, committed=10, decode_seconds=1.0) for name in ids]
+    shown = results_content(run_of(told, of))["questions"]
+    assert shown == {
+        name: question.turns for name, question in zip(ids, asked.questions, strict=True)
+    }
+    file.write_text(file.read_text().replace("why 0", "how 0"))
+    assert results_content(run_of(told, of))["questions"] == {}
+    file.write_text("no JSON")
+    assert results_content(run_of(told, of))["questions"] == {}
 
 
 def test_a_trace_is_shown_step_by_step(trace: Path) -> None:
