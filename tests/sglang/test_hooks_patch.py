@@ -1,4 +1,4 @@
-"""The patch with hooks for SGLang applies to the version it names, and is what its page says."""
+"""The patches for SGLang apply to the version they name, and do what their page says."""
 
 import ast
 import importlib.util
@@ -16,8 +16,26 @@ from support.cli import PAGES, documented
 from support.sglang_engine import STAND_IN, cpu_environment, missing_sglang, three_tokens
 
 PATCH = PAGES["sglang_hooks.md"].with_suffix(".patch")
+PENALTIES = PATCH.with_name("sglang_penalties.patch")
 FOLDER = Path("python/sglang/srt/speculative")
 TEXTS = 1536
+LENGTHS = """
+import json
+from support.sglang_engine import sglang_engine
+from eaglegbv.backends.sglang.launch import served_head
+from eaglegbv.loading import TINY, TINY_TARGET
+head, _ = served_head(TINY / "eagle3", TINY_TARGET)
+drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
+tree = {"speculative_eagle_topk": 3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 13}
+with sglang_engine(model_path=str(TINY_TARGET), **drafts, **tree) as engine:
+    def lengths(params):
+        answers = engine.generate(["User: Tell me about a fox.\\nAssistant:"] * len(params), params)
+        return [answer["meta_info"]["completion_tokens"] for answer in answers]
+    greedy = {"temperature": 0, "max_new_tokens": 200}
+    [free] = lengths([greedy])
+    held = lengths([greedy | {"min_new_tokens": free - less} for less in (8, 20)])
+print(json.dumps([free, *held]))
+"""
 
 
 def test_the_page_lists_the_files_of_the_patch():
@@ -53,26 +71,40 @@ def _methods(source: str) -> dict[str, dict[str, list[str]]]:
 
 @pytest.fixture
 def patched(tmp_path: Path) -> Path:
-    """A folder with SGLang as the patch leaves it; what it does not touch is linked."""
+    """SGLang with the hooks."""
+    return with_patch(PATCH, tmp_path)
+
+
+def with_patch(patch: Path, home: Path) -> Path:
+    """Return a folder with SGLang as a patch leaves it; what it does not touch is linked."""
     if missing_sglang() is not None:
         pytest.skip(str(missing_sglang()))
     if version("sglang") != "0.5.23":
-        pytest.skip("the patch is for 0.5.23")
+        pytest.skip("the patches are for 0.5.23")
     spec = importlib.util.find_spec("sglang")  # without loading it
     assert spec is not None
     assert spec.origin is not None
     installed = Path(spec.origin).parent
-    (tmp_path / FOLDER).parent.mkdir(parents=True)
-    shutil.copytree(installed / "srt/speculative", tmp_path / FOLDER)
-    package = tmp_path / FOLDER.parents[1]
-    for part in (installed, installed / "srt"):
-        for entry in part.iterdir():
-            link = package / entry.relative_to(installed)
-            if not link.exists():
-                link.symlink_to(entry)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "apply", str(PATCH)], cwd=tmp_path, check=True)
-    return package.parent
+    source = home / FOLDER.parts[0] / "sglang"
+    changed = re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    folders = {(home / name).parent for name in changed}
+    _link(installed, source, folders)
+    subprocess.run(["git", "init", "-q"], cwd=home, check=True)
+    subprocess.run(["git", "apply", str(patch)], cwd=home, check=True)
+    return source.parent
+
+
+def _link(installed: Path, place: Path, folders: set[Path]) -> None:
+    """Copy the files of ``folders``, and link all else beside them and above."""
+    place.mkdir(parents=True)
+    for entry in installed.iterdir():
+        link = place / entry.name
+        if any(link == folder or link in folder.parents for folder in folders):
+            _link(entry, link, folders)
+        elif place in folders and entry.is_file():
+            shutil.copy(entry, link)
+        else:
+            link.symlink_to(entry)
 
 
 def test_the_patch_applies_and_compiles(patched):
@@ -98,3 +130,21 @@ def test_texts_of_the_first_user_follow_the_target(patched, pair, tmp_path):
     texts = json.loads(result.stdout.splitlines()[-1])
     assert len(texts) == TEXTS
     assert three_tokens(pair, texts).p_value > 1e-5
+
+
+@pytest.mark.timeout(1800)
+def test_sglangs_own_eagle_counts_every_token_with_the_patch_of_penalties(tmp_path):
+    """An answer longer than its least number of tokens ends where it ends without one."""
+    root = Path(__file__).parents[2]
+    paths = (with_patch(PENALTIES, tmp_path), root / "tests", root, STAND_IN)
+    result = subprocess.run(
+        [sys.executable, "-c", LENGTHS],
+        env=cpu_environment() | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    free, *held = json.loads(result.stdout.splitlines()[-1])
+    assert 30 < free < 200
+    assert held == [free, free]
