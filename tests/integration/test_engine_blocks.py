@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.drafting import head_for
 from support.g_test import g_test, joint_probs
 from support.published_blocks import (
     BLOCKS,
@@ -27,13 +28,12 @@ from support.tiny_engine import cells_of, served
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from eaglegbv.config import AUTO, PLAIN, AutoPlan, EngineConfig, Plan
-from eaglegbv.drafters.checkpoint import fit, load_head, read_checkpoint
+from eaglegbv.drafters.checkpoint import fit, read_checkpoint
 from eaglegbv.drafters.eagle import head_drafter
 from eaglegbv.drafters.parallel import ParallelDrafter
 from eaglegbv.engine import Engine
 from eaglegbv.errors import InvalidArgument
 from eaglegbv.models.hf import HFTarget
-from eaglegbv.output_layer import OutputLayer
 from eaglegbv.request import Request
 from eaglegbv.sampling import SamplingParams
 
@@ -50,14 +50,7 @@ def engine_of(folder: Path, model: PreTrainedModel, **settings: int | bool) -> E
     """An engine of a target and the block drafter in a folder."""
     config = fit(read_checkpoint(folder), model.config).config
     target = HFTarget(copy.deepcopy(model), max_slots=SLOTS, features=config.features)
-    head = load_head(
-        folder,
-        target_config=model.config,
-        target_embedding=target.input_embeddings,
-        read_output=lambda: OutputLayer.of(model),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    head = head_for(model, folder)
     drafter = head_drafter(ParallelDrafter, head, slots=SLOTS)
     return Engine(target, drafter, EngineConfig(kv_slots=SLOTS, check_slots=True, **settings))
 

@@ -9,13 +9,12 @@ import re
 import site
 import subprocess
 import sys
-import time
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.cli import ROOT, process
+from support.http_server import wait_for
 from support.release import build, copy_source
 
 import eaglegbv
@@ -72,18 +71,10 @@ def test_the_python_of_readme(installed):
     assert run(installed, str(installed / "python"), "-c", code).strip()
 
 
-def test_the_server(installed):
-    words = [str(installed / "eaglegbv"), "serve", "tiny", "--port", "18431"]
-    with subprocess.Popen(words, cwd=installed.parent, stderr=subprocess.PIPE) as server:
+def test_the_server(installed, free_port):
+    words = [str(installed / "eaglegbv"), "serve", "tiny", "--port", str(free_port)]
+    with subprocess.Popen(words, cwd=installed.parent) as server:
         try:
-            for _ in range(600):
-                try:
-                    with urllib.request.urlopen("http://127.0.0.1:18431/health") as answer:
-                        assert answer.status == 200
-                        return
-                except OSError:
-                    assert server.poll() is None
-                    time.sleep(0.5)
+            wait_for(f"http://127.0.0.1:{free_port}/health", server)
         finally:
             server.terminate()
-    raise AssertionError("the server did not start")

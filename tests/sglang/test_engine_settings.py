@@ -4,12 +4,7 @@ import shutil
 
 import numpy as np
 from support.g_test import g_test, joint_probs
-from support.sglang_engine import (
-    NEEDS_SGLANG,
-    PROMPT,
-    pair_arguments,
-    token_ids,
-)
+from support.sglang_engine import NEEDS_SGLANG, PROMPT, pair_arguments, token_ids
 from support.sglang_engine import sglang_engine as start
 from support.sglang_pair import EOS, VOCAB
 from tokenizers import Tokenizer

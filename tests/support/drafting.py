@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from eaglegbv.attention.kv_cache import KVPool, SlotAllocator
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import Plan
 from eaglegbv.drafters.base import Drafter
+from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle import EagleDrafter
 from eaglegbv.drafters.eagle_model import Arch, Eagle1Head, Eagle3Head, EagleHead
 from eaglegbv.drafters.host_drafting import DraftCall
@@ -79,6 +81,28 @@ class TokenSession:
         self.allocator.release(slots[~keep])
         request.token_ids += tokens
         request.step += 1
+
+
+def starts(session: TokenSession, prompt: Sequence[int], plan: Plan) -> list[Request]:
+    """Requests of several texts and settings."""
+    settings = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.5)]
+    texts = [(prompt, 11), ([1], 30), ([8] * 9, 0)]
+    return [
+        session.start(text, first, plan, params=params, seed=seed)
+        for seed, ((text, first), params) in enumerate(zip(texts, settings, strict=True))
+    ]
+
+
+def head_for(model: PreTrainedModel, folder: Path) -> Any:
+    """The head in a folder, in float32, loaded for a target."""
+    return load_head(
+        folder,
+        target_config=model.config,
+        target_embedding=model.get_input_embeddings().weight.detach(),
+        read_output=lambda: OutputLayer.of(model),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
 
 
 def text_of(request: Request) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support import drafting
-from support.drafting import VOCAB, Session, TokenSession, advance, random_llama, text_of
+from support.drafting import VOCAB, Session, TokenSession, advance, random_llama, starts, text_of
 from support.grown_trees import Prefix, ProbsAt, assert_grown, check_tree, plain, prefixes
 from support.table_of import table_of
 from torch import Tensor
@@ -118,16 +118,6 @@ def pair_of(head: Subject) -> drafting.Pair:
     return session.pair
 
 
-def starts(session: TokenSession, plan: Plan) -> list[Request]:
-    """Requests of several texts and settings."""
-    settings = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.5)]
-    texts = [(PROMPT, 11), ([1], 30), ([8] * 9, 0)]
-    return [
-        session.start(prompt, first, plan, params=params, seed=seed)
-        for seed, ((prompt, first), params) in enumerate(zip(texts, settings, strict=True))
-    ]
-
-
 def carried(tree: DraftTree, b: int) -> ProbsAt:
     """The distributions that a tree carries, by what was drafted before."""
     found = prefixes(tree, b)
@@ -154,7 +144,7 @@ def test_drawn_trees_carry_the_plain_distributions(subject, draft_sampling, plan
     That trees made so follow their distributions is tested in test_tree_growth.py.
     """
     session = subject.session()
-    requests = starts(session, plan)
+    requests = starts(session, PROMPT, plan)
     assert draft_sampling in session.drafter.draft_samplings
     for accepted in ACCEPTED:
         tree = session.draft(requests, draft_sampling)
@@ -192,7 +182,7 @@ def assert_plain_distributions(subject: Subject, tree: DraftTree, requests: list
 def test_trees_of_widths_carry_the_plain_distributions(subject, draft_sampling, plan) -> None:
     """Each node that of its own path, whatever row of the level before it continues."""
     session = subject.session()
-    requests = starts(session, plan)
+    requests = starts(session, PROMPT, plan)
     for accepted in ACCEPTED:
         tree = session.draft(requests, draft_sampling)
         forks = (tree.draft_counts() > 1) & (tree.depth > 0)
@@ -215,7 +205,7 @@ def best_first_prefixes(subject: Subject, text: Sequence[int], plan: Plan) -> se
 
 def test_fixed_trees_are_the_best_nodes_over_several_commits(subject) -> None:
     session = subject.session()
-    requests = starts(session, PLAN)
+    requests = starts(session, PROMPT, PLAN)
     for accepted in ACCEPTED:
         tree = session.draft(requests, DraftSampling.FIXED)
         check_tree(tree)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support import drafting
-from support.drafting import TokenSession, advance, text_of
+from support.drafting import TokenSession, advance, head_for, starts, text_of
 from support.g_test import g_test
 from support.grown_trees import prefixes
 from support.published_blocks import BLOCKS, DIM, KV_HEADS, VOCAB, PlainBlock, make_target
@@ -20,12 +20,9 @@ from eaglegbv.attention.kv_cache import KVPool
 from eaglegbv.attention.torch import TorchPagedAttention
 from eaglegbv.config import Plan
 from eaglegbv.cuda_graphs import REPLAYED, OperationWatch, Recorder
-from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.parallel import ParallelDrafter
 from eaglegbv.drafters.parallel_model import ParallelHead
-from eaglegbv.output_layer import OutputLayer
 from eaglegbv.request import Request
-from eaglegbv.sampling import SamplingParams
 from eaglegbv.tree import DraftSampling, DraftTree
 
 SLOTS = 4000
@@ -69,14 +66,7 @@ class BlockSession(TokenSession):
 def opened(name: str, folder: Path, **how: Any) -> BlockSession:
     """A session with a drafter of :data:`BLOCKS`, from files."""
     block, model = BLOCKS[name](), target()
-    head = load_head(
-        block.write(folder),
-        target_config=model.config,
-        target_embedding=model.get_input_embeddings().weight.detach(),
-        read_output=lambda: OutputLayer.of(model),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    head = head_for(model, block.write(folder))
     return BlockSession(head, PlainBlock(block, model), **how)
 
 
@@ -101,15 +91,6 @@ def probs(
     return dist
 
 
-def starts(session: BlockSession, plan: Plan) -> list[Request]:
-    settings = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.5)]
-    texts = [(PROMPT, 11), ([1], 30), ([8] * 9, 0)]
-    return [
-        session.start(prompt, first, plan, params=params, seed=seed)
-        for seed, ((prompt, first), params) in enumerate(zip(texts, settings, strict=True))
-    ]
-
-
 def assert_plain(session: BlockSession, tree: DraftTree, requests: Sequence[Request]) -> None:
     for b, request in enumerate(requests):
         temperature = request.params.temperature * request.plan.draft_temperature
@@ -130,7 +111,7 @@ def assert_plain(session: BlockSession, tree: DraftTree, requests: Sequence[Requ
     ],
 )
 def test_drafts_carry_the_plain_distributions(session, draft_sampling, plan) -> None:
-    requests = starts(session, plan)
+    requests = starts(session, PROMPT, plan)
     for accepted in ACCEPTED:
         tree = session.draft(requests, draft_sampling)
         assert_plain(session, tree, requests)
@@ -149,7 +130,9 @@ TREES = [
 def test_recorded_drafts_are_those_of_the_host(name, tmp_path) -> None:
     recorded, host = opened(name, tmp_path, graphs=Recorder()), opened(name, tmp_path)
     for count, (draft_sampling, plan) in enumerate(TREES, start=1):
-        found, expected = (s.draft(starts(s, plan), draft_sampling) for s in (recorded, host))
+        found, expected = (
+            s.draft(starts(s, PROMPT, plan), draft_sampling) for s in (recorded, host)
+        )
         assert dict(recorded.drafter.graph_counts) == {REPLAYED: count}
         assert torch.equal(found.num_nodes, expected.num_nodes)
         assert torch.equal(found.draws, expected.draws)
@@ -172,10 +155,10 @@ def test_levels_are_drawn_by_the_kernels_of_recorded_drafts(name, tmp_path, monk
     monkeypatch.setattr("eaglegbv.drafters.draft_probs.takes_rows", lambda *_: False)
     plan = Plan(paths=3, depth=4, draft_width=5)
     host, recorded = opened(name, tmp_path), opened(name, tmp_path, graphs=Recorder())
-    expected = host.draft(starts(host, plan), DraftSampling.IID)
+    expected = host.draft(starts(host, PROMPT, plan), DraftSampling.IID)
     for module in ("sampling", "drafters.drawn_paths"):
         monkeypatch.setattr(f"eaglegbv.{module}.runs_kernels", lambda _: True)
-    requests = starts(recorded, plan)
+    requests = starts(recorded, PROMPT, plan)
     kernels = ("draw_children", "number_children")
     with np.errstate(all="ignore"), launches({draft_kernels: kernels}) as names:
         found = recorded.draft(requests, DraftSampling.IID)
@@ -205,7 +188,7 @@ def test_a_draft_is_one_forward_and_as_many_operations_a_level_whatever_the_path
     for depth in (2, 4, 8):
         for paths in (1, 3, 8):
             plan = Plan(paths=paths, depth=depth, draft_width=VOCAB)
-            [request] = starts(session, plan)[:1]
+            [request] = starts(session, PROMPT, plan)[:1]
             session.drafter.catch_up([request])
             session.draft([request], DraftSampling.IID)  # makes the buffers
             forwards.clear()

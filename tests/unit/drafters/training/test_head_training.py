@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.drafting import head_for
 from support.published_heads import LLAMA3_ROPE
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from eaglegbv.drafters.checkpoint import load_head, read_checkpoint
+from eaglegbv.drafters.checkpoint import read_checkpoint
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.parallel_model import ParallelHeadConfig
 from eaglegbv.drafters.training.data import Document, TextSettings, join_documents
@@ -24,7 +25,6 @@ from eaglegbv.drafters.training.heads import (
 from eaglegbv.drafters.training.train import RunState, Schedule
 from eaglegbv.errors import EagleGBVError, InvalidArgument
 from eaglegbv.eval.validation import target_answers
-from eaglegbv.output_layer import OutputLayer
 
 
 def arguments(arch: str, target: Path, data: Path, out: Path, *extra: str) -> list[str]:
@@ -56,14 +56,7 @@ def test_a_head_learns_and_loads(arch, extra, target, chats, tmp_path, train) ->
     assert min(found) < found[0]  # the score is minus the block efficiency
     assert "acceptance at depth 3" in printed
     model = LlamaForCausalLM.from_pretrained(target)
-    head = load_head(
-        tmp_path,
-        target_config=model.config,
-        target_embedding=model.get_input_embeddings().weight,
-        read_output=lambda: OutputLayer.of(model),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    head = head_for(model, tmp_path)
     assert head.config.arch == arch
     assert head.config.draft_vocab_size == (100 if arch == "eagle3" else model.config.vocab_size)
     assert head.config.feature_layers == ((2, 3, 3) if arch == "eagle3" else ())

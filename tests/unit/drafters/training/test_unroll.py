@@ -5,16 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.drafting import VOCAB, Pair, random_pair
+from support.drafting import VOCAB, Pair, head_for, random_pair
 from support.published_blocks import BLOCKS, PlainBlock, make_target
 from torch import Tensor
 from torch.nn import functional
 
-from eaglegbv.drafters.checkpoint import load_head
 from eaglegbv.drafters.eagle_model import Arch
 from eaglegbv.drafters.training import unroll as unrolling
 from eaglegbv.drafters.training.unroll import Anchors, Depth, Loss, TargetRun, draw_anchors, unroll
-from eaglegbv.output_layer import OutputLayer
 
 WINDOW = 9
 
@@ -57,14 +55,7 @@ def test_unroll_equals_drafting_step_by_step(arch: Arch) -> None:
 def test_the_unroll_of_a_block_is_its_plain_forward(name: str, tmp_path: Path) -> None:
     block, model = BLOCKS[name](), make_target()
     plain = PlainBlock(block, model)
-    head = load_head(
-        block.write(tmp_path),
-        target_config=model.config,
-        target_embedding=model.get_input_embeddings().weight.detach(),
-        read_output=lambda: OutputLayer.of(model),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    head = head_for(model, block.write(tmp_path))
     texts = torch.randint(30, (2, WINDOW), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         out = model(texts, output_hidden_states=True)
